@@ -1,0 +1,22 @@
+# make run    everything here: own PostgreSQL, example workspace, a first heartbeat, HTTP
+# make test   all tests
+# make lint   format, vet, lint
+# make bench  benchmarks, each beside the raw floor of the same run
+
+.PHONY: run build test lint bench
+
+build:
+	go build -trimpath -o bin/agent ./cmd/agent
+
+run:
+	go run ./cmd/agent dev
+
+test:
+	./scripts/test
+
+lint:
+	./scripts/lint
+
+bench:
+	go test -run '^$$' -bench . -benchtime 2s ./...
+	go run ./bench chat-priority
