@@ -1,0 +1,215 @@
+package migrations_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const soon = 10 * time.Second
+
+// claimed is an execution that a live worker has claimed for the first time.
+func claimed(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	id := insertExecution(t, db)
+	exec(t, db, `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		update agent_executions set status = 'running', claim = 1, claimed_by = (select id from w) where id = $1::uuid`, id)
+	return id
+}
+
+// inFlight opens a transaction that writes for the first claim of an execution.
+func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
+	t.Helper()
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
+	return tx
+}
+
+// blocked waits until n statements that contain the text wait for a lock.
+func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
+	t.Helper()
+	pgtest.Eventually(t, soon, func() bool {
+		return get[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
+	}, text+" waits")
+}
+
+const park = `select park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
+
+func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	tx := inFlight(t, db, id)
+	codes := make(chan string, 2)
+	for _, step := range []string{"one", "two"} {
+		go func() {
+			_, err := db.Exec(t.Context(), park, id, step)
+			codes <- postgres.Code(err)
+		}()
+	}
+	blocked(t, db, 2, "park_agent_execution")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := <-codes + <-codes; got != "LK001" {
+		t.Errorf("two parks of one claim end with %q, want one to wait and one to be stale", got)
+	}
+}
+
+func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	tx := inFlight(t, db, id)
+	ended := make(chan error, 1)
+	go func() {
+		_, err := db.Exec(t.Context(), `select finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+		ended <- err
+	}()
+	blocked(t, db, 1, "finish_agent_execution")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	if late := get[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
+		join agent_executions x on x.id = c.execution_id`); late {
+		t.Error("a checkpoint is younger than the end of its execution")
+	}
+}
+
+func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	for name, query := range map[string]string{
+		"end as waiting":     `select finish_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
+		"end as running":     `select finish_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
+		"end as null":        `select finish_agent_execution($1::uuid, 1, null, '', null, null, null)`,
+		"wait for null":      `select park_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
+		"wait for unknown":   `select park_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
+		"wait without key":   `select park_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
+		"wait with no key":   `select park_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
+		"wait without step":  `select park_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
+		"wait for ever":      `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', null, null)`,
+		"wait into the past": `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
+		"wait too long":      `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
+		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := db.Exec(t.Context(), query, id); !postgres.IsCode(err, "22023") {
+				t.Errorf("error %v, want SQLSTATE 22023", err)
+			}
+		})
+	}
+	if got := get[string](t, db, `select status || claim || (select count(*) from agent_events) from agent_executions`); got != "running10" {
+		t.Errorf("status, claim and events are %s, want them unchanged", got)
+	}
+}
+
+// A row that is claimed and does not run would stop every sweep, because a lost claim could not end it.
+func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
+	db := pgtest.DB(t)
+	id := insertExecution(t, db)
+	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`, id); !postgres.IsCode(err, "23514") {
+		t.Errorf("claiming a pending execution without running it: %v, want SQLSTATE 23514", err)
+	}
+}
+
+func TestNoWaitIsForEver(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
+	if !get[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
+		t.Error("an execution waits without a deadline")
+	}
+}
+
+func TestPartitionsAreMadeBesideAReader(t *testing.T) {
+	db := pgtest.DB(t)
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	exec(t, tx, `select count(*) from agent_activity`)
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	if _, err := db.Exec(ctx, `select ensure_agent_activity_partitions(5)`); err != nil {
+		t.Fatalf("partitions beside a reader: %v", err)
+	}
+	exec(t, db, `insert into agent_activity (id, trace_id, skill_name)
+		values (agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
+}
+
+func TestAFloorIsNotAboveItsTime(t *testing.T) {
+	db := pgtest.DB(t)
+	if !get[bool](t, db, `select agent_uuid7_floor(t) <= agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
+		t.Error("the floor of a time is above an id made at that time")
+	}
+}
+
+func TestADayOfSpendIsFoundByIndex(t *testing.T) {
+	db := pgtest.DB(t)
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	exec(t, tx, `set local enable_seqscan = off`)
+	rows, err := tx.Query(t.Context(), `explain (costs off) select * from agent_spend where day = current_date`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text := strings.Join(plan, "\n"); strings.Contains(text, "Seq Scan") {
+		t.Errorf("the plan reads whole partitions:\n%s", text)
+	}
+}
+
+func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name) values ('fl_x', $1::uuid, $2, 's')`
+	exec(t, db, insert, id, 1)
+	if _, err := db.Exec(t.Context(), insert, id, 0); !postgres.IsCode(err, "LK001") {
+		t.Errorf("an activity of claim 0 of a run whose claim is 1: %v, want SQLSTATE LK001", err)
+	}
+}
+
+func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
+	exec(t, db, park, id, "wait")
+	if get[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) || !get[bool](t, db, `select is_agent_lock_held('thread:1')`) {
+		t.Error("a claim that is over released the lane that its execution keeps while it waits")
+	}
+}
+
+func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
+	db := pgtest.DB(t)
+	id := claimed(t, db)
+	token := get[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
+	exec(t, db, park, id, "wait")
+	if _, err := db.Exec(t.Context(), `select fence_agent_lock('thread:1', $1)`, token); !postgres.IsCode(err, "LK001") {
+		t.Errorf("a write under the token of the claim that parked: %v, want SQLSTATE LK001", err)
+	}
+	if next := get[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`); next <= token {
+		t.Errorf("the parked lane's token is %d, not more than %d", next, token)
+	}
+}

@@ -1,0 +1,256 @@
+package migrations_test
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func get[T any](t *testing.T, db postgres.DB, query string, args ...any) T {
+	t.Helper()
+	var v T
+	if err := db.QueryRow(t.Context(), query, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+	return v
+}
+
+func exec(t *testing.T, db postgres.DB, query string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), query, args...); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+}
+
+func TestManyProcessesMigrateAtOnce(t *testing.T) {
+	url := pgtest.EmptyURL(t)
+	var mu sync.Mutex
+	applied := make(map[string]int)
+	var starting sync.WaitGroup
+	for range 4 {
+		db, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer db.Close()
+		starting.Go(func() {
+			names, err := migrations.Up(t.Context(), db)
+			if err != nil {
+				t.Error(err)
+			}
+			if err := migrations.Check(t.Context(), db); err != nil {
+				t.Errorf("after Up: %v", err)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			for _, n := range names {
+				applied[n]++
+			}
+		})
+	}
+	starting.Wait()
+	if len(applied) != migrations.Version() {
+		t.Errorf("applied %v, want %d files", applied, migrations.Version())
+	}
+	for name, n := range applied {
+		if n != 1 {
+			t.Errorf("%s was applied %d times", name, n)
+		}
+	}
+}
+
+func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
+	for name, test := range map[string]struct {
+		change string
+		want   error
+	}{
+		"same":    {change: `select 1`},
+		"newer":   {`insert into agent_migrations (version, name, hash) select max(version) + 1, 'x', 'x' from agent_migrations`, migrations.ErrNewer},
+		"changed": {`update agent_migrations set hash = 'x' where version = 1`, migrations.ErrChanged},
+	} {
+		t.Run(name, func(t *testing.T) {
+			db := pgtest.DB(t)
+			exec(t, db, test.change)
+			if err := migrations.Check(t.Context(), db); !errors.Is(err, test.want) {
+				t.Errorf("Check: %v, want %v", err, test.want)
+			}
+			names, err := migrations.Up(t.Context(), db)
+			if !errors.Is(err, test.want) || len(names) != 0 {
+				t.Errorf("Up: %v, %v, want %v", names, err, test.want)
+			}
+		})
+	}
+}
+
+func TestASchemaThatMissesAFileIsOutdated(t *testing.T) {
+	db := pgtest.DB(t)
+	exec(t, db, `delete from agent_migrations where version = (select max(version) from agent_migrations)`)
+	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
+		t.Errorf("Check: %v, want ErrOutdated", err)
+	}
+}
+
+func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
+	db := pgtest.Empty(t)
+	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
+		t.Errorf("Check: %v, want ErrOutdated", err)
+	}
+	if n := get[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`); n != 0 {
+		t.Errorf("%d tables were made", n)
+	}
+}
+
+// The functions that other programs call, with their parameters; see DESIGN.md.
+func TestPublicFunctions(t *testing.T) {
+	db := pgtest.DB(t)
+	for name, arguments := range map[string]string{
+		"try_acquire_agent_lock": "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
+		"acquire_agent_lock":     "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
+		"await_agent_lock":       "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300, p_patience_seconds integer DEFAULT 5",
+		"leave_agent_lock_queue": "p_lane text, p_locked_by text",
+		"renew_agent_lock":       "p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds integer",
+		"renew_agent_locks":      "p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls integer[]",
+		"release_agent_lock":     "p_lane text, p_locked_by text, p_fencing_token bigint DEFAULT NULL::bigint",
+		"is_agent_lock_held":     "p_lane text",
+		"fence_agent_lock":       "p_lane text, p_fencing_token bigint",
+		"break_agent_lock":       "p_lane text, p_reason text",
+		"sweep_agent_locks":      "p_idle interval DEFAULT '1 day'::interval",
+		"agent_uuid7":            "p_at timestamp with time zone DEFAULT clock_timestamp()",
+		"agent_uuid7_floor":      "p_at timestamp with time zone",
+		"agent_trace_id":         "p_prefix text",
+		"fence_agent_execution":  "p_id uuid, p_claim bigint",
+		"claim_agent_execution":  "p_id uuid, p_worker uuid",
+		"cancel_agent_execution": "p_id uuid, p_cancelled_by text, p_reason text",
+	} {
+		got := get[string](t, db, `
+			select coalesce(string_agg(pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
+			 where p.proname = $1 and p.pronamespace = 'public'::regnamespace`, name)
+		if got != arguments {
+			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
+		}
+	}
+	overloaded := get[string](t, db, `
+		select coalesce(string_agg(t.proname, ', '), '') from (
+		  select p.proname from pg_proc p where p.pronamespace = 'public'::regnamespace group by p.proname having count(*) > 1) t`)
+	if overloaded != "" {
+		t.Errorf("overloaded: %s; functions are versioned by name", overloaded)
+	}
+}
+
+func TestUUID7(t *testing.T) {
+	db := pgtest.DB(t)
+	if !get[bool](t, db, `
+		with made as (select n, agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
+		                from generate_series(0, 2000) n)
+		select bool_and(id > before) from (select id, lag(id) over (order by n) as before from made) t where before is not null`) {
+		t.Error("ids of consecutive microseconds are out of order")
+	}
+	if !get[bool](t, db, `select bool_and(agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
+		t.Error("wrong version or variant")
+	}
+	if n := get[int](t, db, `select count(distinct agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
+		t.Errorf("%d of 5000 ids of one moment are different", n)
+	}
+	if !get[bool](t, db, `
+		select bool_and(agent_uuid7(at) >= agent_uuid7_floor(at) and agent_uuid7(at - interval '1 ms') < agent_uuid7_floor(at))
+		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at from generate_series(1, 500) n) t`) {
+		t.Error("agent_uuid7_floor is not between two milliseconds")
+	}
+}
+
+func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
+	db := pgtest.DB(t)
+	seen := make(map[trace.ID]bool)
+	for range 50 {
+		text := get[string](t, db, `select agent_trace_id('op')`)
+		id, err := trace.Parse(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if seen[id] || string(id) != text || id.Surface() != trace.Operate {
+			t.Errorf("made %s, read as %s of %s, seen before: %v", text, id, id.Surface(), seen[id])
+		}
+		if age := time.Since(id.Time()); age < -time.Minute || age > time.Minute {
+			t.Errorf("%s is from %s", id, id.Time())
+		}
+		seen[id] = true
+	}
+}
+
+var statuses = []string{"pending", "running", "waiting", "completed", "failed", "timeout", "cancelled"}
+
+// legal lists where an execution can go, and how it gets where it is.
+var legal = map[string]struct {
+	to, path []string
+}{
+	"pending":   {to: []string{"running", "cancelled"}},
+	"running":   {to: []string{"waiting", "completed", "failed", "timeout", "cancelled"}, path: []string{"running"}},
+	"waiting":   {to: []string{"running", "timeout", "failed", "cancelled"}, path: []string{"running", "waiting"}},
+	"completed": {path: []string{"running", "completed"}},
+	"failed":    {path: []string{"running", "failed"}},
+	"timeout":   {path: []string{"running", "timeout"}},
+	"cancelled": {path: []string{"cancelled"}},
+}
+
+func TestStatesOfAnExecution(t *testing.T) {
+	db := pgtest.DB(t)
+	for _, from := range statuses {
+		for _, to := range statuses {
+			if from == to {
+				continue
+			}
+			id := insertExecution(t, db)
+			for _, s := range legal[from].path {
+				exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, s)
+			}
+			_, err := db.Exec(t.Context(), `update agent_executions set status = $2 where id = $1::uuid`, id, to)
+			want := ""
+			if !strings.Contains(fmt.Sprint(legal[from].to), to) {
+				want = "LK002"
+			}
+			if got := postgres.Code(err); got != want || (want == "" && err != nil) {
+				t.Errorf("%s → %s: error %v, want SQLSTATE %q", from, to, err, want)
+			}
+		}
+	}
+	for _, s := range statuses {
+		_, err := db.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_x', 'flow', 'f', $1)`, s)
+		if begins := s == "pending" || s == "running"; begins != (err == nil) || (!begins && !postgres.IsCode(err, "LK002")) {
+			t.Errorf("an execution that begins %s: %v", s, err)
+		}
+	}
+}
+
+func insertExecution(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	return get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f') returning id::text`)
+}
+
+func TestTheEndOfAnExecution(t *testing.T) {
+	db := pgtest.DB(t)
+	for end, result := range map[string]string{"completed": "success", "failed": "failure", "timeout": "timeout", "cancelled": "cancelled"} {
+		id := insertExecution(t, db)
+		exec(t, db, `update agent_executions set status = 'running' where id = $1::uuid`, id)
+		exec(t, db, `select acquire_agent_lock('objective:' || $1, $1 || '#1', 300)`, id)
+		exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, end)
+		got := get[string](t, db, `
+			select result_type || ' ' || (completed_at is not null) || ' ' || is_agent_lock_held('objective:' || id) || ' ' ||
+			       (select count(*) from agent_events v where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)
+			  from agent_executions x where id = $1::uuid`, id)
+		if want := result + " true false 1"; got != want {
+			t.Errorf("%s: result, end, lane and events are %s, want %s", end, got, want)
+		}
+	}
+}
