@@ -1,0 +1,73 @@
+//go:build unix
+
+package pgserver_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+)
+
+// environment is a getenv of the given variables and no others.
+func environment(variables map[string]string) func(string) string {
+	return func(name string) string { return variables[name] }
+}
+
+// pretend makes a folder whose postgres says that it is version. Tests that use it are not parallel:
+// a child started meanwhile would hold the script open, and nobody could run it.
+func pretend(t *testing.T, version string) string {
+	t.Helper()
+	dir := t.TempDir()
+	script := "#!/bin/sh\necho 'postgres (PostgreSQL) " + version + " (Test)'\n"
+	for _, name := range []string{"postgres", "initdb"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
+	good := pretend(t, "16.9")
+	prefix := t.TempDir()
+	if err := os.Symlink(good, filepath.Join(prefix, "bin")); err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		dir  string
+		want string // a version, or what the error says
+	}{
+		"folder":        {good, "16.9"},
+		"its parent":    {prefix, "16.9"},
+		"nothing there": {t.TempDir(), "set it to the folder that holds postgres and initdb"},
+		"too old":       {pretend(t, "13.4"), "use a version from 14 to 18"},
+		"too new":       {pretend(t, "19beta1"), "19beta1 is not supported"},
+		"another tool":  {pretend(t, "x"), "unexpected answer"},
+	} {
+		bin, err := pgserver.FindBinaries(environment(map[string]string{"AGENT_PG_BIN": test.dir}))
+		if err == nil && bin.Version != test.want {
+			t.Errorf("%s: version %s, want %s", name, bin.Version, test.want)
+		}
+		if err != nil && (!strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), test.dir)) {
+			t.Errorf("%s: error %q does not say %q and %q", name, err, test.want, test.dir)
+		}
+	}
+}
+
+func TestBinariesOnThePathAreFoundThroughLinks(t *testing.T) {
+	links := t.TempDir()
+	newest := pretend(t, "18.99")
+	if err := os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")); err != nil {
+		t.Fatal(err)
+	}
+	bin, err := pgserver.FindBinaries(environment(map[string]string{"PATH": "/nowhere:" + links}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if bin.Major != 18 || bin.Version != "18.99" && !strings.HasPrefix(bin.Dir, "/usr/") {
+		t.Errorf("found %+v, want the newest, in %s", bin, newest)
+	}
+}

@@ -1,0 +1,112 @@
+//go:build unix
+
+package pgserver
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"crypto/sha512"
+	"encoding/base64"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// archive writes an npm archive of the given files and returns its path and hash.
+func archive(t *testing.T, files map[string]string) (path, integrity string) {
+	t.Helper()
+	var packed bytes.Buffer
+	gz := gzip.NewWriter(&packed)
+	w := tar.NewWriter(gz)
+	for name, content := range files {
+		header := &tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(content))}
+		if err := w.WriteHeader(header); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Write([]byte(content)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []interface{ Close() error }{w, gz} {
+		if err := c.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	path = filepath.Join(t.TempDir(), "bundle.tgz")
+	if err := os.WriteFile(path, packed.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	sum := sha512.Sum512(packed.Bytes())
+	return path, base64.StdEncoding.EncodeToString(sum[:])
+}
+
+func TestBundleIsUnpackedWithItsLinks(t *testing.T) {
+	t.Parallel()
+	path, integrity := archive(t, map[string]string{
+		"package/package.json":             "{}",
+		"package/native/bin/postgres":      "#!/bin/sh\n",
+		"package/native/lib/libx.so.1.2":   "library",
+		"package/native/pg-symlinks.json":  `[{"source":"native/lib/libx.so.1.2","target":"native/lib/libx.so"}]`,
+		"package/native/share/postgres.md": "text",
+	})
+	into := filepath.Join(t.TempDir(), "out")
+	if err := unpackBundle(path, into, integrity); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(filepath.Join(into, "lib", "libx.so")); err != nil || string(got) != "library" {
+		t.Errorf("the link leads to %q, %v", got, err)
+	}
+	if info, err := os.Stat(filepath.Join(into, "bin", "postgres")); err != nil || info.Mode().Perm()&0o111 != 0o111 {
+		t.Errorf("the program is not executable: %v, %v", info, err)
+	}
+	if exists(filepath.Join(into, "package.json")) {
+		t.Error("a file outside native/ was unpacked")
+	}
+}
+
+func TestBundleThatIsNotTheRightOneIsRefused(t *testing.T) {
+	t.Parallel()
+	_, other := archive(t, map[string]string{"package/native/bin/postgres": "other"})
+	path, _ := archive(t, map[string]string{"package/native/bin/postgres": "changed"})
+	into := filepath.Join(t.TempDir(), "out")
+	if err := unpackBundle(path, into, other); err == nil || !strings.Contains(err.Error(), "not used") || exists(into) {
+		t.Errorf("an archive with another hash: %v", err)
+	}
+}
+
+func TestBundleCannotWriteOutside(t *testing.T) {
+	t.Parallel()
+	for name, files := range map[string]map[string]string{
+		"file": {"package/native/../../../evil": "x"},
+		"link": {"package/native/pg-symlinks.json": `[{"source":"native/lib/x","target":"../../evil"}]`},
+	} {
+		path, integrity := archive(t, files)
+		dir := t.TempDir()
+		if err := unpackBundle(path, filepath.Join(dir, "a", "out"), integrity); err == nil {
+			t.Errorf("%s: unpacked", name)
+		}
+		if err := os.Mkdir(filepath.Join(dir, "b"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		err := unpackBundle(path, filepath.Join(dir, "b", "out"), integrity)
+		if _, statErr := os.Lstat(filepath.Join(dir, "evil")); err == nil || statErr == nil {
+			t.Errorf("%s: unpacked with %v, outside file: %v", name, err, statErr)
+		}
+	}
+}
+
+func TestDebianIsToldNotToMakeACluster(t *testing.T) {
+	t.Parallel()
+	for name, conf := range map[string]string{
+		"none":      "",
+		"commented": "# Create a \"main\" cluster\n#create_main_cluster = true\n#start_conf = 'auto'\n",
+		"set":       "create_main_cluster = true\n",
+	} {
+		got := string(withoutMainCluster([]byte(conf)))
+		if strings.Count(got, "create_main_cluster") != 1 || !strings.Contains("\n"+got, "\ncreate_main_cluster = false\n") {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+}

@@ -1,0 +1,129 @@
+//go:build unix
+
+package pgserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"syscall"
+	"time"
+)
+
+const (
+	startLock = "start.lock"
+	usersLock = "users.lock"
+	guardLock = "guard.lock"
+)
+
+// flock is a lock of the kernel on a file. It ends with the process that holds it.
+type flock struct{ file *os.File }
+
+// openLock opens the file for one lock, made when missing and given to owner (nil: to ourselves).
+func openLock(path string, owner *account) (*flock, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := owner.own(path); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &flock{file: f}, nil
+}
+
+func lockShared(ctx context.Context, path string, owner *account) (*flock, error) {
+	return lockPolling(ctx, path, owner, syscall.LOCK_SH)
+}
+
+func lockExclusive(ctx context.Context, path string, owner *account) (*flock, error) {
+	return lockPolling(ctx, path, owner, syscall.LOCK_EX)
+}
+
+func lockPolling(ctx context.Context, path string, owner *account, how int) (*flock, error) {
+	l, err := openLock(path, owner)
+	if err != nil {
+		return nil, err
+	}
+	err = poll(ctx, func() (bool, error) { return l.try(how) })
+	if err != nil {
+		return nil, fmt.Errorf("lock %s: %w", path, errors.Join(err, l.file.Close()))
+	}
+	return l, nil
+}
+
+// try takes the lock if that needs no waiting.
+func (l *flock) try(how int) (bool, error) {
+	err := l.apply(how | syscall.LOCK_NB)
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// wait takes the lock exclusively, however long that takes.
+func (l *flock) wait() error { return l.apply(syscall.LOCK_EX) }
+
+func (l *flock) apply(how int) error {
+	for {
+		err := syscall.Flock(int(l.file.Fd()), how)
+		if !errors.Is(err, syscall.EINTR) {
+			return err
+		}
+	}
+}
+
+// close frees the lock, also when a child that is just being started still shares the file. A
+// second call does nothing.
+func (l *flock) close() error {
+	err := l.apply(syscall.LOCK_UN)
+	if errors.Is(err, syscall.EBADF) || errors.Is(err, os.ErrClosed) {
+		return nil
+	}
+	return errors.Join(err, l.file.Close())
+}
+
+// isLocked reports whether somebody holds the lock exclusively. It takes it for a moment, so whoever
+// wants it exclusively without waiting has to try more than once.
+func isLocked(path string) (bool, error) {
+	free, err := couldLock(path, syscall.LOCK_SH)
+	return !free, err
+}
+
+// othersUse reports whether a shared lock is held, and not an exclusive one.
+func othersUse(path string) (bool, error) {
+	if unused, err := couldLock(path, syscall.LOCK_EX); err != nil || unused {
+		return false, err
+	}
+	return couldLock(path, syscall.LOCK_SH)
+}
+
+// couldLock reports whether the lock can be had now; a missing file is a free lock.
+func couldLock(path string, how int) (free bool, err error) {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	l := &flock{file: f}
+	free, err = l.try(how)
+	return free, errors.Join(err, l.close())
+}
+
+// poll calls done until it reports true or an error, or ctx ends.
+func poll(ctx context.Context, done func() (bool, error)) error {
+	ticker := time.NewTicker(pollEvery)
+	defer ticker.Stop()
+	for {
+		if ok, err := done(); ok || err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-ticker.C:
+		}
+	}
+}

@@ -1,0 +1,302 @@
+//go:build unix
+
+package pgserver_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+)
+
+const (
+	userArg   = "__use-server" // makes the test binary a process that uses a server: see beUser
+	forgetful = "forgetful"    // the name of a test binary that does not call GuardMain
+)
+
+func TestMain(m *testing.M) {
+	forgets := filepath.Base(os.Args[0]) == forgetful
+	if !forgets {
+		pgserver.GuardMain()
+	}
+	if len(os.Args) > 2 && os.Args[1] == userArg {
+		os.Exit(beUser(os.Args[2]))
+	}
+	if forgets {
+		fmt.Println("this is another program")
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// started is what a user process says about its server.
+type started struct {
+	URL      string
+	Dir      string
+	Adopted  bool
+	Progress []string
+	Err      string
+}
+
+// beUser starts or joins the server, says so, and stops when its input ends.
+func beUser(arg string) int {
+	var config pgserver.Config
+	if err := json.Unmarshal([]byte(arg), &config); err != nil {
+		panic(err)
+	}
+	var said started
+	config.Progress = func(line string) { said.Progress = append(said.Progress, line) }
+	ctx := background()
+	s, err := pgserver.Start(ctx, config)
+	if err != nil {
+		said.Err = err.Error()
+	} else {
+		said.URL, said.Dir, said.Adopted = s.URL(), s.Dir(), s.Adopted()
+	}
+	if err := json.NewEncoder(os.Stdout).Encode(said); err != nil || said.Err != "" {
+		return 1
+	}
+	_, _ = io.Copy(io.Discard, os.Stdin)
+	if err := s.Stop(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return 0
+}
+
+// userProcess is a process that uses a server.
+type userProcess struct {
+	started
+	t     *testing.T
+	cmd   *exec.Cmd
+	input io.Closer
+	out   io.Reader
+}
+
+// launchUser starts a user process of the given binary, as another user when credential is not nil.
+func launchUser(t *testing.T, binary string, credential *syscall.Credential, config pgserver.Config) *userProcess {
+	t.Helper()
+	arg, err := json.Marshal(struct {
+		Dir                string
+		Ephemeral, Durable bool
+	}{config.Dir, config.Ephemeral, config.Durable})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(binary, userArg, string(arg))
+	cmd.Stderr = os.Stderr
+	cmd.Dir = "/"
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: credential}
+	input, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &userProcess{t: t, cmd: cmd, input: input, out: out}
+	t.Cleanup(p.kill)
+	return p
+}
+
+// hear reads what the process says about its server.
+func (p *userProcess) hear() {
+	p.t.Helper()
+	line, err := bufio.NewReader(p.out).ReadBytes('\n')
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	if err := json.Unmarshal(line, &p.started); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *userProcess) mustHear() {
+	p.t.Helper()
+	if p.hear(); p.Err != "" {
+		p.t.Fatal(p.Err)
+	}
+}
+
+// kill is kill -9.
+func (p *userProcess) kill() {
+	if err := p.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		p.t.Error(err)
+	}
+	_ = p.cmd.Wait() // killed: an error, always
+}
+
+// leave has the process stop its server and end.
+func (p *userProcess) leave() {
+	p.t.Helper()
+	if err := p.input.Close(); err != nil {
+		p.t.Error(err)
+	}
+	if err := p.cmd.Wait(); err != nil {
+		p.t.Error(err)
+	}
+}
+
+// folder is a short, new folder that everybody may pass.
+func folder(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and closed to other users
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		eventually(t, "no server works below "+dir, func() bool { return len(servers(t, dir)) == 0 })
+		logs, err := filepath.Glob(dir + "/*/postgres.log")
+		for _, log := range logs {
+			text, err := os.ReadFile(log)
+			if err != nil || strings.Contains(string(text), "did not end within") {
+				t.Errorf("the server had to be forced to stop (%v):\n%s", err, text)
+			}
+		}
+		if err := errors.Join(err, os.RemoveAll(dir)); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+// copyBinary puts this test binary where every user can run it.
+func copyBinary(t *testing.T, name string) string {
+	t.Helper()
+	path := filepath.Join(folder(t), name)
+	// Not written by this process: a child started meanwhile would hold it open, and nobody could run it.
+	if out, err := exec.Command("cp", self(t), path).CombinedOutput(); err != nil {
+		t.Fatalf("cp: %v: %s", err, out)
+	}
+	if err := os.Chmod(path, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func self(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func start(t *testing.T, config pgserver.Config) *pgserver.Server {
+	t.Helper()
+	s, err := pgserver.Start(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { stop(t, s) })
+	return s
+}
+
+func stop(t *testing.T, s *pgserver.Server) {
+	t.Helper()
+	if err := s.Stop(background()); err != nil {
+		t.Error(err)
+	}
+}
+
+// query runs one statement on a connection of its own and returns its one text value.
+func query(t *testing.T, url, sql string) string {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close(background())
+	var value string
+	if err := conn.QueryRow(t.Context(), sql).Scan(&value); err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		t.Fatal(err)
+	}
+	return value
+}
+
+// servers are the postmasters whose data directory is below dir.
+func servers(t *testing.T, dir string) []int {
+	t.Helper()
+	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil || len(lines) == 0 {
+		t.Skip("needs /proc to see processes")
+	}
+	var pids []int
+	for _, line := range lines {
+		text, err := os.ReadFile(line)
+		args := strings.Split(string(text), "\x00")
+		if err != nil || len(args) < 3 || args[1] != "-D" || !strings.HasPrefix(args[2], dir) || filepath.Base(args[0]) != "postgres" {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(line)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		pids = append(pids, pid)
+	}
+	return pids
+}
+
+// statOf are the fields of /proc/PID/stat after the command: state, parent, group, session, …
+func statOf(t *testing.T, pid int) []string {
+	t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, _ := strings.Cut(string(text), ") ")
+	return strings.Fields(after)
+}
+
+func parentOf(t *testing.T, pid int) int {
+	t.Helper()
+	parent, err := strconv.Atoi(statOf(t, pid)[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return parent
+}
+
+func signalTo(t *testing.T, pid int, signal syscall.Signal) {
+	t.Helper()
+	if err := syscall.Kill(pid, signal); err != nil {
+		t.Fatalf("signal %d: %v", pid, err)
+	}
+}
+
+func eventually(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	ticker := time.NewTicker(10 * time.Millisecond)
+	defer ticker.Stop()
+	for deadline := time.Now().Add(30 * time.Second); !condition(); <-ticker.C {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within 30 seconds: %s", what)
+		}
+	}
+}
+
+// background outlives the test: for what is done at its end.
+func background() context.Context { return context.Background() }

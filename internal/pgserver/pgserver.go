@@ -1,0 +1,340 @@
+//go:build unix
+
+// Package pgserver runs a PostgreSQL of the agent's own, so that `agent dev` and the tests need no
+// set-up: it finds server binaries (or gets them through the package manager that is there), makes
+// a data directory, and starts the server on a unix socket that only this user reaches.
+//
+// It promises: one server per directory however many processes ask at once; no server left behind,
+// also after kill -9 of everything that used it; data kept until it is told otherwise; never two
+// servers on one data directory; a second start in well under a second.
+//
+// Three locks of the kernel carry this, all flock(2) on files beside the data, freed by the kernel
+// when their holder dies however it dies:
+//
+//	start.lock  held while a process looks for a server or starts one: starters queue here
+//	users.lock  shared by every process that uses the server
+//	guard.lock  held by the guard: while it is held there is a server, or one that comes or goes
+//
+// The server is the child of a guard, this same binary started again under another name (see
+// [GuardMain]) in a session of its own, so that ^C at a terminal does not reach it. The guard asks
+// for users.lock exclusively; the kernel grants that when the last user is gone, and then the guard
+// shuts the server down, still holding the lock, so that a newcomer waits for the end and starts
+// afresh. Whoever comes later joins the running server ([Server.Adopted]) and keeps it alive when
+// the first one leaves.
+//
+// PostgreSQL refuses to run as root. Started by root, the server and its files belong to the user
+// `postgres`, else `nobody`; see place.go for where the files then are.
+package pgserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Config says which server is wanted.
+type Config struct {
+	// Dir holds the server's files, one folder per major version: for `agent dev` the project's
+	// .agent/pg. Unused when Ephemeral.
+	Dir string
+	// Ephemeral makes a server in a temporary directory that is removed when it stops.
+	Ephemeral bool
+	// Durable keeps every commit through a power failure. Without it the server is faster and its
+	// directory is made anew after a restart of the machine: for tests.
+	Durable bool
+	// BinDir is the folder with postgres and initdb (AGENT_PG_BIN); empty to look for it.
+	BinDir string
+	// NoInstall forbids getting binaries through a package manager.
+	NoInstall bool
+	// Database is created when it does not exist; "postgres" when empty.
+	Database string
+	// MaxConnections of the server; 100 when 0.
+	MaxConnections int
+	// Logger gets what is worth a log line; nil for none.
+	Logger *slog.Logger
+	// Progress gets one line for a person whenever something takes long or is not as expected; nil for none.
+	Progress func(line string)
+}
+
+// Server is a running server and this process's share in it.
+type Server struct {
+	layout  layout
+	url     string
+	adopted bool
+	bin     Binaries
+	users   *flock
+
+	stop    context.CancelFunc
+	watched sync.WaitGroup
+	done    chan struct{}
+	guard   *guard // nil when adopted
+}
+
+const (
+	readyLimit = 2 * time.Minute // crash recovery of a big database takes its time
+	goneLimit  = 30 * time.Second
+	watchEvery = 250 * time.Millisecond
+	pollEvery  = 10 * time.Millisecond
+
+	lingerLimit = 20 * time.Second
+)
+
+// Start returns a server for config, started now or, when another process has it running already,
+// joined. It takes as long as the server needs to accept connections. ctx limits the start only.
+func Start(ctx context.Context, config Config) (*Server, error) {
+	if isGuard(os.Args) {
+		return nil, errors.New("start postgres: this process was started as the guard of a server, but main (or TestMain) does not call pgserver.GuardMain first")
+	}
+	s, err := start(ctx, config.withDefaults())
+	if err != nil {
+		return nil, fmt.Errorf("start postgres: %w", err)
+	}
+	return s, nil
+}
+
+func (c Config) withDefaults() Config {
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	if c.Progress == nil {
+		c.Progress = func(string) {}
+	}
+	if c.Database == "" {
+		c.Database = "postgres"
+	}
+	if c.MaxConnections == 0 {
+		c.MaxConnections = 100
+	}
+	return c
+}
+
+func start(ctx context.Context, config Config) (*Server, error) {
+	bin, err := resolve(ctx, config)
+	if err != nil {
+		return nil, err
+	}
+	l, err := place(config, bin)
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{layout: l, bin: bin, done: make(chan struct{})}
+	if err := s.joinOrLaunch(ctx, config); err != nil {
+		if !l.keep {
+			err = errors.Join(err, os.RemoveAll(l.root))
+		}
+		return nil, err
+	}
+	s.url = connString(s.layout, config.Database)
+	watch, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	s.stop = cancel
+	s.watched.Go(func() { s.watch(watch) })
+	return s, nil
+}
+
+// joinOrLaunch runs under start.lock, so that of many starters one launches and the others join.
+func (s *Server) joinOrLaunch(ctx context.Context, config Config) (err error) {
+	s.users, err = lockShared(ctx, s.layout.path(usersLock), s.layout.user)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, s.users.close())
+		}
+	}()
+	starting, err := lockExclusive(ctx, s.layout.path(startLock), s.layout.user)
+	if err != nil {
+		return err
+	}
+	err = s.join(ctx, config)
+	if errors.Is(err, errNoServer) {
+		err = s.launch(ctx, config)
+	}
+	return errors.Join(err, starting.close())
+}
+
+var errNoServer = errors.New("no server")
+
+// join waits until the running server accepts connections. errNoServer says there is none.
+func (s *Server) join(ctx context.Context, config Config) error {
+	held, err := isLocked(s.layout.path(guardLock))
+	if err != nil {
+		return err
+	}
+	if !held {
+		return errNoServer
+	}
+	if s.layout.sockets, err = recordedSockets(s.layout); err != nil {
+		return err
+	}
+	gone := func() (bool, error) {
+		held, err := isLocked(s.layout.path(guardLock))
+		return !held, err
+	}
+	if err := awaitReady(ctx, s.layout, config.Database, gone); err != nil {
+		return err
+	}
+	s.adopted = true
+	config.Logger.DebugContext(ctx, "postgres joined", "dir", s.layout.root)
+	return nil
+}
+
+func (s *Server) launch(ctx context.Context, config Config) error {
+	began := time.Now()
+	err := s.tryLaunch(ctx, config)
+	for errors.Is(err, errLingering) && time.Since(began) < lingerLimit && ctx.Err() == nil {
+		err = s.tryLaunch(ctx, config)
+	}
+	if err != nil && !config.Durable && ctx.Err() == nil && exists(s.layout.data()) {
+		config.Progress("the test server's directory is damaged, making it anew: " + err.Error())
+		if err := os.RemoveAll(s.layout.data()); err != nil {
+			return err
+		}
+		err = s.tryLaunch(ctx, config)
+	}
+	if err == nil {
+		config.Logger.DebugContext(ctx, "postgres started", "dir", s.layout.root, "took", time.Since(began))
+	}
+	return err
+}
+
+func (s *Server) tryLaunch(ctx context.Context, config Config) error {
+	if err := prepareData(ctx, s.layout, s.bin, config); err != nil {
+		return err
+	}
+	if err := clearStale(ctx, s.layout); err != nil {
+		return err
+	}
+	sockets, err := makeSockets(s.layout)
+	if err != nil {
+		return err
+	}
+	s.layout.sockets = sockets
+	g, err := launchGuard(s.layout, s.bin, config)
+	if err != nil {
+		return err
+	}
+	if err := awaitReady(ctx, s.layout, config.Database, g.gone); err != nil {
+		return errors.Join(s.explainStart(err), g.abandon())
+	}
+	s.guard = g
+	return nil
+}
+
+// errLingering: processes of a server that was killed have not noticed yet.
+var errLingering = errors.New("processes of the server before are still there")
+
+// explainStart adds what the server itself said, which is nearly always the reason.
+func (s *Server) explainStart(err error) error {
+	if !errors.Is(err, errNoServer) {
+		return err
+	}
+	said := tail(s.layout.path(logFile), 8)
+	err = fmt.Errorf("the server stopped at once; its log %s ends with:\n%s", s.layout.path(logFile), said)
+	if strings.Contains(said, "is still in use") { // shared memory
+		return errors.Join(errLingering, err)
+	}
+	return err
+}
+
+// watch closes done when there is no server any more.
+func (s *Server) watch(ctx context.Context) {
+	defer close(s.done)
+	ticker := time.NewTicker(watchEvery)
+	defer ticker.Stop()
+	var ended <-chan struct{}
+	if s.guard != nil {
+		ended = s.guard.ended
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ended:
+			return
+		case <-ticker.C:
+		}
+		if held, err := isLocked(s.layout.path(guardLock)); err == nil && !held {
+			return
+		}
+	}
+}
+
+// URL is a connection string for the server's superuser over its unix socket.
+func (s *Server) URL() string { return s.url }
+
+// Adopted reports whether another process had started the server before.
+func (s *Server) Adopted() bool { return s.adopted }
+
+// Dir is the folder that holds the data directory, the locks and the server's log.
+func (s *Server) Dir() string { return s.layout.root }
+
+// Binaries are those the server was found or started with.
+func (s *Server) Binaries() Binaries { return s.bin }
+
+// Done is closed when the server is gone, whoever ended it, or after Stop. Start may then be called again.
+func (s *Server) Done() <-chan struct{} { return s.done }
+
+// Stop gives up this process's share. The server goes down with its last user; Stop of the last one
+// returns when it is down, Stop of another returns at once. It may be called more than once.
+func (s *Server) Stop(ctx context.Context) error {
+	s.stop()
+	s.watched.Wait()
+	if err := s.users.close(); err != nil {
+		return fmt.Errorf("stop postgres: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, goneLimit)
+	defer cancel()
+	if err := s.awaitGone(ctx); err != nil {
+		return fmt.Errorf("stop postgres: %w", err)
+	}
+	return nil
+}
+
+// awaitGone returns when the server is down or has another user. A temporary server has none.
+func (s *Server) awaitGone(ctx context.Context) error {
+	if !s.layout.keep {
+		select {
+		case <-s.guard.ended:
+			return os.RemoveAll(s.layout.root) // done by the guard, unless it was killed
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return poll(ctx, func() (bool, error) {
+		held, err := isLocked(s.layout.path(guardLock))
+		if err != nil || !held {
+			return true, err
+		}
+		// The guard holds users.lock exclusively while it ends the server; that it is shared means
+		// that other users keep it, that it is free that the guard has not woken yet.
+		return othersUse(s.layout.path(usersLock))
+	})
+}
+
+// connString writes a space as %20: in a URL of PostgreSQL a + is a plus sign.
+func connString(l layout, database string) string {
+	query := url.Values{"host": {l.sockets}, "port": {strconv.Itoa(port)}, "sslmode": {"disable"}}
+	u := url.URL{Scheme: "postgres", User: url.User(superuser), Host: "", Path: "/" + database, RawQuery: strings.ReplaceAll(query.Encode(), "+", "%20")}
+	return u.String()
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
+}
+
+func absolute(dir string) (string, error) {
+	if dir == "" {
+		return "", errors.New("no directory given")
+	}
+	return filepath.Abs(dir)
+}

@@ -1,0 +1,449 @@
+//go:build unix
+
+package pgserver_test
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+)
+
+func TestDataIsKeptBetweenStarts(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t), Durable: true, Database: "agent"}
+	first := start(t, config)
+	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
+	stop(t, first)
+	if left := servers(t, config.Dir); len(left) > 0 {
+		t.Errorf("Stop of the last user left processes %v", left)
+	}
+	began := time.Now()
+	second := start(t, config)
+	t.Logf("second start took %s", time.Since(began))
+	if got := query(t, second.URL(), "select answer || current_database() from kept"); got != "yesagent" {
+		t.Errorf("after the second start the table has %q", got)
+	}
+	if got := query(t, second.URL(), "select string_agg(setting, ' ' order by name) from pg_settings where name in ('fsync', 'listen_addresses', 'full_page_writes')"); got != "on on " {
+		t.Errorf("a durable server has fsync, full_page_writes and listen_addresses %q", got)
+	}
+}
+
+func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t)}
+	owner := start(t, config)
+	joined := start(t, config)
+	if owner.Adopted() || !joined.Adopted() {
+		t.Fatalf("adopted: first %t, second %t", owner.Adopted(), joined.Adopted())
+	}
+	stop(t, owner)
+	if got := query(t, joined.URL(), "select 'alive'"); got != "alive" {
+		t.Errorf("after the owner left: %q", got)
+	}
+	select {
+	case <-joined.Done():
+		t.Error("Done of the second user is closed, the server is there")
+	default:
+	}
+	stop(t, joined)
+	if left := servers(t, config.Dir); len(left) > 0 {
+		t.Errorf("the last user left, processes %v did not", left)
+	}
+}
+
+func TestParallelStartsMakeOneServer(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t)}
+	users := make([]*userProcess, 6)
+	for i := range users {
+		users[i] = launchUser(t, self(t), nil, config)
+	}
+	owners := 0
+	for _, u := range users {
+		u.mustHear()
+		if !u.Adopted {
+			owners++
+		}
+		if got := query(t, u.URL, "select 'here'"); got != "here" {
+			t.Errorf("query: %q", got)
+		}
+	}
+	if n := len(servers(t, config.Dir)); owners != 1 || n != 1 {
+		t.Errorf("%d starters have an own server and %d servers run, want 1 and 1", owners, n)
+	}
+	for _, u := range users {
+		u.leave()
+	}
+}
+
+func TestKillOfTheLastUserLeavesNoServer(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t), Durable: true}
+	u := launchUser(t, self(t), nil, config)
+	u.mustHear()
+	query(t, u.URL, "create table kept as select 'yes'::text as answer")
+	u.kill()
+	eventually(t, "the server is gone", func() bool { return len(servers(t, config.Dir)) == 0 })
+	if got := query(t, start(t, config).URL(), "select answer from kept"); got != "yes" {
+		t.Errorf("after the restart the table has %q", got)
+	}
+}
+
+func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t)}
+	u := launchUser(t, self(t), nil, config)
+	u.mustHear()
+	joined := start(t, config)
+	u.kill()
+	if got := query(t, joined.URL(), "select 'alive'"); got != "alive" || !joined.Adopted() {
+		t.Errorf("after kill -9 of the owner: %q, adopted %t", got, joined.Adopted())
+	}
+}
+
+// TestKillOfTheGuard kills everything but the server, or that too.
+func TestKillOfTheGuard(t *testing.T) {
+	t.Parallel()
+	for name, alsoServer := range map[string]bool{"server notices": false, "server killed too": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			config := pgserver.Config{Dir: folder(t), Durable: true}
+			u := launchUser(t, self(t), nil, config)
+			u.mustHear()
+			query(t, u.URL, "create table kept as select 'yes'::text as answer")
+			pid := servers(t, config.Dir)[0]
+			guard := parentOf(t, pid)
+			u.kill()
+			if alsoServer {
+				_ = syscall.Kill(pid, syscall.SIGKILL) // it may have ended already
+			}
+			_ = syscall.Kill(guard, syscall.SIGKILL)
+			again := start(t, config)
+			if got := query(t, again.URL(), "select answer from kept"); got != "yes" || again.Adopted() {
+				t.Errorf("after the restart the table has %q, adopted %t", got, again.Adopted())
+			}
+		})
+	}
+}
+
+func TestKillOfTheGuardAloneEndsTheServer(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t)}
+	s := start(t, config)
+	pid := servers(t, config.Dir)[0]
+	signalTo(t, parentOf(t, pid), syscall.SIGKILL)
+	eventually(t, "the server ends with its guard", func() bool { return len(servers(t, config.Dir)) == 0 })
+	<-s.Done()
+}
+
+func TestDoneTellsEveryUserAndStartTakesOver(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t), Durable: true}
+	owner, joined := start(t, config), start(t, config)
+	signalTo(t, servers(t, config.Dir)[0], syscall.SIGKILL)
+	for name, s := range map[string]*pgserver.Server{"owner": owner, "joined": joined} {
+		select {
+		case <-s.Done():
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s is not told that the server is gone", name)
+		}
+	}
+	again := start(t, config)
+	if got := query(t, again.URL(), "select 'back'"); got != "back" || again.Adopted() {
+		t.Errorf("after the takeover: %q, adopted %t", got, again.Adopted())
+	}
+}
+
+func TestServerIsOutOfReachOfTheTerminal(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t)}
+	start(t, config)
+	pid := servers(t, config.Dir)[0]
+	mine, its := statOf(t, os.Getpid()), statOf(t, pid)
+	if mine[3] == its[3] || mine[2] == its[2] {
+		t.Errorf("session and group of the server are %s and %s, the same as this process's", its[3], its[2])
+	}
+}
+
+func TestStalePidFileIsNotInTheWay(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t), Durable: true}
+	first := start(t, config)
+	data := filepath.Join(first.Dir(), "data")
+	file := filepath.Join(data, "postmaster.pid")
+	running, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop(t, first)
+	_, rest, _ := strings.Cut(string(running), "\n")
+	alive := sleeper(t, first.Dir(), "sleep", "60")
+	zombie := sleeper(t, first.Dir(), "true")
+	eventually(t, "the child is a zombie", func() bool { return statOf(t, zombie)[0] == "Z" })
+	for _, content := range []string{
+		"", "nonsense\n",
+		fmt.Sprintf("%d\n%s", alive, rest),
+		fmt.Sprintf("%d\n%s", zombie, rest),
+		fmt.Sprintf("%d\n%s", 1<<22-3, rest),
+	} {
+		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		chownLike(t, file, data)
+		s, err := pgserver.Start(t.Context(), config)
+		if err != nil {
+			t.Errorf("with postmaster.pid %q: %v", content, err)
+			continue
+		}
+		stop(t, s)
+	}
+	if state := statOf(t, alive)[0]; state != "S" {
+		t.Errorf("the innocent process is in state %s", state)
+	}
+}
+
+// sleeper is a process of the user whom dir belongs to, not waited for until the test ends.
+func sleeper(t *testing.T, dir string, command ...string) int {
+	t.Helper()
+	cmd := exec.Command(command[0], command[1:]...)
+	cmd.Dir = "/"
+	if os.Geteuid() == 0 {
+		uid, gid := owner(t, dir)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: gid}}
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+			t.Error(err)
+		}
+		_ = cmd.Wait() // killed
+	})
+	return cmd.Process.Pid
+}
+
+func owner(t *testing.T, path string) (uid, gid uint32) {
+	t.Helper()
+	info, err := os.Lstat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stat := info.Sys().(*syscall.Stat_t)
+	return stat.Uid, stat.Gid
+}
+
+func chownLike(t *testing.T, path, like string) {
+	t.Helper()
+	uid, gid := owner(t, like)
+	if err := os.Chown(path, int(uid), int(gid)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestLongPath(t *testing.T) {
+	t.Parallel()
+	base := folder(t)
+	dir := filepath.Join(base, strings.Repeat("a-long-name/", 15), "with, comma and space")
+	s := start(t, pgserver.Config{Dir: dir})
+	joined := start(t, pgserver.Config{Dir: dir})
+	sockets := query(t, joined.URL(), "select current_setting('unix_socket_directories')")
+	if strings.HasPrefix(sockets, base) || len(sockets) > 60 {
+		t.Errorf("the socket is in %s", sockets)
+	}
+	stop(t, s)
+	stop(t, joined)
+	if _, err := os.Lstat(sockets); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("%s is still there after the stop: %v", sockets, err)
+	}
+	again := start(t, pgserver.Config{Dir: dir})
+	if got := query(t, again.URL(), "select 'works'"); got != "works" {
+		t.Errorf("second start: %q", got)
+	}
+}
+
+func TestSpecialCharactersInThePath(t *testing.T) {
+	t.Parallel()
+	s := start(t, pgserver.Config{Dir: filepath.Join(folder(t), "a +%20ü&?#=b")})
+	sockets := query(t, s.URL(), "select current_setting('unix_socket_directories')")
+	if !strings.HasPrefix(sockets, s.Dir()) {
+		t.Errorf("the socket is in %s; this test needs it in %s", sockets, s.Dir())
+	}
+}
+
+func TestEphemeralLeavesNothing(t *testing.T) {
+	t.Parallel()
+	s := start(t, pgserver.Config{Ephemeral: true})
+	query(t, s.URL(), "select 1::text")
+	stop(t, s)
+	if _, err := os.Lstat(s.Dir()); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("%s is still there after the stop: %v", s.Dir(), err)
+	}
+	u := launchUser(t, self(t), nil, pgserver.Config{Ephemeral: true})
+	u.mustHear()
+	u.kill()
+	eventually(t, u.Dir+" is removed after kill -9", func() bool {
+		_, err := os.Lstat(u.Dir)
+		return errors.Is(err, os.ErrNotExist)
+	})
+}
+
+func TestDataOfAnotherVersion(t *testing.T) {
+	t.Parallel()
+	config := pgserver.Config{Dir: folder(t), Durable: true}
+	s := start(t, config)
+	stop(t, s)
+	version := filepath.Join(s.Dir(), "data", "PG_VERSION")
+	if err := os.WriteFile(version, []byte("13\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := pgserver.Start(t.Context(), config)
+	if err == nil || !strings.Contains(err.Error(), "PostgreSQL 13") || !strings.Contains(err.Error(), "pg_dumpall") {
+		t.Errorf("data of version 13: error %v", err)
+	}
+}
+
+func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
+	t.Parallel()
+	dir := folder(t)
+	bin, err := pgserver.FindBinaries(os.Getenv)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := 14
+	if bin.Major == other {
+		other = 16
+	}
+	beside := filepath.Join(dir, strconv.Itoa(other), "data")
+	if err := os.MkdirAll(beside, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	var told []string
+	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { told = append(told, line) }}
+	s := start(t, config)
+	if got := query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"); got != strconv.Itoa(bin.Major) {
+		t.Errorf("server version %s", got)
+	}
+	if !strings.Contains(strings.Join(told, "\n"), beside) {
+		t.Errorf("the other version's data is not mentioned in %q", told)
+	}
+}
+
+func TestProgramThatForgetsGuardMainIsTold(t *testing.T) {
+	t.Parallel()
+	u := launchUser(t, copyBinary(t, forgetful), nil, pgserver.Config{Dir: folder(t)})
+	if u.hear(); !strings.Contains(u.Err, "GuardMain") {
+		t.Errorf("error %q does not name GuardMain", u.Err)
+	}
+}
+
+// nobody is an unprivileged user, for tests that run as root.
+func nobody(t *testing.T) *syscall.Credential {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("needs root, to become another user")
+	}
+	u, err := user.Lookup("nobody")
+	if err != nil {
+		t.Skipf("needs the user nobody: %v", err)
+	}
+	uid, err := strconv.ParseUint(u.Uid, 10, 32)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gid, err := strconv.ParseUint(u.Gid, 10, 32)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}
+}
+
+func TestAsNormalUserAndThenAsRoot(t *testing.T) {
+	t.Parallel()
+	credential := nobody(t)
+	dir := folder(t)
+	if err := os.Chown(dir, int(credential.Uid), int(credential.Gid)); err != nil {
+		t.Fatal(err)
+	}
+	binary := copyBinary(t, "user")
+	config := pgserver.Config{Dir: filepath.Join(dir, ".agent", "pg"), Durable: true}
+	for range 2 {
+		u := launchUser(t, binary, credential, config)
+		u.mustHear()
+		query(t, u.URL, "create table if not exists kept (answer text)")
+		u.leave()
+	}
+	asRoot := start(t, config)
+	query(t, asRoot.URL(), "insert into kept values ('root was here')")
+	if uid, _ := owner(t, fmt.Sprintf("/proc/%d", servers(t, dir)[0])); uid != credential.Uid {
+		t.Errorf("root's server runs as uid %d, the data belongs to %d", uid, credential.Uid)
+	}
+	stop(t, asRoot)
+	again := launchUser(t, binary, credential, config)
+	again.mustHear()
+	again.leave()
+}
+
+func TestNormalUserIsToldAboutRootsData(t *testing.T) {
+	t.Parallel()
+	credential := nobody(t)
+	config := pgserver.Config{Dir: folder(t)}
+	stop(t, start(t, config))
+	u := launchUser(t, copyBinary(t, "user"), credential, config)
+	if u.hear(); !strings.Contains(u.Err, "another user") {
+		t.Errorf("error %q does not say whose the data is", u.Err)
+	}
+}
+
+func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
+	t.Parallel()
+	nobody(t)
+	closed := filepath.Join(folder(t), "closed")
+	if err := os.Mkdir(closed, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(folder(t), "link") // the way in looks open
+	if err := os.Symlink(closed, link); err != nil {
+		t.Fatal(err)
+	}
+	var told []string
+	config := pgserver.Config{
+		Dir: filepath.Join(link, "project", ".agent", "pg"), Durable: true,
+		Progress: func(line string) { told = append(told, line) },
+	}
+	first := start(t, config)
+	base := filepath.Dir(first.Dir())
+	t.Cleanup(func() {
+		if err := os.RemoveAll(base); err != nil {
+			t.Error(err)
+		}
+	})
+	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
+	stop(t, first)
+	pointer, err := os.ReadFile(filepath.Join(config.Dir, "LOCATION"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.TrimSpace(string(pointer)) != base || !strings.HasPrefix(filepath.Base(base), "project-") {
+		t.Errorf("LOCATION says %q, the files are in %s", pointer, base)
+	}
+	if !strings.Contains(strings.Join(told, "\n"), base) {
+		t.Errorf("nobody was told of %s: %q", base, told)
+	}
+	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not seem lost
+		t.Fatal(err)
+	}
+	if got := query(t, start(t, config).URL(), "select answer from kept"); got != "yes" {
+		t.Errorf("after the second start the table has %q", got)
+	}
+}

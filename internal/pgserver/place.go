@@ -1,0 +1,216 @@
+//go:build unix
+
+package pgserver
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	dataDir       = "data"
+	runDir        = "run"
+	logFile       = "postgres.log"
+	bootFile      = "boot-id"
+	socketsFile   = "socket-dir"
+	pointerFile   = "LOCATION"
+	superuser     = "postgres"
+	port          = 5432
+	sweepAge      = time.Minute
+	stateDir      = "/var/lib/lanekeeper"
+	shortTemp     = "/tmp"
+	tempPattern   = "agent-pg-"
+	socketPattern = "agent-socket-"
+	socketPathMax = 103 // macOS; Linux allows 107
+)
+
+// layout is where the files of one server are.
+type layout struct {
+	root    string   // the folder of this server: locks, log, data directory
+	sockets string   // the folder of its unix socket; known once the server is started or joined
+	user    *account // whom all of it belongs to; nil: ourselves
+	keep    bool     // false: removed when the server stops
+}
+
+func (l layout) path(name string) string { return filepath.Join(l.root, name) }
+func (l layout) data() string            { return l.path(dataDir) }
+
+// place decides where the server's files are and makes the folder.
+//
+// It is config.Dir/<major>, except for root when the server's user cannot get there (a project
+// below /root) or cannot own files there (some mounts): then it is a folder below /var/lib/lanekeeper
+// named after the project, and config.Dir gets a file LOCATION that says so and is followed later.
+func place(config Config, bin Binaries) (layout, error) {
+	user, err := serverAccount()
+	if err != nil {
+		return layout{}, err
+	}
+	if blocked := user.blockedAt(bin.Dir); blocked != "" {
+		return layout{}, fmt.Errorf("user %s, whom the server has to run as, cannot reach its binaries in %s (%s is closed to it): move them or run chmod o+x %s",
+			user.name, bin.Dir, blocked, blocked)
+	}
+	if config.Ephemeral {
+		return placeTemporary(user)
+	}
+	dir, err := absolute(config.Dir)
+	if err != nil {
+		return layout{}, err
+	}
+	major := strconv.Itoa(bin.Major)
+	if user == nil {
+		l := layout{root: filepath.Join(dir, major), keep: true}
+		return l, l.claim()
+	}
+	return placeAsRoot(config, dir, major, user)
+}
+
+func placeAsRoot(config Config, dir, major string, user *account) (layout, error) {
+	if base := followPointer(dir); base != "" {
+		l := layout{root: filepath.Join(base, major), user: user, keep: true}
+		return l, l.claim()
+	}
+	l := layout{root: filepath.Join(dir, major), user: user, keep: true}
+	reason := ""
+	if blocked := user.blockedAt(dir); blocked != "" {
+		reason = blocked + " is closed to user " + user.name
+	} else if err := l.claim(); err == nil {
+		return l, nil
+	} else if !errors.Is(err, os.ErrPermission) {
+		return l, err
+	} else {
+		reason = err.Error()
+	}
+	base := elsewhere(dir)
+	if err := leavePointer(dir, base); err != nil {
+		return l, err
+	}
+	config.Progress("the database's files are in " + base + " (" + reason + ")")
+	l.root = filepath.Join(base, major)
+	return l, l.claim()
+}
+
+// elsewhere names the folder below /var/lib that stands for dir.
+func elsewhere(dir string) string {
+	project := filepath.Base(filepath.Dir(filepath.Dir(dir))) // <project>/.agent/pg
+	sum := sha256.Sum256([]byte(dir))
+	return filepath.Join(stateDir, project+"-"+hex.EncodeToString(sum[:4]))
+}
+
+func followPointer(dir string) string {
+	text, err := os.ReadFile(filepath.Join(dir, pointerFile))
+	base := strings.TrimSpace(string(text))
+	if err != nil || !filepath.IsAbs(base) || !exists(base) {
+		return ""
+	}
+	return base
+}
+
+func leavePointer(dir, base string) error {
+	if err := makePath(dir); err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, pointerFile), []byte(base+"\n"), 0o644)
+}
+
+// claim makes the server's folder and makes sure that it belongs to the server's user. Data that
+// another existing user owns is served as that user.
+func (l *layout) claim() error {
+	if err := makePath(l.root); err != nil {
+		return err
+	}
+	if err := l.settleOwner(); err != nil {
+		return err
+	}
+	if err := l.user.own(l.root); err != nil {
+		return err
+	}
+	return os.Chmod(l.root, 0o700)
+}
+
+func (l *layout) settleOwner() error {
+	uid, err := ownerOf(l.root)
+	if err != nil {
+		return err
+	}
+	if l.user == nil {
+		if uid != os.Geteuid() {
+			return fmt.Errorf("%s belongs to another user (uid %d): run as that user or as root, or remove the folder", l.root, uid)
+		}
+		return nil
+	}
+	if dataUID, err := ownerOf(l.data()); err == nil {
+		uid = dataUID
+	}
+	if uid == 0 || uid == l.user.uid {
+		return nil
+	}
+	owner, err := user.LookupId(strconv.Itoa(uid))
+	if err != nil { // a user of another machine or container: take the files over
+		return l.user.ownTree(l.root)
+	}
+	l.user, err = newAccount(owner)
+	return err
+}
+
+func placeTemporary(user *account) (layout, error) {
+	temp := os.TempDir()
+	if user.blockedAt(temp) != "" {
+		temp = shortTemp
+	}
+	if err := sweepTemporary(temp); err != nil {
+		return layout{}, err
+	}
+	root, err := os.MkdirTemp(temp, tempPattern)
+	if err != nil {
+		return layout{}, err
+	}
+	return layout{root: root, user: user}, user.own(root)
+}
+
+// sweepTemporary removes temporary servers whose guard was killed before it could. One that is only
+// just being made has no users yet either, hence the age.
+func sweepTemporary(temp string) error {
+	marks, err := filepath.Glob(filepath.Join(temp, tempPattern+"*", guardLock))
+	if err != nil {
+		return err
+	}
+	for _, mark := range marks {
+		root := filepath.Dir(mark)
+		info, err := os.Lstat(mark)
+		if err != nil || time.Since(info.ModTime()) < sweepAge {
+			continue
+		}
+		if free, err := couldLock(mark, syscall.LOCK_EX); err != nil || !free {
+			continue // in use, or another user's
+		}
+		if free, err := couldLock(filepath.Join(root, usersLock), syscall.LOCK_EX); err == nil && free {
+			if err := os.RemoveAll(root); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// makePath is os.MkdirAll whose new folders can be passed by everybody, whatever the umask.
+func makePath(dir string) error {
+	if exists(dir) {
+		return nil
+	}
+	if err := makePath(filepath.Dir(dir)); err != nil {
+		return err
+	}
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	return os.Chmod(dir, 0o755)
+}

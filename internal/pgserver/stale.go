@@ -1,0 +1,74 @@
+//go:build unix
+
+package pgserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	fastLimit = 15 * time.Second
+	killLimit = 5 * time.Second
+)
+
+// clearStale removes a postmaster.pid that no server stands behind.
+//
+// PostgreSQL itself keeps out when the file is empty, when its process is a zombie that nobody
+// reaps, and when the number belongs to another process by now; in a container all three are common
+// and permanent. We hold start.lock and nobody holds guard.lock, so the only server there can be is
+// one whose guard was killed; that one is shut down.
+func clearStale(ctx context.Context, l layout) error {
+	path := filepath.Join(l.data(), "postmaster.pid")
+	text, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	lines := strings.Split(string(text), "\n")
+	pid, err := strconv.Atoi(strings.TrimSpace(lines[0]))
+	if err != nil || pid <= 1 || !servesFrom(pid, l.data()) {
+		return removeIfExists(path)
+	}
+	if sockets, err := recordedSockets(l); err != nil || len(lines) < 5 || lines[4] != sockets {
+		return fmt.Errorf("a server that was not started by agent (process %d) runs on %s: stop it with kill -INT %d", pid, l.data(), pid)
+	}
+	if err := endOrphan(ctx, pid, l.data()); err != nil {
+		return err
+	}
+	return removeIfExists(path)
+}
+
+func endOrphan(ctx context.Context, pid int, data string) error {
+	for _, attempt := range []struct {
+		signal syscall.Signal
+		limit  time.Duration
+	}{{syscall.SIGINT, fastLimit}, {syscall.SIGQUIT, killLimit}} {
+		if err := syscall.Kill(pid, attempt.signal); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return fmt.Errorf("stop the server left behind (process %d): %w", pid, err)
+		}
+		limited, cancel := context.WithTimeout(ctx, attempt.limit)
+		err := poll(limited, func() (bool, error) { return !servesFrom(pid, data), nil })
+		cancel()
+		if err == nil {
+			return nil
+		}
+	}
+	return fmt.Errorf("the server left behind (process %d) does not stop: end it with kill -KILL %d", pid, pid)
+}
+
+func removeIfExists(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,135 @@
+// Package pgtest gives each test a PostgreSQL database of its own, in tens of milliseconds.
+//
+// All test binaries of a user, also of several `go test` runs at once, share one server of
+// internal/pgserver in a folder of the temporary directory. The first starts it, the others join,
+// and it stops with the last one; it does not sync to disk. AGENT_TEST_DATABASE_URL names another
+// server instead, as a user that may create databases.
+//
+// The schema is migrated once per version of the migrations, into a template database named by
+// their hash. Each test gets a copy, dropped at its end with whatever is still connected. So tests
+// may commit, use several connections, NOTIFY and run workers, in parallel, and see only what they
+// wrote themselves.
+//
+// A test package that uses it has
+//
+//	func TestMain(m *testing.M) { pgtest.Main(m) }
+//
+// because the guard of the server is the test binary itself, started again.
+package pgtest
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	setUpLimit = 3 * time.Minute
+	closeLimit = 10 * time.Second
+)
+
+// Main runs the tests of a package and exits: what TestMain does, whole.
+func Main(m *testing.M) {
+	pgserver.GuardMain()
+	theServer.allowed.Store(true)
+	code := m.Run()
+	if err := theServer.stop(); err != nil {
+		fmt.Fprintln(os.Stderr, "pgtest:", err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+// DB is a pool on a new database with the whole schema. The pool is closed and the database dropped
+// when the test ends; a connection that the test did not give back fails it.
+func DB(tb testing.TB) *pgxpool.Pool {
+	tb.Helper()
+	return open(tb, URL(tb))
+}
+
+// URL is the connection string of a new database with the whole schema, dropped when the test ends:
+// for child processes, and for pools of the test's own.
+func URL(tb testing.TB) string {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
+	defer cancel()
+	s, err := theServer.get()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	name, err := s.clone(ctx)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return s.lend(tb, name)
+}
+
+// Empty is like [DB] without the schema.
+func Empty(tb testing.TB) *pgxpool.Pool {
+	tb.Helper()
+	return open(tb, EmptyURL(tb))
+}
+
+// EmptyURL is like [URL] without the schema.
+func EmptyURL(tb testing.TB) string {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
+	defer cancel()
+	s, err := theServer.get()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	name := newName()
+	if err := s.create(ctx, name, "template0"); err != nil {
+		tb.Fatal(err)
+	}
+	return s.lend(tb, name)
+}
+
+func open(tb testing.TB, url string) *pgxpool.Pool {
+	tb.Helper()
+	pool, err := postgres.Open(tb.Context(), url, postgres.Options{ApplicationName: "test"})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		closed := make(chan struct{})
+		go func() {
+			defer close(closed)
+			pool.Close()
+		}()
+		select {
+		case <-closed:
+		case <-time.After(closeLimit):
+			tb.Errorf("the pool does not close: %d connections were not given back", pool.Stat().AcquiredConns())
+		}
+	})
+	return pool
+}
+
+// Eventually fails the test when condition does not become true within timeout.
+func Eventually(tb testing.TB, timeout time.Duration, condition func() bool, message string) {
+	tb.Helper()
+	deadline := time.After(timeout)
+	ticker := time.NewTicker(5 * time.Millisecond)
+	defer ticker.Stop()
+	for !condition() {
+		select {
+		case <-ticker.C:
+		case <-deadline:
+			if condition() {
+				return
+			}
+			tb.Fatalf("not within %s: %s", timeout, message)
+		case <-tb.Context().Done():
+			tb.Fatalf("the test ended before: %s", message)
+		}
+	}
+}

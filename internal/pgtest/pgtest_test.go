@@ -1,0 +1,58 @@
+package pgtest_test
+
+import (
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func TestEveryTestHasItsOwnDatabaseWithTheSchema(t *testing.T) {
+	seen := make(map[string]bool)
+	for range 3 {
+		db := pgtest.DB(t)
+		var name string
+		var tables int
+		err := db.QueryRow(t.Context(), `
+			select current_database(), (select count(*) from pg_tables where schemaname = 'public')`).Scan(&name, &tables)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if tables == 0 {
+			t.Error("the database has no tables")
+		}
+		if seen[name] {
+			t.Errorf("database %s was handed out twice", name)
+		}
+		seen[name] = true
+	}
+}
+
+func TestEmptyHasNoTables(t *testing.T) {
+	var tables int
+	err := pgtest.Empty(t).QueryRow(t.Context(), "select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if tables != 0 {
+		t.Errorf("an empty database has %d tables", tables)
+	}
+}
+
+func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {
+	var name string
+	t.Run("user", func(t *testing.T) {
+		if err := pgtest.DB(t).QueryRow(t.Context(), "select current_database()").Scan(&name); err != nil {
+			t.Fatal(err)
+		}
+	})
+	var there bool
+	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)", name).Scan(&there)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if name == "" || there {
+		t.Errorf("database %q is still there", name)
+	}
+}

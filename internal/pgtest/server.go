@@ -1,0 +1,213 @@
+package pgtest
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	testPrefix     = "lk_test_"
+	buildPrefix    = "lk_build_"
+	templatePrefix = "lk_template_"
+	templatesKept  = 4
+	maxConnections = 400
+	adminConns     = 4
+)
+
+// theServer is the one server of this test binary, started by the first test that needs it.
+var theServer shared
+
+type shared struct {
+	allowed atomic.Bool // Main was called, so the guard can be this binary
+	once    sync.Once
+	server  *server
+	err     error
+}
+
+// server is where this binary's test databases are made.
+type server struct {
+	own   *pgserver.Server // nil for AGENT_TEST_DATABASE_URL
+	url   string
+	admin *pgxpool.Pool
+
+	building sync.Mutex // one builder per process, so that those who wait for it take no connection
+}
+
+func (s *shared) get() (*server, error) {
+	if !s.allowed.Load() {
+		return nil, errors.New("pgtest: add func TestMain(m *testing.M) { pgtest.Main(m) } to this package")
+	}
+	s.once.Do(func() { s.server, s.err = startServer() })
+	return s.server, s.err
+}
+
+func (s *shared) stop() error {
+	s.once.Do(func() { s.err = errors.New("the tests have ended") })
+	if s.server == nil {
+		return nil
+	}
+	s.server.admin.Close()
+	if s.server.own == nil {
+		return nil
+	}
+	return s.server.own.Stop(context.Background())
+}
+
+func startServer() (*server, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // an installation may be in it
+	defer cancel()
+	s := &server{url: os.Getenv("AGENT_TEST_DATABASE_URL")}
+	if s.url == "" {
+		dir, err := directory()
+		if err != nil {
+			return nil, fmt.Errorf("pgtest: %w", err)
+		}
+		s.own, err = pgserver.Start(ctx, pgserver.Config{Dir: dir, MaxConnections: maxConnections, Progress: tell})
+		if err != nil {
+			return nil, fmt.Errorf("pgtest: %w", err)
+		}
+		s.url = s.own.URL()
+	}
+	var err error
+	s.admin, err = postgres.Open(ctx, s.url, postgres.Options{MaxConns: adminConns, ApplicationName: "pgtest"})
+	if err == nil && s.own != nil && !s.own.Adopted() {
+		err = s.sweep(ctx)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pgtest: %w", err)
+	}
+	return s, nil
+}
+
+func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
+
+// directory is the shared folder of this user, refused when another user made it.
+func directory() (string, error) {
+	dir := filepath.Join(os.TempDir(), "lanekeeper-test-"+strconv.Itoa(os.Geteuid()))
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
+		return "", err
+	}
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return "", err
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !info.IsDir() || !ok || int(stat.Uid) != os.Geteuid() {
+		return "", fmt.Errorf("%s is not a folder of this user: remove it or set TMPDIR", dir)
+	}
+	return dir, os.Chmod(dir, 0o755)
+}
+
+// newName is a database name that says whose it is.
+func newName() string {
+	return testPrefix + strconv.Itoa(os.Getpid()) + "_" + rand.Text()[:10]
+}
+
+func (s *server) urlOf(database string) string {
+	u, err := url.Parse(s.url)
+	if err != nil || u.Scheme == "" {
+		return s.url + " dbname=" + database // the key=value form; the last one counts
+	}
+	u.Path = "/" + database
+	return u.String()
+}
+
+// create makes database a copy of template. A template that is being connected to, by autovacuum for
+// one, is busy for a moment.
+func (s *server) create(ctx context.Context, database, template string) error {
+	statement := "create database " + quote(database) + " template " + quote(template)
+	for {
+		_, err := s.admin.Exec(ctx, statement)
+		if err == nil {
+			return nil
+		}
+		if !postgres.IsCode(err, "55006") || ctx.Err() != nil {
+			return fmt.Errorf("create database %s: %w", database, err)
+		}
+		pause(ctx, 20*time.Millisecond)
+	}
+}
+
+// lend hands the database to the test and has it dropped at the end.
+func (s *server) lend(tb testing.TB, database string) string {
+	tb.Helper()
+	tb.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := s.drop(ctx, database); err != nil {
+			tb.Error(err)
+		}
+	})
+	return s.urlOf(database)
+}
+
+func (s *server) drop(ctx context.Context, database string) error {
+	if _, err := s.admin.Exec(ctx, "drop database if exists "+quote(database)+" with (force)"); err != nil {
+		return fmt.Errorf("drop database %s: %w", database, err)
+	}
+	return nil
+}
+
+var ownedName = regexp.MustCompile(`^(?:` + testPrefix + `|` + buildPrefix + `)(\d+)_`)
+
+// sweep drops what killed test binaries left, and templates of schemas that are long gone.
+func (s *server) sweep(ctx context.Context) error {
+	names, err := s.names(ctx, "select datname from pg_database where datname like 'lk\\_%' order by oid desc")
+	if err != nil {
+		return err
+	}
+	templates := 0
+	for _, name := range names {
+		if match := ownedName.FindStringSubmatch(name); match != nil {
+			pid, err := strconv.Atoi(match[1])
+			if err == nil && errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) {
+				if err := s.drop(ctx, name); err != nil {
+					return err
+				}
+			}
+			continue
+		}
+		if templates++; templates > templatesKept {
+			_, err := s.admin.Exec(ctx, "drop database "+quote(name))
+			if err != nil && !postgres.IsCode(err, "55006", "3D000") { // in use, or gone already
+				return fmt.Errorf("drop database %s: %w", name, err)
+			}
+		}
+	}
+	return nil
+}
+
+func (s *server) names(ctx context.Context, query string, args ...any) ([]string, error) {
+	rows, err := s.admin.Query(ctx, query, args...)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
+
+func pause(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}

@@ -1,0 +1,87 @@
+package pgtest
+
+import (
+	"fmt"
+	"os/exec"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+)
+
+func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
+	s, err := theServer.get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := exec.Command("true")
+	if err := gone.Run(); err != nil {
+		t.Fatal(err)
+	}
+	left, mine := fmt.Sprintf("%s%d_left", testPrefix, gone.Process.Pid), newName()
+	for _, name := range []string{left, mine} {
+		if err := s.create(t.Context(), name, "template0"); err != nil {
+			t.Fatal(err)
+		}
+		s.lend(t, name)
+	}
+	if err := s.sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	names, err := s.names(t.Context(), "select datname from pg_database")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if slices.Contains(names, left) || !slices.Contains(names, mine) {
+		t.Errorf("after the sweep there are %v; %s should be gone and %s not", names, left, mine)
+	}
+}
+
+func TestTemplateIsBuiltOnceByMany(t *testing.T) {
+	s, err := theServer.get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := templatePrefix + "of_this_test"
+	s.lend(t, template)
+	var all sync.WaitGroup
+	for range 2 * adminConns {
+		all.Go(func() {
+			if err := s.buildTemplate(t.Context(), template); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	names, err := s.names(t.Context(), "select datname from pg_database where datname = $1 and not datallowconn", template)
+	if err != nil || len(names) != 1 {
+		t.Errorf("the template is %v, %v", names, err)
+	}
+}
+
+// failing is a test that notes its failure.
+type failing struct {
+	testing.TB
+	failed chan string
+}
+
+func (f failing) Fatalf(format string, args ...any) {
+	f.failed <- fmt.Sprintf(format, args...)
+	runtime.Goexit()
+}
+
+func TestEventually(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	Eventually(t, time.Minute, func() bool { calls++; return calls == 3 }, "third call")
+	if calls != 3 {
+		t.Errorf("the condition was asked %d times after it was true", calls-3)
+	}
+	f := failing{TB: t, failed: make(chan string)}
+	eventually := Eventually // vet cannot know that this Fatalf may be called here
+	go eventually(f, time.Millisecond, func() bool { return false }, "never")
+	if got := <-f.failed; got != "not within 1ms: never" {
+		t.Errorf("failed with %q", got)
+	}
+}

@@ -1,0 +1,252 @@
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+const (
+	subscriberBuffer = 16
+	reconnectFirst   = 100 * time.Millisecond
+	reconnectMost    = 10 * time.Second
+	silenceCheck     = 30 * time.Second
+	pingLimit        = 5 * time.Second
+)
+
+// Listener is the one LISTEN connection of a process. It hands each notification to every
+// subscriber of its channel, reconnects when the connection breaks, and never waits for a slow
+// subscriber.
+//
+// A subscriber receives payloads; the empty payload means "something may have happened, look at
+// everything". It comes after every (re)connect, because a notification may have been missed, and
+// in place of the payloads that did not fit. Behind a pooler LISTEN has no effect: Run says so once
+// and delivers nothing. So a subscriber always polls as well.
+//
+// All methods may be called from any goroutine.
+type Listener struct {
+	connect func(ctx context.Context) (*pgx.Conn, error)
+	logger  *slog.Logger
+
+	mu      sync.Mutex
+	subs    map[string]map[*subscriber]struct{}
+	changed chan struct{} // has room for one: the set of channels is not the one listened to
+}
+
+type subscriber struct{ payloads chan string }
+
+// NewListener returns a listener that gets its connections from connect; see [Dialer].
+func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *slog.Logger) *Listener {
+	return &Listener{
+		connect: connect,
+		logger:  logger,
+		subs:    make(map[string]map[*subscriber]struct{}),
+		changed: make(chan struct{}, 1),
+	}
+}
+
+// Subscribe delivers the notifications of channel from soon after Run has it listened to; that
+// moment is itself announced by an empty payload. cancel ends the subscription and closes the
+// returned channel; it may be called more than once.
+func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel func()) {
+	s := &subscriber{payloads: make(chan string, subscriberBuffer)}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.subs[channel] == nil {
+		l.subs[channel] = make(map[*subscriber]struct{})
+	}
+	l.subs[channel][s] = struct{}{}
+	l.announceChange()
+	return s.payloads, sync.OnceFunc(func() { l.unsubscribe(channel, s) })
+}
+
+func (l *Listener) unsubscribe(channel string, s *subscriber) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.subs[channel], s)
+	if len(l.subs[channel]) == 0 {
+		delete(l.subs, channel)
+	}
+	close(s.payloads)
+	l.announceChange()
+}
+
+func (l *Listener) announceChange() {
+	select {
+	case l.changed <- struct{}{}:
+	default:
+	}
+}
+
+// Run listens until ctx ends and then returns nil. A connection that breaks is opened again, with
+// growing pauses; that is logged and never returned.
+func (l *Listener) Run(ctx context.Context) error {
+	pause := reconnectFirst
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := l.session(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return nil //nolint:nilerr // the end of ctx is how it is meant to end
+		case errors.Is(err, errPooled):
+			l.logger.WarnContext(ctx, "notifications are not delivered through a connection pooler: polling only")
+			<-ctx.Done()
+			return nil
+		}
+		if time.Since(began) > reconnectMost {
+			pause = reconnectFirst
+		}
+		l.logger.WarnContext(ctx, "notification connection lost", "error", err, "retry_in", pause)
+		select {
+		case <-ctx.Done():
+		case <-time.After(pause/2 + rand.N(pause/2)):
+		}
+		pause = min(2*pause, reconnectMost)
+	}
+	return nil
+}
+
+var errPooled = errors.New("listen: behind a connection pooler")
+
+// session lives as long as one connection. It ends with an error, always.
+func (l *Listener) session(ctx context.Context) error {
+	conn, err := l.connect(ctx)
+	if err != nil {
+		return fmt.Errorf("connect: %w", err)
+	}
+	defer func() {
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), pingLimit)
+		defer cancel()
+		if err := conn.Close(closing); err != nil {
+			l.logger.DebugContext(ctx, "notification connection did not close cleanly", "error", err)
+		}
+	}()
+	if p, err := pooled(ctx, conn); err != nil {
+		return err
+	} else if p {
+		return errPooled
+	}
+	listening := make(map[string]bool)
+	for {
+		if err := l.follow(ctx, conn, listening); err != nil {
+			return err
+		}
+		if err := l.receive(ctx, conn); err != nil {
+			return err
+		}
+	}
+}
+
+// follow makes the channels of conn equal to the ones subscribed to, and wakes the subscribers of
+// each new one: what was sent before LISTEN is lost.
+func (l *Listener) follow(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
+	add, remove := l.difference(listening)
+	for _, channel := range add {
+		if _, err := conn.Exec(ctx, "listen "+pgx.Identifier{channel}.Sanitize()); err != nil {
+			return fmt.Errorf("listen %s: %w", channel, err)
+		}
+		listening[channel] = true
+		l.deliver(channel, "")
+	}
+	for _, channel := range remove {
+		if _, err := conn.Exec(ctx, "unlisten "+pgx.Identifier{channel}.Sanitize()); err != nil {
+			return fmt.Errorf("unlisten %s: %w", channel, err)
+		}
+		delete(listening, channel)
+	}
+	return nil
+}
+
+func (l *Listener) difference(listening map[string]bool) (add, remove []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for channel := range l.subs {
+		if !listening[channel] {
+			add = append(add, channel)
+		}
+	}
+	for channel := range listening {
+		if l.subs[channel] == nil {
+			remove = append(remove, channel)
+		}
+	}
+	return add, remove
+}
+
+// receive waits for one notification, a change of subscriptions or a long silence, after which it
+// asks the server whether it is still there.
+func (l *Listener) receive(ctx context.Context, conn *pgx.Conn) error {
+	waiting, stop := context.WithTimeout(ctx, silenceCheck)
+	defer stop()
+	arrived := make(chan struct{})
+	var n *pgconn.Notification
+	var err error
+	go func() {
+		defer close(arrived)
+		n, err = conn.WaitForNotification(waiting)
+	}()
+	changed := false
+	select {
+	case <-arrived:
+	case <-l.changed:
+		changed = true
+		stop()
+		<-arrived
+	}
+	switch {
+	case err == nil:
+		l.deliver(n.Channel, n.Payload)
+		if changed {
+			l.announceChange()
+		}
+		return nil
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case waiting.Err() == nil || conn.IsClosed():
+		return fmt.Errorf("wait for a notification: %w", err)
+	case changed:
+		return nil
+	}
+	return ping(ctx, conn)
+}
+
+func ping(ctx context.Context, conn *pgx.Conn) error {
+	limited, cancel := context.WithTimeout(ctx, pingLimit)
+	defer cancel()
+	if err := conn.Ping(limited); err != nil {
+		return fmt.Errorf("ping: %w", err)
+	}
+	return nil
+}
+
+// deliver never blocks: a subscriber that does not keep up loses its payloads for one empty one.
+func (l *Listener) deliver(channel, payload string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for s := range l.subs[channel] {
+		select {
+		case s.payloads <- payload:
+		default:
+			s.coalesce()
+		}
+	}
+}
+
+func (s *subscriber) coalesce() {
+	for {
+		select {
+		case <-s.payloads:
+			continue
+		default:
+		}
+		break
+	}
+	s.payloads <- "" // there is room: only deliver sends, under the lock
+}

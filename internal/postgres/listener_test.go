@@ -1,0 +1,154 @@
+package postgres_test
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// text is a log that goroutines may write to while a test reads it.
+type text struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (x *text) Write(p []byte) (int, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.buf.Write(p)
+}
+
+func (x *text) count(s string) int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return strings.Count(x.buf.String(), s)
+}
+
+func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
+	t.Helper()
+	log := &text{}
+	l := postgres.NewListener(postgres.Dialer(db), slog.New(slog.NewTextHandler(log, nil)))
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- l.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+	return l, log
+}
+
+func receive(t *testing.T, payloads <-chan string) string {
+	t.Helper()
+	select {
+	case payload, open := <-payloads:
+		if !open {
+			t.Fatal("the subscription is closed")
+		}
+		return payload
+	case <-time.After(20 * time.Second):
+		t.Fatal("nothing arrives")
+		return ""
+	}
+}
+
+func want(t *testing.T, payloads <-chan string, payload string) {
+	t.Helper()
+	if got := receive(t, payloads); got != payload {
+		t.Errorf("received %q, want %q", got, payload)
+	}
+}
+
+func notify(t *testing.T, db *pgxpool.Pool, channel, payload string) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), "select pg_notify($1, $2)", channel, payload); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestEverySubscriberHearsItsChannel(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	l, _ := listen(t, db)
+	first, _ := l.Subscribe("one")
+	want(t, first, "") // now it is listened to
+	second, cancel := l.Subscribe("one")
+	other, _ := l.Subscribe(`Odd "name"`) // while Run waits for a notification
+	want(t, other, "")
+	notify(t, db, "one", "a")
+	notify(t, db, `Odd "name"`, "b")
+	want(t, first, "a")
+	want(t, second, "a")
+	want(t, other, "b")
+	cancel()
+	cancel()
+	if _, open := <-second; open {
+		t.Error("a cancelled subscription still delivers")
+	}
+	notify(t, db, "one", "c")
+	want(t, first, "c")
+}
+
+func TestReconnectWakesEverybody(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	l, _ := listen(t, db)
+	one, _ := l.Subscribe("one")
+	two, _ := l.Subscribe("two")
+	want(t, one, "")
+	want(t, two, "")
+	_, err := db.Exec(t.Context(), `
+		select pg_terminate_backend(pid) from pg_stat_activity
+		where datname = current_database() and query like 'listen %'`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want(t, one, "")
+	want(t, two, "")
+	notify(t, db, "one", "again")
+	want(t, one, "again")
+}
+
+func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	l, _ := listen(t, db)
+	slow, _ := l.Subscribe("busy")
+	quick, _ := l.Subscribe("last")
+	want(t, slow, "")
+	want(t, quick, "")
+	if _, err := db.Exec(t.Context(), "select pg_notify('busy', n::text) from generate_series(1, 17) n"); err != nil {
+		t.Fatal(err)
+	}
+	notify(t, db, "last", "done")
+	want(t, quick, "done") // the reader did not wait for the slow one
+	want(t, slow, "")
+	select {
+	case payload := <-slow:
+		t.Errorf("after the wake-up there is still %q", payload)
+	default:
+	}
+}
+
+func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
+	t.Parallel()
+	pool, err := postgres.Open(t.Context(), throughPooler(t, pgtest.EmptyURL(t)), postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	l, log := listen(t, pool)
+	l.Subscribe("one")
+	pgtest.Eventually(t, 20*time.Second, func() bool { return log.count("polling only") == 1 }, "the warning")
+}

@@ -1,0 +1,164 @@
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+const (
+	defaultMaxConns        = 16
+	defaultApplicationName = "agent"
+	connectTimeout         = 10 * time.Second
+	connectRetryEvery      = 250 * time.Millisecond
+	readCommitted          = "read committed"
+)
+
+// Options tune [Open]; the zero value is right for a server process. What the connection string
+// says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode) wins.
+type Options struct {
+	MaxConns        int32         // most connections of the pool; 16 when 0
+	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
+	ConnectWait     time.Duration // how long to retry while the server cannot be reached or starts up; 0 tries once
+}
+
+// Open returns a pool for url (a URL or a key=value string) whose server has answered. The error
+// says whether the server cannot be reached, refuses the user or has no such database, and what to
+// do; it never contains the password. The caller closes the pool.
+func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) {
+	config, err := parse(url, opts)
+	if err != nil {
+		return nil, err
+	}
+	route, err := probeWithin(ctx, config.ConnConfig, opts.ConnectWait)
+	if err != nil {
+		return nil, explain(config.ConnConfig, err)
+	}
+	if err := route.adapt(config.ConnConfig, url); err != nil {
+		return nil, err
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return nil, explain(config.ConnConfig, err)
+	}
+	return pool, nil
+}
+
+// Dialer opens single connections to the database of pool, outside its limit: what [Listener] needs.
+func Dialer(pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
+	config := pool.Config().ConnConfig
+	return func(ctx context.Context) (*pgx.Conn, error) {
+		return pgx.ConnectConfig(ctx, config.Copy())
+	}
+}
+
+func parse(url string, opts Options) (*pgxpool.Config, error) {
+	if strings.TrimSpace(url) == "" {
+		return nil, errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
+	}
+	config, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		// The parser's own text can quote a piece of the password, so it is not passed on.
+		return nil, errors.New("open database: cannot read the connection string: write postgres://user:password@host:5432/name, " +
+			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F)")
+	}
+	if !strings.Contains(url, "pool_max_conns") {
+		config.MaxConns = defaultMaxConns
+		if opts.MaxConns > 0 {
+			config.MaxConns = opts.MaxConns
+		}
+	}
+	if config.ConnConfig.RuntimeParams["application_name"] == "" {
+		name := opts.ApplicationName
+		if name == "" {
+			name = defaultApplicationName
+		}
+		config.ConnConfig.RuntimeParams["application_name"] = name
+	}
+	if config.ConnConfig.ConnectTimeout == 0 {
+		config.ConnConfig.ConnectTimeout = connectTimeout
+	}
+	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
+		timesInUTC(conn)
+		return nil
+	}
+	return config, nil
+}
+
+// timesInUTC makes the times that conn reads UTC whatever the machine's zone, so that they show alike in
+// JSON and in logs everywhere.
+func timesInUTC(conn *pgx.Conn) {
+	conn.TypeMap().RegisterType(&pgtype.Type{
+		Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
+	})
+}
+
+// route is what one connection told about the way to the server.
+type route struct {
+	pooled    bool   // another process than the announced one answers: a pooler is in between
+	isolation string // the isolation level a statement gets when nobody asks
+}
+
+// adapt makes config fit the way to the server. An isolation level is a startup parameter that
+// PgBouncer refuses, so it is only sent when no pooler is there.
+func (r route) adapt(config *pgx.ConnConfig, url string) error {
+	if !strings.Contains(url, "default_query_exec_mode") {
+		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
+		if r.pooled {
+			config.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
+		}
+	}
+	switch {
+	case r.isolation == readCommitted:
+		return nil
+	case r.pooled:
+		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set default_transaction_isolation = 'read committed'",
+			r.isolation, readCommitted, pgx.Identifier{config.Database}.Sanitize())
+	}
+	config.RuntimeParams["default_transaction_isolation"] = readCommitted
+	return nil
+}
+
+func probeWithin(ctx context.Context, config *pgx.ConnConfig, wait time.Duration) (route, error) {
+	deadline := time.Now().Add(wait)
+	for {
+		r, err := probe(ctx, config)
+		if err == nil || !passing(err) || !time.Now().Before(deadline) {
+			return r, err
+		}
+		select {
+		case <-ctx.Done():
+			return route{}, errors.Join(ctx.Err(), err)
+		case <-time.After(connectRetryEvery):
+		}
+	}
+}
+
+func probe(ctx context.Context, config *pgx.ConnConfig) (r route, err error) {
+	conn, err := pgx.ConnectConfig(ctx, config.Copy())
+	if err != nil {
+		return route{}, err
+	}
+	defer func() { err = errors.Join(err, conn.Close(context.WithoutCancel(ctx))) }()
+	if r.pooled, err = pooled(ctx, conn); err != nil {
+		return route{}, err
+	}
+	err = conn.QueryRow(ctx, "select current_setting('default_transaction_isolation')", pgx.QueryExecModeExec).Scan(&r.isolation)
+	return r, err
+}
+
+// pooled reports whether conn ends at a pooler: PgBouncer and its like announce a process id of
+// their own making, not the one of the server process that answers.
+func pooled(ctx context.Context, conn *pgx.Conn) (bool, error) {
+	var pid uint32
+	if err := conn.QueryRow(ctx, "select pg_backend_pid()::bigint", pgx.QueryExecModeExec).Scan(&pid); err != nil {
+		return false, fmt.Errorf("read the server's process id: %w", err)
+	}
+	return pid != conn.PgConn().PID(), nil
+}

@@ -1,0 +1,82 @@
+// Package postgres is the floor every other package stands on: the small interface their
+// functions take, the pool, one transaction helper and one listener.
+//
+// It promises that a function written against [DB] runs unchanged on a pool, a connection or a
+// transaction, so that the caller decides what commits together; that [Open] either returns a pool
+// that has talked to the server or says in one line what is wrong and what to do, without ever
+// printing a password; that [InTx] runs at READ COMMITTED whatever the database's default is; and
+// that everything works through PgBouncer in transaction mode.
+//
+// The last promise holds because nothing here keeps state in a session. The only statement that
+// would, LISTEN, lives in [Listener], which detects a pooler and then stays silent: notifications
+// shorten a poll, and correctness never depends on them. Prepared statements are the other trap.
+// [Open] compares the process id the server announced with the one that answers: they differ behind
+// a pooler. Then statements are described once and sent unnamed (cache_describe), which every
+// version of PgBouncer carries; on a direct connection they are prepared and kept
+// (cache_statement). A default_query_exec_mode in the connection string overrules both, for example
+// cache_statement behind PgBouncer 1.21 or later with max_prepared_statements set.
+package postgres
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// DB is what a function needs to talk to the database. *pgxpool.Pool, *pgx.Conn and pgx.Tx have it.
+type DB interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
+}
+
+// Beginner is a DB that can open a transaction; on a pgx.Tx that is a savepoint.
+type Beginner interface {
+	DB
+	Begin(ctx context.Context) (pgx.Tx, error)
+}
+
+// Strict is the one form of named arguments the house uses: a name that is missing or left over is
+// an error, not a NULL.
+type Strict = pgx.StrictNamedArgs
+
+// txBeginner is a Beginner that can choose the isolation level: a pool or a connection.
+type txBeginner interface {
+	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+}
+
+// InTx runs fn in a READ COMMITTED transaction: committed when fn returns nil, rolled back when it
+// returns an error or panics. The error of fn comes back as it is. On a pgx.Tx it is a savepoint of
+// that transaction and has its isolation level.
+func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
+	if b, ok := db.(txBeginner); ok {
+		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, fn)
+	}
+	return pgx.BeginFunc(ctx, db, fn)
+}
+
+// Code is the SQLSTATE of err, or "" when the server did not send err.
+func Code(err error) string {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return pgErr.Code
+	}
+	return ""
+}
+
+// IsCode reports whether the server raised err with one of the given SQLSTATEs, for example "LK001".
+func IsCode(err error, codes ...string) bool {
+	code := Code(err)
+	return code != "" && slices.Contains(codes, code)
+}
+
+// Constraint is the name of the constraint that err violates, or "".
+func Constraint(err error) string {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return pgErr.ConstraintName
+	}
+	return ""
+}

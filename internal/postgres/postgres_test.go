@@ -1,0 +1,175 @@
+package postgres_test
+
+import (
+	"context"
+	"errors"
+	"net/url"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const secret = "s3cr3t-w0rd"
+
+func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
+	t.Parallel()
+	real, err := url.Parse(pgtest.EmptyURL(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	real.User = url.UserPassword(real.User.Username(), secret)
+	noDatabase, noUser := *real, *real
+	noDatabase.Path = "/no_such_database"
+	noUser.User = url.UserPassword("no_such_user", secret)
+	for name, test := range map[string]struct {
+		url  string
+		want []string
+	}{
+		"nothing":        {"", []string{"DATABASE_URL"}},
+		"not a URL":      {"postgres://u:" + secret + "#x@h:port/db", []string{"cannot read the connection string", "percent-encoded"}},
+		"bad setting":    {"postgres://u:" + secret + "@h/db?pool_max_conns=many", []string{"cannot read the connection string"}},
+		"nobody listens": {"postgres://u:" + secret + "@127.0.0.1:1/db", []string{"cannot reach the server", "127.0.0.1:1", "check host and port"}},
+		"no such socket": {"postgres://u:" + secret + "@/db?host=/nowhere", []string{"cannot reach the server", "/nowhere"}},
+		"no such name":   {"postgres://u:" + secret + "@no-such-host.invalid/db", []string{"cannot reach the server", "no-such-host.invalid"}},
+		"no database":    {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
+		"no user":        {noUser.String(), []string{"refuses user", "no_such_user"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, err := postgres.Open(t.Context(), test.url, postgres.Options{})
+			if err == nil {
+				pool.Close()
+				t.Fatal("opened")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not say %q", err, want)
+				}
+			}
+			for e := err; e != nil; e = errors.Unwrap(e) {
+				if strings.Contains(e.Error(), secret) {
+					t.Errorf("error %q has the password", e)
+				}
+			}
+		})
+	}
+}
+
+func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
+	t.Parallel()
+	direct := pgtest.EmptyURL(t)
+	pooler := throughPooler(t, direct)
+	for name, test := range map[string]struct {
+		url  string
+		want pgx.QueryExecMode
+	}{
+		"direct":                 {direct, pgx.QueryExecModeCacheStatement},
+		"direct, told otherwise": {with(t, direct, "default_query_exec_mode", "exec"), pgx.QueryExecModeExec},
+		"pooler":                 {pooler, pgx.QueryExecModeCacheDescribe},
+		"pooler, told otherwise": {with(t, pooler, "default_query_exec_mode", "cache_statement"), pgx.QueryExecModeCacheStatement},
+	} {
+		pool, err := postgres.Open(t.Context(), test.url, postgres.Options{})
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if got := pool.Config().ConnConfig.DefaultQueryExecMode; got != test.want {
+			t.Errorf("%s: mode %s, want %s", name, got, test.want)
+		}
+		var sum int
+		if err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum); err != nil || sum != 42 {
+			t.Errorf("%s: 41 + 1 = %d, %v", name, sum, err)
+		}
+		pool.Close()
+	}
+}
+
+func TestReadCommittedWhateverTheDefault(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin, err := postgres.Open(t.Context(), at, postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer admin.Close()
+	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
+	if _, err := admin.Exec(t.Context(), "alter database "+name+" set default_transaction_isolation = 'serializable'"); err != nil {
+		t.Fatal(err)
+	}
+	pool, err := postgres.Open(t.Context(), at, postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	const level = "select current_setting('transaction_isolation')"
+	var alone, within string
+	if err := pool.QueryRow(t.Context(), level).Scan(&alone); err != nil {
+		t.Fatal(err)
+	}
+	// A connection opened by hand keeps the default; InTx does not.
+	conn, err := pgx.Connect(t.Context(), at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close(context.Background())
+	err = postgres.InTx(t.Context(), conn, func(tx pgx.Tx) error { return tx.QueryRow(t.Context(), level).Scan(&within) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if alone != "read committed" || within != "read committed" {
+		t.Errorf("isolation of a statement %q, of InTx %q", alone, within)
+	}
+	if _, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{}); err == nil || !strings.Contains(err.Error(), "alter database") {
+		t.Errorf("behind a pooler, where it cannot be set: %v", err)
+	}
+}
+
+func TestInTxCommitsOrRollsBack(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	if _, err := db.Exec(t.Context(), "create table numbers (n int primary key)"); err != nil {
+		t.Fatal(err)
+	}
+	insert := func(b postgres.Beginner, n int, then error) error {
+		return postgres.InTx(t.Context(), b, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(t.Context(), "insert into numbers values ($1)", n); err != nil {
+				return err
+			}
+			return then
+		})
+	}
+	refused := errors.New("refused")
+	if err := insert(db, 1, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := insert(db, 2, refused); !errors.Is(err, refused) {
+		t.Errorf("the error of fn came back as %v", err)
+	}
+	err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+		if err := insert(tx, 1, nil); !postgres.IsCode(err, "23505") || postgres.Constraint(err) != "numbers_pkey" {
+			t.Errorf("a double key is %v", err)
+		}
+		return insert(tx, 3, nil) // the savepoint saved the transaction
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got string
+	if err := db.QueryRow(t.Context(), "select string_agg(n::text, ' ' order by n) from numbers").Scan(&got); err != nil {
+		t.Fatal(err)
+	}
+	if got != "1 3" {
+		t.Errorf("the table has %s", got)
+	}
+}
+
+func TestIsCodeOfOtherErrors(t *testing.T) {
+	t.Parallel()
+	if postgres.IsCode(nil, "") || postgres.IsCode(errors.New("x"), "") || postgres.IsCode(pgx.ErrNoRows, "LK001") {
+		t.Error("an error that no server sent has a code")
+	}
+}
