@@ -1,0 +1,129 @@
+// Package chatwire writes the server's half of the OpenAI chat completions protocol.
+//
+// Every server in this module that answers in that protocol writes through here, so that there is one
+// place that knows what strict clients insist on:
+//
+//   - every chunk carries id, object, created and model;
+//   - the first delta has the role and an empty content, later ones have no role;
+//   - the last delta is empty and has the finish reason;
+//   - usage comes in a chunk of its own without choices, and only when it was asked for;
+//   - the stream ends with [DONE], except after an error, which ends it by itself;
+//   - each chunk is flushed, and proxies are told not to buffer.
+//
+// A [Stream] is used by one goroutine. The first write that fails is kept and ends all further writing;
+// [Stream.Err] returns it, so a writer checks once, at the end.
+package chatwire
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// Answer is one whole reply of a model.
+type Answer struct {
+	ID      string
+	Model   string
+	Created int64 // unix seconds
+	Text    string
+	Calls   []openai.ToolCall
+	Finish  openai.FinishReason
+	Usage   *openai.Usage // nil when the server does not say
+}
+
+// WriteStream sends the answer chunk by chunk; withUsage adds the usage chunk if the answer has one.
+// The error is that of the connection.
+func WriteStream(w http.ResponseWriter, a Answer, withUsage bool) error {
+	s := Open(w, a.ID, a.Model, a.Created)
+	s.Role()
+	for _, piece := range Pieces(a.Text) {
+		s.Text(piece)
+	}
+	for i, call := range a.Calls {
+		s.Call(i, call)
+	}
+	s.Finish(a.Finish)
+	if withUsage && a.Usage != nil {
+		s.Usage(*a.Usage)
+	}
+	s.Done()
+	return s.Err()
+}
+
+// WriteJSON sends the answer in one piece.
+func WriteJSON(w http.ResponseWriter, a Answer) error { return writeAnswer(w, http.StatusOK, a) }
+
+// WriteUnfinished sends what there is of an answer that is still being made: 202, without a finish reason.
+func WriteUnfinished(w http.ResponseWriter, a Answer) error {
+	a.Finish = ""
+	return writeAnswer(w, http.StatusAccepted, a)
+}
+
+func writeAnswer(w http.ResponseWriter, status int, a Answer) error {
+	message := map[string]any{"role": openai.ChatMessageRoleAssistant, "content": a.Text, "refusal": nil}
+	if len(a.Calls) > 0 {
+		message["tool_calls"] = a.Calls
+	}
+	body := map[string]any{
+		"id":      a.ID,
+		"object":  "chat.completion",
+		"created": a.Created,
+		"model":   a.Model,
+		"choices": []map[string]any{{
+			"index":         0,
+			"message":       message,
+			"logprobs":      nil,
+			"finish_reason": a.Finish,
+		}},
+	}
+	if a.Usage != nil {
+		body["usage"] = a.Usage
+	}
+	return writeJSON(w, status, body)
+}
+
+// Failure is an error as the protocol tells it.
+type Failure struct {
+	Message string  `json:"message"`
+	Type    string  `json:"type"`
+	Param   *string `json:"param"`
+	Code    string  `json:"code,omitempty"`
+}
+
+// WriteFailure answers with an HTTP status and an error body.
+func WriteFailure(w http.ResponseWriter, status int, f Failure) error {
+	return writeJSON(w, status, map[string]Failure{"error": f})
+}
+
+// WriteModels answers a listing of models; created is unix seconds.
+func WriteModels(w http.ResponseWriter, created int64, owner string, ids ...string) error {
+	models := make([]map[string]any, 0, len(ids))
+	for _, id := range ids {
+		models = append(models, modelObject(id, owner, created))
+	}
+	return writeJSON(w, http.StatusOK, map[string]any{"object": "list", "data": models})
+}
+
+// WriteModel answers with one model.
+func WriteModel(w http.ResponseWriter, created int64, owner, id string) error {
+	return writeJSON(w, http.StatusOK, modelObject(id, owner, created))
+}
+
+func modelObject(id, owner string, created int64) map[string]any {
+	return map[string]any{"id": id, "object": "model", "created": created, "owned_by": owner}
+}
+
+func writeJSON(w http.ResponseWriter, status int, body any) error {
+	encoded, err := json.Marshal(body)
+	if err != nil {
+		return fmt.Errorf("encode answer: %w", err)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	if _, err := w.Write(append(encoded, '\n')); err != nil {
+		return fmt.Errorf("send answer: %w", err)
+	}
+	return nil
+}

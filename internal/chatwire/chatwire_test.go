@@ -1,0 +1,82 @@
+package chatwire_test
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+)
+
+func answer() chatwire.Answer {
+	return chatwire.Answer{
+		ID: "chatcmpl-1", Model: "m", Created: 7, Text: "Hi", Finish: openai.FinishReasonStop,
+		Usage: &openai.Usage{PromptTokens: 3, CompletionTokens: 1, TotalTokens: 4},
+	}
+}
+
+func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
+	w := httptest.NewRecorder()
+	if err := chatwire.WriteStream(w, answer(), true); err != nil {
+		t.Fatal(err)
+	}
+	head := `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[`
+	want := head + `{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}` + "\n\n" +
+		head + `{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}` + "\n\n" +
+		head + `{"index":0,"delta":{},"finish_reason":"stop"}]}` + "\n\n" +
+		head + `],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4,` +
+		`"prompt_tokens_details":null,"completion_tokens_details":null}}` + "\n\n" +
+		"data: [DONE]\n\n"
+	if diff := cmp.Diff(want, w.Body.String()); diff != "" {
+		t.Errorf("stream (-want +got):\n%s", diff)
+	}
+	if !w.Flushed {
+		t.Error("the stream was not flushed")
+	}
+	if got := w.Header().Get("X-Accel-Buffering"); got != "no" {
+		t.Errorf("X-Accel-Buffering = %q, want no", got)
+	}
+}
+
+func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
+	w := httptest.NewRecorder()
+	if err := chatwire.WriteStream(w, answer(), false); err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(w.Body.String(), "usage") {
+		t.Errorf("usage was sent unasked:\n%s", w.Body)
+	}
+}
+
+func TestFailureHasTheProtocolsShape(t *testing.T) {
+	w := httptest.NewRecorder()
+	f := chatwire.Failure{Message: "no such model", Type: "invalid_request_error", Code: "model_not_found"}
+	if err := chatwire.WriteFailure(w, http.StatusNotFound, f); err != nil {
+		t.Fatal(err)
+	}
+	want := `{"error":{"message":"no such model","type":"invalid_request_error","param":null,"code":"model_not_found"}}` + "\n"
+	if w.Code != http.StatusNotFound || w.Body.String() != want {
+		t.Errorf("got %d %s, want 404 %s", w.Code, w.Body, want)
+	}
+}
+
+func TestPiecesMakeUpTheText(t *testing.T) {
+	for name, text := range map[string]string{
+		"empty":     "",
+		"short":     "hello",
+		"sentences": "The quick brown fox jumps over the lazy dog, and then over another one.",
+		"one word":  strings.Repeat("x", 100),
+		"umlauts":   strings.Repeat("ü", 101),
+		"not utf-8": strings.Repeat("\x80", 99),
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := strings.Join(chatwire.Pieces(text), ""); got != text {
+				t.Errorf("joined pieces = %q, want %q", got, text)
+			}
+		})
+	}
+}

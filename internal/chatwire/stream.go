@@ -1,0 +1,149 @@
+package chatwire
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"unicode/utf8"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// pieceBytes is about how much text one chunk carries.
+const pieceBytes = 24
+
+// Stream is an answer under way.
+type Stream struct {
+	w    http.ResponseWriter
+	head chunk
+	err  error
+}
+
+type chunk struct {
+	ID      string        `json:"id"`
+	Object  string        `json:"object"`
+	Created int64         `json:"created"`
+	Model   string        `json:"model"`
+	Choices []choice      `json:"choices"`
+	Usage   *openai.Usage `json:"usage,omitempty"`
+}
+
+type choice struct {
+	Index  int                 `json:"index"`
+	Delta  delta               `json:"delta"`
+	Finish openai.FinishReason `json:"finish_reason"`
+}
+
+type delta struct {
+	Role    string            `json:"role,omitempty"`
+	Content *string           `json:"content,omitempty"`
+	Calls   []openai.ToolCall `json:"tool_calls,omitempty"`
+}
+
+// Open sends the headers of a stream.
+func Open(w http.ResponseWriter, id, model string, created int64) *Stream {
+	w.Header().Set("Content-Type", "text/event-stream")
+	w.Header().Set("Cache-Control", "no-cache")
+	w.Header().Set("X-Accel-Buffering", "no")
+	w.WriteHeader(http.StatusOK)
+	head := chunk{ID: id, Object: "chat.completion.chunk", Created: created, Model: model}
+	return &Stream{w: w, head: head}
+}
+
+// Role sends the first chunk.
+func (s *Stream) Role() {
+	empty := ""
+	s.delta(delta{Role: openai.ChatMessageRoleAssistant, Content: &empty}, "")
+}
+
+// Text sends a piece of the answer's text.
+func (s *Stream) Text(piece string) { s.delta(delta{Content: &piece}, "") }
+
+// Call sends a tool call: first its name, then its arguments in fragments.
+func (s *Stream) Call(index int, call openai.ToolCall) {
+	head := openai.ToolCall{Index: &index, ID: call.ID, Type: openai.ToolTypeFunction}
+	head.Function.Name = call.Function.Name
+	s.delta(delta{Calls: []openai.ToolCall{head}}, "")
+	for _, piece := range Pieces(call.Function.Arguments) {
+		rest := openai.ToolCall{Index: &index, Type: openai.ToolTypeFunction}
+		rest.Function.Arguments = piece
+		s.delta(delta{Calls: []openai.ToolCall{rest}}, "")
+	}
+}
+
+// Calls sends fragments of tool calls in one chunk, exactly as they are.
+func (s *Stream) Calls(fragments ...openai.ToolCall) { s.delta(delta{Calls: fragments}, "") }
+
+// Finish sends why the answer ended.
+func (s *Stream) Finish(reason openai.FinishReason) { s.delta(delta{}, reason) }
+
+// Idle sends an empty chunk: a sign of life that every client counts as one, unlike a comment.
+func (s *Stream) Idle() { s.delta(delta{}, "") }
+
+// Usage sends what the answer cost.
+func (s *Stream) Usage(u openai.Usage) {
+	c := s.head
+	c.Choices, c.Usage = []choice{}, &u
+	s.data(c)
+}
+
+// Comment sends a line that a client must ignore.
+func (s *Stream) Comment(text string) { s.write(": " + text + "\n\n") }
+
+// Failure sends an error in the middle of the stream. Nothing may follow it.
+func (s *Stream) Failure(f Failure) { s.data(map[string]Failure{"error": f}) }
+
+// Done ends the stream.
+func (s *Stream) Done() { s.write("data: [DONE]\n\n") }
+
+// Err is the first error of the connection; nil when all was sent.
+func (s *Stream) Err() error { return s.err }
+
+func (s *Stream) delta(d delta, reason openai.FinishReason) {
+	c := s.head
+	c.Choices = []choice{{Delta: d, Finish: reason}}
+	s.data(c)
+}
+
+func (s *Stream) data(v any) {
+	encoded, err := json.Marshal(v)
+	if err != nil && s.err == nil {
+		s.err = fmt.Errorf("encode chunk: %w", err)
+	}
+	s.write("data: " + string(encoded) + "\n\n")
+}
+
+func (s *Stream) write(text string) {
+	if s.err != nil {
+		return
+	}
+	if _, err := s.w.Write([]byte(text)); err != nil {
+		s.err = fmt.Errorf("send chunk: %w", err)
+		return
+	}
+	if err := http.NewResponseController(s.w).Flush(); err != nil {
+		s.err = fmt.Errorf("flush chunk: %w", err)
+	}
+}
+
+// Pieces cuts text into the parts that a stream sends one by one. Together they are the text, and no
+// part cuts a character in two.
+func Pieces(text string) []string {
+	var pieces []string
+	for len(text) > pieceBytes {
+		cut := pieceBytes
+		if space := strings.LastIndexByte(text[:cut], ' '); space > 0 {
+			cut = space
+		}
+		for cut < len(text) && !utf8.RuneStart(text[cut]) {
+			cut++
+		}
+		pieces = append(pieces, text[:cut])
+		text = text[cut:]
+	}
+	if text != "" {
+		pieces = append(pieces, text)
+	}
+	return pieces
+}

@@ -1,0 +1,243 @@
+package config
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"net/url"
+	"os"
+	"reflect"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+
+	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+)
+
+// checker collects what is wrong. A variable in wrong is already reported.
+type checker struct {
+	wrong    failures
+	problems []string
+}
+
+// refuse reports a variable's value, unless that was done.
+func (k *checker) refuse(name, format string, args ...any) {
+	if _, done := k.wrong[name]; !done {
+		k.problems = append(k.problems, name+": "+fmt.Sprintf(format, args...)+"; set "+help(name))
+	}
+}
+
+// help says what a variable takes.
+func help(name string) string {
+	for _, s := range settingsOf(reflect.TypeFor[Config]()) {
+		if s.Name == name {
+			return s.Help
+		}
+	}
+	return "it"
+}
+
+// all checks every value and makes what is made from them.
+func (k *checker) all(c *Config) {
+	k.connections(c)
+	k.names(c)
+	k.times(c)
+	k.limits(c)
+	k.days(c.Limits)
+	k.prices(c)
+	k.private(c)
+	k.chat(c)
+}
+
+// connections checks addresses and tokens. A secret is never quoted.
+func (k *checker) connections(c *Config) {
+	k.database("DATABASE_URL", c.DatabaseURL)
+	k.database("AGENT_TEST_DATABASE_URL", c.TestDatabaseURL)
+	if _, err := splitListen(c.Listen); err != nil {
+		k.refuse("AGENT_LISTEN", "%q is not an address (%v)", c.Listen, err)
+	}
+	k.token("AGENT_ADMIN_TOKEN", c.AdminToken)
+	k.token("AGENT_CHAT_KEY", c.ChatKey)
+	k.token("OPENAI_API_KEY", c.OpenAIKey)
+	if c.OpenAIBaseURL != "" {
+		u, err := url.Parse(c.OpenAIBaseURL)
+		if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+			k.refuse("OPENAI_BASE_URL", "it is not an http or https URL")
+		}
+	}
+	if c.PGBin != "" {
+		if at, err := os.Stat(c.PGBin); err != nil || !at.IsDir() {
+			k.refuse("AGENT_PG_BIN", "%q is not a directory", c.PGBin)
+		}
+	}
+}
+
+// database checks that a connection string can be one.
+func (k *checker) database(name string, dsn Secret) {
+	if dsn.IsSet() && !isDatabase(dsn.Reveal()) {
+		k.refuse(name, "it is not a PostgreSQL URL")
+	}
+}
+
+// token checks that an HTTP header can carry a token.
+func (k *checker) token(name string, token Secret) {
+	if strings.ContainsFunc(token.Reveal(), func(r rune) bool { return r <= ' ' || r > '~' }) {
+		k.refuse(name, "it has a space or a character that no HTTP header can carry")
+	}
+}
+
+// names checks words.
+func (k *checker) names(c *Config) {
+	const longest = 100
+	if len(c.Name) > longest || strings.ContainsFunc(c.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		k.refuse("AGENT_NAME", "it is too long or has a character that does not print")
+	}
+	if _, err := logging.Level(c.LogLevel); err != nil {
+		k.refuse("AGENT_LOG_LEVEL", "%q is not a level", c.LogLevel)
+	}
+	if f := strings.ToLower(c.LogFormat); f != "text" && f != "json" {
+		k.refuse("AGENT_LOG_FORMAT", "%q is not a format", c.LogFormat)
+	}
+}
+
+// times checks the schedule, the zone and the durations.
+func (k *checker) times(c *Config) {
+	var err error
+	if c.Location, err = schedule.Location(c.Timezone); err != nil {
+		k.refuse("AGENT_TIMEZONE", "%v", err)
+	}
+	if c.Heartbeat, err = schedule.Parse(c.HeartbeatCron, c.Location); err != nil {
+		k.refuse("AGENT_HEARTBEAT_CRON", "%v", err)
+	}
+	k.duration("AGENT_WORKER_LEASE", c.WorkerLease, time.Second, 10*time.Minute)
+	if c.WorkerLease%time.Second != 0 {
+		k.refuse("AGENT_WORKER_LEASE", "%s has a fraction of a second", c.WorkerLease)
+	}
+	k.duration("AGENT_SHUTDOWN_TIMEOUT", c.ShutdownTimeout, 0, time.Hour)
+	k.duration("AGENT_RUN_TIMEOUT", c.Budget.RunTimeout, time.Second, 30*24*time.Hour)
+	k.duration("AGENT_OPERATE_IDLE", c.Operate.Idle, 10*time.Second, 24*time.Hour)
+	k.duration("AGENT_CHAT_APPROVAL_WAIT", c.Chat.ApprovalWait, time.Second, time.Hour)
+	k.duration("AGENT_SELFHEAL_WINDOW", c.SelfHeal.Window, time.Minute, 366*24*time.Hour)
+	k.duration("AGENT_SELFHEAL_COOLDOWN", c.SelfHeal.Cooldown, 0, 366*24*time.Hour)
+}
+
+// duration checks that d is from least to most.
+func (k *checker) duration(name string, d, least, most time.Duration) {
+	if d < least || d > most {
+		k.refuse(name, "%s is not from %s to %s", d, least, most)
+	}
+}
+
+// limits checks numbers.
+func (k *checker) limits(c *Config) {
+	k.number("AGENT_WORKERS", float64(c.Workers), 1, 1000)
+	k.number("AGENT_MAX_ITERATIONS", float64(c.Budget.MaxIterations), 1, 10_000)
+	k.number("AGENT_MAX_TOKENS", float64(c.Budget.MaxTokens), 0, 1e12)
+	k.number("AGENT_MAX_COST_USD", c.Budget.MaxCostUSD, 0, 1e6)
+	k.number("AGENT_CONTEXT_TOKENS", float64(c.Budget.ContextTokens), 1000, 1e7)
+	k.number("AGENT_CHAT_RATE", float64(c.Chat.Rate), 1, 100_000)
+	k.number("AGENT_CHAT_MAX_BYTES", float64(c.Chat.MaxBytes), 1024, 16<<20)
+	k.number("AGENT_SELFHEAL_FAILURES", float64(c.SelfHeal.Failures), 1, 1000)
+	k.number("AGENT_SELFHEAL_RATE", c.SelfHeal.Rate, math.SmallestNonzeroFloat64, 1)
+	k.number("AGENT_SELFHEAL_RATE_CALLS", float64(c.SelfHeal.RateCalls), 1, 100_000)
+}
+
+// days checks what a day may use.
+func (k *checker) days(l Limits) {
+	const most = 1e12
+	for _, d := range []struct {
+		whose  string
+		tokens int
+		usd    float64
+	}{
+		{"DAY", l.DayTokens, l.DayUSD},
+		{"HEARTBEAT", l.HeartbeatTokens, l.HeartbeatUSD},
+		{"OPERATE", l.OperateTokens, l.OperateUSD},
+		{"CHAT", l.ChatTokens, l.ChatUSD},
+		{"WEBHOOK", l.WebhookTokens, l.WebhookUSD},
+	} {
+		k.number("AGENT_BUDGET_"+d.whose+"_TOKENS", float64(d.tokens), 0, most)
+		k.number("AGENT_BUDGET_"+d.whose+"_USD", d.usd, 0, most)
+	}
+}
+
+// number checks that n is from least to most; not-a-number is not.
+func (k *checker) number(name string, n, least, most float64) {
+	if !(n >= least && n <= most) {
+		k.refuse(name, "%v is out of range", n)
+	}
+}
+
+// prices reads the price table from the variable or from the file it names.
+func (k *checker) prices(c *Config) {
+	const name = "AGENT_PRICES"
+	text := []byte(c.PricesSource)
+	if len(text) == 0 {
+		return
+	}
+	if text[0] != '{' {
+		var err error
+		if text, err = os.ReadFile(c.PricesSource); err != nil {
+			k.refuse(name, "%v", err)
+			return
+		}
+	}
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&c.Prices); err != nil || d.More() {
+		k.refuse(name, "it is not a price table (%v)", err)
+		return
+	}
+	for model, p := range c.Prices {
+		if p.Input < 0 || p.Output < 0 {
+			k.refuse(name, "the price of %q is negative", model)
+		}
+	}
+}
+
+// private sorts the hosts that skills may reach into names and networks.
+func (k *checker) private(c *Config) {
+	for _, item := range c.PrivateHTTP {
+		item = strings.TrimSpace(item)
+		prefix, err := netip.ParsePrefix(item)
+		addr, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))
+		switch {
+		case item == "":
+		case err == nil:
+			c.Private.Networks = append(c.Private.Networks, prefix.Masked())
+		case addrErr == nil:
+			c.Private.Networks = append(c.Private.Networks, netip.PrefixFrom(addr.Unmap(), addr.Unmap().BitLen()))
+		case strings.ContainsAny(item, "/:*@ ?#"):
+			k.refuse("AGENT_ALLOW_PRIVATE_HTTP", "%q is not a host, an address or a network", item)
+		default:
+			c.Private.Hosts = append(c.Private.Hosts, strings.TrimSuffix(strings.ToLower(item), "."))
+		}
+	}
+}
+
+// isDatabase reports whether s is a URL or a key=value string of PostgreSQL.
+func isDatabase(s string) bool {
+	if strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://") {
+		_, err := url.Parse(s)
+		return err == nil
+	}
+	return !strings.Contains(s, "://") && strings.Contains(s, "=")
+}
+
+// splitListen gives the host of a listening address.
+func splitListen(listen string) (string, error) {
+	host, port, err := net.SplitHostPort(listen)
+	if err != nil {
+		return "", errors.New("host:port expected")
+	}
+	if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return "", fmt.Errorf("port %q is not from 0 to 65535", port)
+	}
+	return host, nil
+}

@@ -1,0 +1,177 @@
+// Package config reads the program's settings from the environment.
+//
+// [Load] reads everything at once and reports everything that is wrong at once, one line for
+// each setting, each saying what to set. What it returns is checked: a schedule parses, a zone
+// exists, a limit is in range. Which settings must be there depends on the command, so each
+// kind of command asks for its own ([Config.RequireServe], [Config.RequireDev], [Config.RequireDatabase]).
+//
+// An empty variable counts as not set. A secret may be in a file instead, named by the same
+// variable with _FILE behind it, as container platforms hand them out. A secret never shows in
+// a log, a message or JSON; [Secret.Reveal] is the only way to it. An AGENT_ variable that the
+// program does not know is most likely misspelt: [Config.Unknown] has a warning for each.
+//
+// Nothing here reads the process's environment by itself; the caller passes it, so that tests
+// need not change it.
+package config
+
+import (
+	"encoding/json"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+)
+
+// Config is the settings of one process. The tags are the documentation: the variable, its
+// default and what it takes.
+type Config struct {
+	DatabaseURL     Secret `env:"DATABASE_URL" help:"the database, for example postgres://agent@localhost:5432/agent"`
+	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
+	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
+
+	Name       string `env:"AGENT_NAME" envDefault:"flowpilot" help:"the agent's name in the activity log, up to 100 printable characters"`
+	Listen     string `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
+	AdminToken Secret `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
+	ChatKey    Secret `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, or several as name=text,name=text; without it the chat answers 401"`
+
+	OpenAIKey     Secret `env:"OPENAI_API_KEY" help:"the key of the model's provider"`
+	OpenAIBaseURL string `env:"OPENAI_BASE_URL" help:"the URL of an OpenAI-compatible API, for example https://api.openai.com/v1"`
+	Model         string `env:"AGENT_MODEL" help:"the model's name at its provider"`
+	PricesSource  string `env:"AGENT_PRICES" help:"USD per million tokens, as JSON or a file of it: {\"gpt-4o\":{\"input\":2.5,\"output\":10}}"`
+
+	LogLevel  string `env:"AGENT_LOG_LEVEL" envDefault:"info" help:"debug, info, warn or error"`
+	LogFormat string `env:"AGENT_LOG_FORMAT" envDefault:"text" help:"text or json"`
+
+	LanesEnabled  bool   `env:"AGENT_LANES" envDefault:"on" help:"on or off; off is for local use only"`
+	HeartbeatCron string `env:"AGENT_HEARTBEAT_CRON" envDefault:"*/30 * * * *" help:"a cron expression, for example */30 * * * *"`
+	Timezone      string `env:"AGENT_TIMEZONE" envDefault:"UTC" help:"an IANA time zone, for example Europe/Madrid"`
+
+	Workers         int           `env:"AGENT_WORKERS" envDefault:"10" help:"how many background executions run at once, from 1 to 1000"`
+	WorkerLease     time.Duration `env:"AGENT_WORKER_LEASE" envDefault:"30s" help:"how long a worker may be silent before its work goes elsewhere, in whole seconds from 1s to 10m"`
+	ShutdownTimeout time.Duration `env:"AGENT_SHUTDOWN_TIMEOUT" envDefault:"25s" help:"how long running steps may take to end, for example 25s"`
+	PrivateHTTP     []string      `env:"AGENT_ALLOW_PRIVATE_HTTP" help:"private hosts, addresses or networks that http: skills may reach, for example wiki.local,10.0.0.0/8"`
+
+	Operate  Operate
+	Chat     Chat
+	Budget   Budget
+	Limits   Limits
+	SelfHeal SelfHeal
+
+	// What follows is made from the settings above.
+
+	Heartbeat schedule.Schedule `env:"-"` // HeartbeatCron in Timezone
+	Location  *time.Location    `env:"-"` // Timezone
+	Prices    map[string]Price  `env:"-"` // by model; empty when AGENT_PRICES is not set
+	Private   Private           `env:"-"` // PrivateHTTP
+	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; one without a name is called visitor
+	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable that nobody reads
+}
+
+// Operate is how admins work with the agent.
+type Operate struct {
+	Idle time.Duration `env:"AGENT_OPERATE_IDLE" envDefault:"5m" help:"how long an idle admin keeps heartbeats away, from 10s to 24h"`
+}
+
+// Chat is how visitors talk to the agent.
+type Chat struct {
+	DoubleTexting string        `env:"AGENT_CHAT_DOUBLE_TEXTING" envDefault:"enqueue" help:"what a message means while another is answered: enqueue, reject or interrupt"`
+	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, from 1 to 100000"`
+	MaxBytes      int           `env:"AGENT_CHAT_MAX_BYTES" envDefault:"4194304" help:"how large a request may be, with the history that clients send along, in bytes from 1024 to 16777216"`
+	ApprovalWait  time.Duration `env:"AGENT_CHAT_APPROVAL_WAIT" envDefault:"2m" help:"how long a visitor's connection waits for an approval, from 1s to 1h"`
+}
+
+// Budget bounds one run. Zero tokens or money means no bound.
+type Budget struct {
+	MaxIterations int           `env:"AGENT_MAX_ITERATIONS" envDefault:"25" help:"how many model calls one run may make, from 1 to 10000"`
+	MaxTokens     int           `env:"AGENT_MAX_TOKENS" envDefault:"200000" help:"how many tokens one run may use; 0 is no bound"`
+	MaxCostUSD    float64       `env:"AGENT_MAX_COST_USD" envDefault:"1" help:"how many US dollars one run may cost; 0 is no bound"`
+	RunTimeout    time.Duration `env:"AGENT_RUN_TIMEOUT" envDefault:"10m" help:"how long one run may take, for example 10m"`
+	ContextTokens int           `env:"AGENT_CONTEXT_TOKENS" envDefault:"60000" help:"how many tokens the model is shown at once, from 1000 to 10000000"`
+}
+
+// Limits bound a day (UTC), in all and for each surface. Zero means no bound.
+type Limits struct {
+	DayTokens       int     `env:"AGENT_BUDGET_DAY_TOKENS" envDefault:"0" help:"how many tokens all surfaces together may use in a day; 0 is no bound"`
+	DayUSD          float64 `env:"AGENT_BUDGET_DAY_USD" envDefault:"0" help:"how many US dollars all surfaces together may cost in a day; 0 is no bound"`
+	HeartbeatTokens int     `env:"AGENT_BUDGET_HEARTBEAT_TOKENS" envDefault:"0" help:"how many tokens heartbeats may use in a day; 0 is no bound"`
+	HeartbeatUSD    float64 `env:"AGENT_BUDGET_HEARTBEAT_USD" envDefault:"0" help:"how many US dollars heartbeats may cost in a day; 0 is no bound"`
+	OperateTokens   int     `env:"AGENT_BUDGET_OPERATE_TOKENS" envDefault:"0" help:"how many tokens admins may use in a day; 0 is no bound"`
+	OperateUSD      float64 `env:"AGENT_BUDGET_OPERATE_USD" envDefault:"0" help:"how many US dollars admins may cost in a day; 0 is no bound"`
+	ChatTokens      int     `env:"AGENT_BUDGET_CHAT_TOKENS" envDefault:"0" help:"how many tokens visitors may use in a day; 0 is no bound"`
+	ChatUSD         float64 `env:"AGENT_BUDGET_CHAT_USD" envDefault:"0" help:"how many US dollars visitors may cost in a day; 0 is no bound"`
+	WebhookTokens   int     `env:"AGENT_BUDGET_WEBHOOK_TOKENS" envDefault:"0" help:"how many tokens webhooks may use in a day; 0 is no bound"`
+	WebhookUSD      float64 `env:"AGENT_BUDGET_WEBHOOK_USD" envDefault:"0" help:"how many US dollars webhooks may cost in a day; 0 is no bound"`
+}
+
+// SelfHeal says when a failing skill is taken out of service.
+type SelfHeal struct {
+	Failures  int           `env:"AGENT_SELFHEAL_FAILURES" envDefault:"3" help:"how many failed calls in a row disable a skill, from 1 to 1000"`
+	Window    time.Duration `env:"AGENT_SELFHEAL_WINDOW" envDefault:"72h" help:"how far back calls count, for example 72h"`
+	Rate      float64       `env:"AGENT_SELFHEAL_RATE" envDefault:"0.5" help:"the failure rate that disables a skill, above 0 and up to 1"`
+	RateCalls int           `env:"AGENT_SELFHEAL_RATE_CALLS" envDefault:"20" help:"how many calls a rate needs to count, from 1 to 100000"`
+	Cooldown  time.Duration `env:"AGENT_SELFHEAL_COOLDOWN" envDefault:"24h" help:"how long a disabled skill rests before one trial, for example 24h"`
+}
+
+// Price is what a model costs, in US dollars per million tokens.
+type Price struct {
+	Input  float64 `json:"input"`
+	Cached float64 `json:"cached"` // of the input, what the provider had read before; as Input when 0
+	Output float64 `json:"output"`
+}
+
+// Private is what http: skills may reach although it is not public.
+type Private struct {
+	Hosts    []string // lower case
+	Networks []netip.Prefix
+}
+
+// AllowsHost reports whether the host was listed by name. Letter case does not matter.
+func (p Private) AllowsHost(host string) bool {
+	for _, h := range p.Hosts {
+		if strings.EqualFold(h, strings.TrimSuffix(host, ".")) {
+			return true
+		}
+	}
+	return false
+}
+
+// AllowsAddr reports whether the address is in a listed network.
+func (p Private) AllowsAddr(addr netip.Addr) bool {
+	for _, n := range p.Networks {
+		if n.Contains(addr.Unmap()) {
+			return true
+		}
+	}
+	return false
+}
+
+// Secret is text that shows as *** wherever it is printed, logged or marshalled (but not as the key
+// of a map: encoding/json writes keys of text as they are).
+type Secret string
+
+// hidden is what a secret shows.
+const hidden = "***"
+
+// Reveal gives the text itself.
+func (s Secret) Reveal() string { return string(s) }
+
+// IsSet reports whether there is one.
+func (s Secret) IsSet() bool { return s != "" }
+
+// String hides the text; no text shows as nothing.
+func (s Secret) String() string {
+	if s == "" {
+		return ""
+	}
+	return hidden
+}
+
+// GoString hides the text from %#v.
+func (s Secret) GoString() string { return `"` + s.String() + `"` }
+
+// MarshalJSON hides the text.
+func (s Secret) MarshalJSON() ([]byte, error) { return json.Marshal(s.String()) }
+
+// MarshalText hides the text.
+func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }

@@ -1,0 +1,397 @@
+package config_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+)
+
+func load(t *testing.T, environ map[string]string) config.Config {
+	t.Helper()
+	c, err := config.Load(environ)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// problems are the lines that Load or a requirement reports.
+func problems(t *testing.T, err error) []string {
+	t.Helper()
+	var e *config.Error
+	if !errors.As(err, &e) {
+		t.Fatalf("error is %T %v, want *config.Error", err, err)
+	}
+	return e.Problems
+}
+
+func write(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestDefaults(t *testing.T) {
+	c := load(t, nil)
+	if c.Listen != "127.0.0.1:8080" || c.HeartbeatCron != "*/30 * * * *" || c.Name != "flowpilot" || !c.LanesEnabled ||
+		c.LogLevel != "info" || c.LogFormat != "text" || c.Location != time.UTC {
+		t.Errorf("got %+v", c)
+	}
+	want := config.SelfHeal{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
+	if diff := cmp.Diff(want, c.SelfHeal); diff != "" {
+		t.Error(diff)
+	}
+	if c.Budget.MaxIterations <= 0 || c.Budget.RunTimeout <= 0 || c.Workers <= 0 || c.ShutdownTimeout <= 0 {
+		t.Errorf("got %+v", c)
+	}
+	if next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 1, 0, 0, time.UTC)); next.Minute() != 30 {
+		t.Errorf("first heartbeat at %v", next)
+	}
+}
+
+func TestAnEmptyVariableIsNotSet(t *testing.T) {
+	if c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "}); c.Listen != "127.0.0.1:8080" || c.Workers != 10 {
+		t.Errorf("got %q, %d", c.Listen, c.Workers)
+	}
+}
+
+func TestValuesAreRead(t *testing.T) {
+	environ := map[string]string{
+		"DATABASE_URL": "postgres://a:b@h/d", "AGENT_LANES": "off", "AGENT_TIMEZONE": "Europe/Madrid", "AGENT_HEARTBEAT_CRON": "0 9 * * *",
+		"AGENT_SELFHEAL_RATE": "0.25", "AGENT_RUN_TIMEOUT": "90s", "AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
+		"AGENT_PRICES": `{"m":{"input":1,"output":2.5}}`, "AGENT_MAX_COST_USD": "0", "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+	}
+	before := maps.Clone(environ)
+	c := load(t, environ)
+	if diff := cmp.Diff(before, environ); diff != "" {
+		t.Errorf("Load changed what it was given: %s", diff)
+	}
+	if c.LanesEnabled || c.DatabaseURL.Reveal() != "postgres://a:b@h/d" || c.SelfHeal.Rate != 0.25 || c.Budget.RunTimeout != 90*time.Second ||
+		c.Prices["m"] != (config.Price{Input: 1, Output: 2.5}) || c.Budget.MaxCostUSD != 0 {
+		t.Errorf("got %+v", c)
+	}
+	if next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)); next.UTC().Hour() != 8 {
+		t.Errorf("the heartbeat is at %v, not in its zone", next)
+	}
+	if !c.Private.AllowsHost("wiki.LOCAL.") || c.Private.AllowsHost("xwiki.local") {
+		t.Errorf("hosts: %v", c.Private.Hosts)
+	}
+	for addr, want := range map[string]bool{"10.9.9.9": true, "::ffff:10.9.9.9": true, "192.168.1.7": true, "192.168.1.8": false, "::1": true} {
+		if got := c.Private.AllowsAddr(netip.MustParseAddr(addr)); got != want {
+			t.Errorf("AllowsAddr(%s) = %v", addr, got)
+		}
+	}
+}
+
+func TestPricesFromAFile(t *testing.T) {
+	c := load(t, map[string]string{"AGENT_PRICES": write(t, `{"m":{"input":3}}`)})
+	if c.Prices["m"].Input != 3 {
+		t.Errorf("got %v", c.Prices)
+	}
+}
+
+// Each bad value alone, with a part of the line that it must give.
+var bad = map[string]struct{ value, says string }{
+	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
+	"AGENT_TEST_DATABASE_URL":       {"hunter2", "postgres://postgres@localhost"},
+	"AGENT_PG_BIN":                  {"/no/such/dir", "not a directory"},
+	"AGENT_NAME":                    {"a\x01b", "printable"},
+	"AGENT_LISTEN":                  {"8080", "host:port"},
+	"AGENT_ADMIN_TOKEN":             {"hunter2 x", "no HTTP header can carry"},
+	"AGENT_CHAT_KEY":                {"hunter2\nx", "no HTTP header can carry"},
+	"OPENAI_API_KEY":                {"hunter2…", "no HTTP header can carry"},
+	"OPENAI_BASE_URL":               {"api.openai.com", "https://api.openai.com/v1"},
+	"AGENT_PRICES":                  {`{"m":{"in":1}}`, "USD per million"},
+	"AGENT_LOG_LEVEL":               {"loud", "debug, info, warn or error"},
+	"AGENT_LOG_FORMAT":              {"xml", "text or json"},
+	"AGENT_LANES":                   {"maybe", "on or off"},
+	"AGENT_HEARTBEAT_CRON":          {"0 0 31 2 *", "never run"},
+	"AGENT_TIMEZONE":                {"Mars/Base", "Europe/Madrid"},
+	"AGENT_WORKERS":                 {"many", "from 1 to 1000"},
+	"AGENT_WORKER_LEASE":            {"1500ms", "whole seconds"},
+	"AGENT_SHUTDOWN_TIMEOUT":        {"-1s", "25s"},
+	"AGENT_ALLOW_PRIVATE_HTTP":      {"http://wiki", "not a host"},
+	"AGENT_MAX_ITERATIONS":          {"0", "from 1 to 10000"},
+	"AGENT_MAX_TOKENS":              {"-1", "0 is no bound"},
+	"AGENT_MAX_COST_USD":            {"NaN", "US dollars"},
+	"AGENT_RUN_TIMEOUT":             {"10", "for example 10m"},
+	"AGENT_OPERATE_IDLE":            {"1s", "from 10s"},
+	"AGENT_CHAT_DOUBLE_TEXTING":     {"twice", "enqueue, reject or interrupt"},
+	"AGENT_CHAT_RATE":               {"0", "from 1 to"},
+	"AGENT_CHAT_MAX_BYTES":          {"10", "from 1024"},
+	"AGENT_CHAT_APPROVAL_WAIT":      {"2h", "from 1s to 1h"},
+	"AGENT_CONTEXT_TOKENS":          {"9", "from 1000"},
+	"AGENT_BUDGET_DAY_TOKENS":       {"-1", "0 is no bound"},
+	"AGENT_BUDGET_DAY_USD":          {"NaN", "0 is no bound"},
+	"AGENT_BUDGET_HEARTBEAT_TOKENS": {"-1", "0 is no bound"},
+	"AGENT_BUDGET_HEARTBEAT_USD":    {"NaN", "0 is no bound"},
+	"AGENT_BUDGET_OPERATE_TOKENS":   {"-1", "0 is no bound"},
+	"AGENT_BUDGET_OPERATE_USD":      {"NaN", "0 is no bound"},
+	"AGENT_BUDGET_CHAT_TOKENS":      {"-1", "0 is no bound"},
+	"AGENT_BUDGET_CHAT_USD":         {"NaN", "0 is no bound"},
+	"AGENT_BUDGET_WEBHOOK_TOKENS":   {"-1", "0 is no bound"},
+	"AGENT_BUDGET_WEBHOOK_USD":      {"NaN", "0 is no bound"},
+	"AGENT_SELFHEAL_FAILURES":       {"0", "from 1 to 1000"},
+	"AGENT_SELFHEAL_WINDOW":         {"3 days", "for example 72h"},
+	"AGENT_SELFHEAL_RATE":           {"1.5", "up to 1"},
+	"AGENT_SELFHEAL_RATE_CALLS":     {"x", "from 1 to"},
+	"AGENT_SELFHEAL_COOLDOWN":       {"-1h", "for example 24h"},
+}
+
+func TestEachBadValueIsOneLine(t *testing.T) {
+	for name, c := range bad {
+		t.Run(name, func(t *testing.T) {
+			_, err := config.Load(map[string]string{name: c.value})
+			lines := problems(t, err)
+			if len(lines) != 1 || !strings.HasPrefix(lines[0], name+": ") || !strings.Contains(lines[0], c.says) || !strings.Contains(lines[0], "set ") {
+				t.Errorf("got %q, want one line of %s that says %q", lines, name, c.says)
+			}
+			if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "\n") {
+				t.Errorf("the error shows a secret or has several lines: %q", err)
+			}
+		})
+	}
+}
+
+func TestAllBadValuesAreReportedAtOnce(t *testing.T) {
+	environ := map[string]string{}
+	for name, c := range bad {
+		environ[name] = c.value
+	}
+	_, err := config.Load(environ)
+	lines := problems(t, err)
+	if len(lines) != len(bad) {
+		t.Errorf("%d lines for %d bad values:\n%v", len(lines), len(bad), err)
+	}
+	_, again := config.Load(environ)
+	if err.Error() != again.Error() {
+		t.Error("the lines come in another order each time")
+	}
+}
+
+// A new setting gets its line in the table of bad values, unless any text is good for it.
+func TestEverySettingIsChecked(t *testing.T) {
+	for _, s := range config.Settings() {
+		if _, checked := bad[s.Name]; !checked && s.Name != "AGENT_MODEL" {
+			t.Errorf("%s takes anything", s.Name)
+		}
+		if s.Help == "" {
+			t.Errorf("%s has no help", s.Name)
+		}
+	}
+}
+
+func TestSecretsFromFiles(t *testing.T) {
+	for _, name := range []string{"DATABASE_URL", "AGENT_ADMIN_TOKEN", "OPENAI_API_KEY", "AGENT_CHAT_KEY"} {
+		t.Run(name, func(t *testing.T) {
+			const value = "postgres://u:hunter2@h/d"
+			c := load(t, map[string]string{name + "_FILE": write(t, value+"\n")})
+			got := map[string]config.Secret{
+				"DATABASE_URL": c.DatabaseURL, "AGENT_ADMIN_TOKEN": c.AdminToken, "OPENAI_API_KEY": c.OpenAIKey, "AGENT_CHAT_KEY": c.ChatKey,
+			}[name]
+			if got.Reveal() != value || len(c.Unknown) != 0 {
+				t.Errorf("got %q, warnings %v", got.Reveal(), c.Unknown)
+			}
+			for says, environ := range map[string]map[string]string{
+				"both set":      {name: value, name + "_FILE": write(t, value)},
+				"no such file":  {name + "_FILE": "/no/such/file"},
+				"file is empty": {name + "_FILE": write(t, "\n")},
+			} {
+				_, err := config.Load(environ)
+				lines := problems(t, err)
+				says = strings.TrimPrefix(says, "file ")
+				if len(lines) != 1 || !strings.Contains(lines[0], name+"_FILE") || !strings.Contains(lines[0], says) || strings.Contains(lines[0], "hunter2") {
+					t.Errorf("got %q, want one that says %q", lines, says)
+				}
+			}
+		})
+	}
+}
+
+func TestUnknownVariables(t *testing.T) {
+	c, err := config.Load(map[string]string{
+		"AGENT_LISTN": "x", "AGENT_SELF_HEAL_RATE": "1", "AGENT_SOMETHING_ELSE": "1", "AGENT_EXTRA": "1", "PATH": "/bin", "AGENT_ADMIN_TOKEN_FILE": "",
+	}, "AGENT_EXTRA")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{
+		"AGENT_LISTN is not a setting; did you mean AGENT_LISTEN?",
+		"AGENT_SELF_HEAL_RATE is not a setting; did you mean AGENT_SELFHEAL_RATE?",
+		"AGENT_SOMETHING_ELSE is not a setting",
+	}
+	if diff := cmp.Diff(want, c.Unknown); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestRequire(t *testing.T) {
+	const dsn, token = "postgres://h/d", "0123456789abcdef"
+	for name, c := range map[string]struct {
+		environ         map[string]string
+		serve, dev, sql []string // what each line begins with
+	}{
+		"nothing": {nil, []string{"DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}, nil, []string{"DATABASE_URL is not set"}},
+		"all":     {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
+		"open, no token": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": ":8080"},
+			[]string{"AGENT_ADMIN_TOKEN is not set"},
+			[]string{"AGENT_LISTEN: :8080 can be reached"},
+			nil,
+		},
+		"open, weak token": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "0.0.0.0:80", "AGENT_ADMIN_TOKEN": "short"},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16"},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16"},
+			nil,
+		},
+		"open, token":   {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token}, nil, nil, nil},
+		"localhost":     {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "localhost:0", "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
+		"loopback IPv6": {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::1]:80", "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cfg := load(t, c.environ)
+			for kind, one := range map[string]struct {
+				err  error
+				want []string
+			}{"serve": {cfg.RequireServe(), c.serve}, "dev": {cfg.RequireDev(), c.dev}, "sql": {cfg.RequireDatabase(), c.sql}} {
+				if one.err == nil && one.want == nil {
+					continue
+				}
+				lines := problems(t, one.err)
+				if len(lines) != len(one.want) {
+					t.Errorf("%s: got %q, want %q", kind, lines, one.want)
+					continue
+				}
+				for i := range lines {
+					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") {
+						t.Errorf("%s: got %q, want %q", kind, lines[i], one.want[i])
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestASecretNeverShows(t *testing.T) {
+	c := load(t, map[string]string{"DATABASE_URL": "postgres://u:hunter2@h/d", "AGENT_ADMIN_TOKEN": "hunter2"})
+	marshalled, err := json.Marshal(map[string]any{"s": c.AdminToken, "c": c.AdminToken})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var log bytes.Buffer
+	slog.New(slog.NewTextHandler(&log, nil)).InfoContext(t.Context(), "m", "s", c.AdminToken, "c", c)
+	all := fmt.Sprint(c.AdminToken, c) + fmt.Sprintf("%v %+v %#v %s %q %s %x", c, c, c, c.AdminToken, c.AdminToken, marshalled, c.AdminToken) + log.String()
+	if strings.Contains(all, "hunter2") || strings.Contains(all, "68756e74657232") || !strings.Contains(all, "***") {
+		t.Error(all)
+	}
+	if c.AdminToken.Reveal() != "hunter2" || !c.AdminToken.IsSet() || config.Secret("").IsSet() || config.Secret("").String() != "" {
+		t.Error("Reveal does not reveal")
+	}
+}
+
+func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
+	path := write(t, "# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
+	environ := map[string]string{"AGENT_NAME": "real", "OPENAI_API_KEY_FILE": "/run/secret"}
+	got, err := config.LoadDotEnv(path, environ)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]string{"AGENT_NAME": "real", "AGENT_MODEL": "a model", "OPENAI_API_KEY_FILE": "/run/secret"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if len(environ) != 2 {
+		t.Errorf("the environment given was changed: %v", environ)
+	}
+}
+
+func TestDotEnvMissingAndBroken(t *testing.T) {
+	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil)
+	if err != nil || got == nil || len(got) != 0 {
+		t.Errorf("a missing file: %v, %v", got, err)
+	}
+	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil); err == nil || strings.Contains(err.Error(), "hunter2") {
+		t.Errorf("a broken file: %v", err)
+	}
+	if _, err := config.LoadDotEnv(t.TempDir(), nil); err == nil {
+		t.Error("a directory passes for a file")
+	}
+}
+
+func TestEnviron(t *testing.T) {
+	got := config.Environ([]string{"A=1", "B=x=y", "C=", "nonsense"})
+	if diff := cmp.Diff(map[string]string{"A": "1", "B": "x=y", "C": ""}, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestChatKeysByName(t *testing.T) {
+	for name, c := range map[string]struct {
+		text string
+		want map[string]string
+	}{
+		"none":        {"", map[string]string{}},
+		"one":         {"k-1", map[string]string{"visitor": "k-1"}},
+		"base64":      {"a2V5Cg==", map[string]string{"visitor": "a2V5Cg=="}},
+		"base64, one": {"a2V5=", map[string]string{"visitor": "a2V5="}},
+		"named":       {"shop=k-1,blog=k2==", map[string]string{"shop": "k-1", "blog": "k2=="}},
+		"mixed":       {"k-0,shop=k-1", map[string]string{"visitor": "k-0", "shop": "k-1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := map[string]string{}
+			for who, key := range load(t, map[string]string{"AGENT_CHAT_KEY": c.text}).ChatKeys {
+				got[who] = key.Reveal()
+			}
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestAChatKeyIsNobodyElses(t *testing.T) {
+	for name, text := range map[string]string{
+		"the admin token": "hunter2", "among names": "shop=hunter2", "twice": "a=k-1,b=k-1", "a name twice": "a=k-1,a=k-2",
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := config.Load(map[string]string{"AGENT_CHAT_KEY": text, "AGENT_ADMIN_TOKEN": "hunter2"})
+			if lines := problems(t, err); len(lines) != 1 || strings.Contains(lines[0], "hunter2") {
+				t.Errorf("got %q", lines)
+			}
+		})
+	}
+}
+
+// docs/settings.md is made of the same table as the program's messages.
+func TestTheSettingsPageIsComplete(t *testing.T) {
+	text, err := os.ReadFile("../../docs/settings.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range config.Settings() {
+		value := s.Default
+		if value != "" {
+			value = "`" + value + "`"
+		}
+		if row := fmt.Sprintf("| `%s` | %s | %s |\n", s.Name, value, s.Help); !strings.Contains(string(text), row) {
+			t.Errorf("docs/settings.md has not the row\n%s", row)
+		}
+	}
+}

@@ -1,0 +1,77 @@
+package config
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+)
+
+// shortestToken is the length in bytes of an admin token that may face a network.
+const shortestToken = 16
+
+// RequireServe reports what `agent serve` lacks: a database and an admin token, which must be
+// long when others than this machine can reach it. The error is an [*Error].
+func (c Config) RequireServe() error {
+	var problems []string
+	if !c.DatabaseURL.IsSet() {
+		problems = append(problems, unset("DATABASE_URL"))
+	}
+	if !c.AdminToken.IsSet() {
+		problems = append(problems, unset("AGENT_ADMIN_TOKEN"))
+	}
+	return joined(append(problems, c.exposed()...))
+}
+
+// RequireDev reports what `agent dev` lacks. It makes its own database and token, but a token
+// that nobody chose does not guard a port that others can reach. The error is an [*Error].
+func (c Config) RequireDev() error {
+	problems := c.exposed()
+	if !c.Loopback() && !c.AdminToken.IsSet() {
+		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
+	}
+	return joined(problems)
+}
+
+// RequireDatabase reports what a command lacks that only speaks to the database. The error is
+// an [*Error].
+func (c Config) RequireDatabase() error {
+	if c.DatabaseURL.IsSet() {
+		return nil
+	}
+	return joined([]string{unset("DATABASE_URL")})
+}
+
+// Loopback reports whether only this machine can reach the listening address.
+func (c Config) Loopback() bool {
+	host, err := splitListen(c.Listen)
+	if err != nil {
+		return false
+	}
+	if strings.EqualFold(host, "localhost") {
+		return true
+	}
+	addr, err := netip.ParseAddr(host)
+	return err == nil && addr.Unmap().IsLoopback()
+}
+
+// exposed reports a weak token on an address that others can reach.
+func (c Config) exposed() []string {
+	if c.Loopback() || !c.AdminToken.IsSet() || len(c.AdminToken) >= shortestToken {
+		return nil
+	}
+	return []string{fmt.Sprintf("AGENT_ADMIN_TOKEN: it has fewer than %d characters and %s can be reached from other machines; set %s",
+		shortestToken, c.Listen, help("AGENT_ADMIN_TOKEN"))}
+}
+
+// unset says that a variable is missing.
+func unset(name string) string {
+	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, help(name))
+}
+
+// joined makes an error of problems, if there are any.
+func joined(problems []string) error {
+	if len(problems) == 0 {
+		return nil
+	}
+	return &Error{Problems: problems}
+}

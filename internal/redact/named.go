@@ -1,0 +1,216 @@
+package redact
+
+import (
+	"strconv"
+	"strings"
+)
+
+// scrubNamed removes the values that stand in text under the name of a secret, whatever joins
+// the two: name=value, "name": "value", \"name\":\"value\", name: value, --name value.
+func scrubNamed(s string) string {
+	var out strings.Builder
+	done := 0 // what is before it is written
+	for at := 0; at < len(s); {
+		next := strings.IndexAny(s[at:], "=:-")
+		if next < 0 {
+			break
+		}
+		at += next
+		name, value := pairAt(s, done, at)
+		how := classify(name)
+		if how == ordinary {
+			at++
+			continue
+		}
+		from, to := valueAt(s, value, name, how)
+		if from < to {
+			out.WriteString(s[done:from])
+			out.WriteString(Marker)
+			done = to
+		}
+		at = max(to, value)
+	}
+	if done == 0 {
+		return s
+	}
+	return out.String() + s[done:]
+}
+
+// pairAt returns the name that the sign at index i joins to a value, and where that value
+// begins. It looks back no further than from. The name is empty when nothing is joined.
+func pairAt(s string, from, i int) (name string, value int) {
+	if s[i] == '-' {
+		return flagAt(s, i)
+	}
+	value = i + 1
+	if value < len(s) && (s[i] == '=' && s[value] == '>' || s[i] == ':' && s[value] == '=') {
+		value++
+	}
+	value += blanks(s[value:])
+
+	end := from + len(strings.TrimRight(s[from:i], " \t"))
+	end = from + len(strings.TrimSuffix(s[from:end], "]"))
+	if end > from && strings.IndexByte("\"'`", s[end-1]) >= 0 {
+		end--
+	}
+	end = from + len(strings.TrimRight(s[from:end], `\`))
+	end = from + len(strings.TrimSuffix(s[from:end], "]"))
+	start := end
+	for start > from && end-start < longestName && isName(s[start-1]) {
+		start--
+	}
+	return qualified(s[from:start], s[start:end]), value
+}
+
+// flagAt returns the name of the command-line flag at index i and where its value begins, when
+// only blanks are between them.
+func flagAt(s string, i int) (name string, value int) {
+	if i > 0 && !isSpace(s[i-1]) {
+		return "", i
+	}
+	start := i + 1
+	if start < len(s) && s[start] == '-' {
+		start++
+	}
+	end := start
+	for end < len(s) && end-start < longestName && isName(s[end]) {
+		end++
+	}
+	gap := blanks(s[end:])
+	if gap == 0 {
+		return "", i
+	}
+	return s[start:end], end + gap
+}
+
+// blanks counts the spaces and tabs at the front of s.
+func blanks(s string) int { return len(s) - len(strings.TrimLeft(s, " \t")) }
+
+// isName reports whether b can stand in a name.
+func isName(b byte) bool {
+	return b >= 'a' && b <= 'z' || b >= 'A' && b <= 'Z' || b >= '0' && b <= '9' || b == '_' || b == '.' || b == '-'
+}
+
+// qualified puts the word before "key" in front of it, since prose writes "API key: …".
+func qualified(before, name string) string {
+	if !strings.EqualFold(name, "key") {
+		return name
+	}
+	before = strings.TrimRight(before, " ")
+	return before[strings.LastIndexAny(before, " \t\r\n\"'(,;")+1:] + name
+}
+
+// valueAt finds the part of s, from i on, that is the value of a secret name. Nothing is to be
+// removed when from equals to.
+func valueAt(s string, i int, name string, how strength) (from, to int) {
+	rest := s[i:]
+	slashes := len(rest) - len(strings.TrimLeft(rest, `\`))
+	switch {
+	case rest == "" || strings.HasPrefix(rest, cutPrefix):
+		return i, i
+	case slashes < len(rest) && strings.IndexByte("\"'`", rest[slashes]) >= 0:
+		open := rest[:slashes+1]
+		from, to = i+len(open), i+len(open)+closing(rest[len(open):], open)
+	case strings.HasPrefix(rest, Marker):
+		tail := rest[len(Marker):]
+		if strings.Trim(tail[:bareEnd(tail)], ",.}])") == "" {
+			return i, i + len(Marker)
+		}
+		from, to = i, i+len(Marker)+bareEnd(tail)
+	case isHeader(name):
+		from, to = i, i+lineEnd(rest)
+	case rest[0] == '{' || rest[0] == '[':
+		if how == weak {
+			return i, i
+		}
+		from, to = i, i+bracketEnd(rest)
+	default:
+		from, to = i, i+bareEnd(rest)
+	}
+	if spared(s[from:to], how) {
+		return to, to
+	}
+	return from, to
+}
+
+// cutPrefix begins every [cutMark].
+const cutPrefix = "…[cut "
+
+// spared reports whether a value in text is no secret in spite of its name.
+func spared(value string, how strength) bool {
+	trimmed := strings.TrimRight(value, ",.}])")
+	switch strings.ToLower(trimmed) {
+	case "", "true", "false", "null", "nil", "none", "{", "[":
+		return true
+	}
+	if value == Marker || strings.HasPrefix(value, cutPrefix) {
+		return true
+	}
+	_, err := strconv.ParseFloat(trimmed, 64)
+	return how == weak && err == nil
+}
+
+// isHeader reports whether the value of a name goes to the end of its line.
+func isHeader(name string) bool {
+	name = strings.ToLower(name)
+	return strings.HasSuffix(name, "authorization") || strings.HasSuffix(name, "cookie")
+}
+
+// closing is the index in s of the quote that ends what open began, or the length of s.
+func closing(s, open string) int {
+	quote := open[len(open)-1]
+	for i := 0; i < len(s); i++ {
+		switch s[i] {
+		case '\\':
+			run := i
+			for i < len(s) && s[i] == '\\' {
+				i++
+			}
+			if i < len(s) && s[i] == quote && i-run < len(open) && len(open) > 1 {
+				return run
+			}
+			if (i-run)%2 == 0 && len(open) == 1 {
+				i-- // the backslashes escape each other
+			}
+		case quote:
+			return i
+		}
+	}
+	return len(s)
+}
+
+// bareEnd is the length of the unquoted value at the front of s.
+func bareEnd(s string) int {
+	if end := strings.IndexAny(s, " \t\r\n&;\"'`<>"); end >= 0 {
+		return end
+	}
+	return len(s)
+}
+
+// lineEnd is the length of a header's value at the front of s.
+func lineEnd(s string) int {
+	if end := strings.IndexAny(s, "\r\n\"'`"); end >= 0 {
+		return end
+	}
+	return len(s)
+}
+
+// bracketEnd is the length of the bracketed value at the front of s; all of s if it never ends.
+func bracketEnd(s string) int {
+	open := 0
+	for i := range len(s) {
+		switch s[i] {
+		case '{', '[':
+			open++
+		case '}', ']':
+			open--
+		}
+		if open == 0 {
+			return i + 1
+		}
+	}
+	return len(s)
+}
+
+// isSpace reports whether b separates words on a command line.
+func isSpace(b byte) bool { return b == ' ' || b == '\t' || b == '\n' || b == '"' || b == '\'' }

@@ -1,0 +1,254 @@
+package redact_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+const jwt = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.s5GmHq1wCkzTlUS0S9xyPg"
+
+func TestJSONByName(t *testing.T) {
+	for name, c := range map[string]struct{ in, want string }{
+		"password":        {`{"password":"x"}`, `{"password":"[redacted]"}`},
+		"number":          {`{"passcode":1234}`, `{"passcode":"[redacted]"}`},
+		"object":          {`{"credentials":{"u":"a"}}`, `{"credentials":"[redacted]"}`},
+		"array":           {`{"cookies":["a=b"]}`, `{"cookies":"[redacted]"}`},
+		"deep":            {`[[{"a":{"api_key":"x"}}]]`, `[[{"a":{"api_key":"[redacted]"}}]]`},
+		"says nothing":    {`{"password":"","secret":null,"token":true}`, `{"password":"","secret":null,"token":true}`},
+		"counts":          {`{"token_usage":{"prompt_tokens":3,"total_tokens":9},"max_tokens":5,"fencing_token":7}`, `{"fencing_token":7,"max_tokens":5,"token_usage":{"prompt_tokens":3,"total_tokens":9}}`},
+		"tokens counted":  {`{"tokens":512}`, `{"tokens":512}`},
+		"tokens held":     {`{"tokens":["abc"]}`, `{"tokens":"[redacted]"}`},
+		"auth looked in":  {`{"auth":{"user":"u","password":"p"}}`, `{"auth":{"password":"[redacted]","user":"u"}}`},
+		"json in string":  {`{"body":"{\"a\":[{\"client_secret\":\"x\"}]}"}`, `{"body":"{\"a\":[{\"client_secret\":\"[redacted]\"}]}"}`},
+		"twice in string": {`{"b":"\"{\\\"pwd\\\":\\\"x\\\"}\""}`, `{"b":"\"{\\\"pwd\\\":\\\"[redacted]\\\"}\""}`},
+		"kept as written": {`{"body":"{ \"b\": 1, \"a\": 2 }"}`, `{"body":"{ \"b\": 1, \"a\": 2 }"}`},
+		"names":           {`{"sk-abcdefghijkl":1,"sk-mnopqrstuvwx":2}`, `{"[redacted]":1,"[redacted] 2":2}`},
+		"whole string":    {`"Bearer abcdef123"`, `"Bearer [redacted]"`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if diff := cmp.Diff(c.want, string(redact.JSON(json.RawMessage(c.in), 0))); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestKey(t *testing.T) {
+	for _, name := range []string{
+		"password", "Password", "PASSWD", "db_password", "passphrase", "secret", "clientSecret", "client-secret", "token", "accessToken",
+		"access_token", "refresh-token", "id_token", "X-Auth-Token", "csrftoken", "api_key", "apikey", "apiKey", "API-Key", "x-api-key",
+		"OPENAI_API_KEY", "Authorization", "proxy-authorization", "Cookie", "Set-Cookie", "private_key", "privateKey", "aws_secret_access_key",
+		"access_key", "session", "session_id", "dsn", "SENTRY_DSN", "database_url", "DATABASE_URL", "AGENT_ADMIN_TOKEN", "AGENT_CHAT_KEY",
+		"PGPASSWORD", "credentials", "otp", "pwd", "signing_key", "connectionString", "my.api.key", "api key", "jwt",
+	} {
+		if !redact.Key(name) {
+			t.Errorf("Key(%q) = false", name)
+		}
+	}
+	for _, name := range []string{
+		"", "token_usage", "prompt_tokens", "completion_tokens", "total_tokens", "max_tokens", "maxTokens", "token_count", "fencing_token",
+		"fencingToken", "token_type", "input_tokens", "key", "keys", "primary_key", "foreign_key", "dedupe_key", "waiting_key", "author", "authority",
+		"secretary", "passenger", "passed", "compass", "tokenizer", "lane", "url", "keyboard", "assessment", "sessions_total", "idempotency_key",
+	} {
+		if redact.Key(name) {
+			t.Errorf("Key(%q) = true", name)
+		}
+	}
+}
+
+func TestTextByLook(t *testing.T) {
+	for name, c := range map[string]struct{ in, want string }{
+		"bearer":           {"sent Bearer abc.def-123 to it", "sent Bearer [redacted] to it"},
+		"header":           {"Authorization: Basic dXNlcjpwYXNz\nHost: a", "Authorization: [redacted]\nHost: a"},
+		"basic":            {"with Basic dXNlcjpwYXNz.", "with Basic [redacted]."},
+		"basic in prose":   {"Basic authentication is off", "Basic authentication is off"},
+		"openai":           {"Incorrect API key provided: sk-proj-abcDEF1234567890.", "Incorrect API key provided: [redacted]."},
+		"stripe":           {"sk_live_abcdefgh1234", "[redacted]"},
+		"github":           {"ghp_abcdefghijklmnop1234, github_pat_11ABCDEFG0123456", "[redacted], [redacted]"},
+		"slack":            {"xoxb-123456789012-abc", "[redacted]"},
+		"aws":              {"id AKIAIOSFODNN7EXAMPLE.", "id [redacted]."},
+		"jwt":              {"got " + jwt + "!", "got [redacted]!"},
+		"pem":              {"a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nb", "a\n[redacted]\nb"},
+		"pem cut off":      {"-----BEGIN PRIVATE KEY-----\nMIIE", "[redacted]"},
+		"webhook secret":   {"whsec_MfKQ9r8GKYqrTwjU", "[redacted]"},
+		"dsn":              {"connect postgres://bob:p@ss/w:rd@db:5432/x?sslmode=off", "connect postgres://bob:[redacted]@db:5432/x?sslmode=off"},
+		"url":              {"https://bob:hunter2@example.com/a", "https://bob:[redacted]@example.com/a"},
+		"url no password":  {"postgres://bob@db:5432/x", "postgres://bob@db:5432/x"},
+		"url with port":    {"http://localhost:8080/a@b", "http://localhost:8080/a@b"},
+		"query":            {"GET https://a/b?x=1&access_token=abc&y=2", "GET https://a/b?x=1&access_token=[redacted]&y=2"},
+		"signed":           {"https://a/b?sig=abcdefgh123&y=2", "https://a/b?sig=[redacted]&y=2"},
+		"key words":        {"host=db user=bob password=hunter2 dbname=x", "host=db user=bob password=[redacted] dbname=x"},
+		"quoted":           {`password='hunter 2' x`, `password='[redacted]' x`},
+		"broken json":      {`{"password":"hun\"ter2","a":`, `{"password":"[redacted]","a":`},
+		"cut json":         {`{"a":1,"client_secret":"hunt`, `{"a":1,"client_secret":"[redacted]`},
+		"escaped json":     {`x {\"password\":\"hunter2\",\"a\":1}`, `x {\"password\":\"[redacted]\",\"a\":1}`},
+		"object in text":   {`x "credentials":{"a":"b"} y`, `x "credentials":[redacted] y`},
+		"inside another":   {"url=https://x/?token=abc", "url=https://x/?token=[redacted]"},
+		"flag":             {"psql --password hunter2 -x", "psql --password [redacted] -x"},
+		"prose key":        {"API key: abc", "API key: [redacted]"},
+		"cookie":           {"Set-Cookie: a=b; Path=/; HttpOnly", "Set-Cookie: [redacted]"},
+		"yaml":             {"user: bob\npassword: hunter2\nname: x", "user: bob\npassword: [redacted]\nname: x"},
+		"counts":           {"max_tokens=100 fencing_token: 5 tokens: 512", "max_tokens=100 fencing_token: 5 tokens: 512"},
+		"prose":            {"lane heartbeat: busy, held by e1#2 (password authentication failed)", "lane heartbeat: busy, held by e1#2 (password authentication failed)"},
+		"marker then more": {"password=[redacted]hunter2", "password=[redacted]"},
+		"nul in a name":    {"pass\x00word=hunter2", "password=[redacted]"},
+		"not utf-8":        {"a\xff\xfeb", "a\uFFFDb"},
+		"empty":            {"", ""},
+		"spaces":           {"  ", "  "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if diff := cmp.Diff(c.want, redact.Text(c.in, 0)); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestNumbersAreKeptToTheDigit(t *testing.T) {
+	in := `{"a":12345678901234567890,"b":0.10,"c":1e400,"d":-0}`
+	if diff := cmp.Diff(in, string(redact.JSON(json.RawMessage(in), 0))); diff != "" {
+		t.Error(diff)
+	}
+	for name, n := range map[string]string{"long": strings.Repeat("9", 5000), "exponent": "1e999999"} {
+		t.Run(name, func(t *testing.T) {
+			if got := redact.JSON(json.RawMessage(n), 1<<20); string(got) != `"`+n+`"` {
+				t.Errorf("%.40s is kept as a number, which jsonb refuses", got)
+			}
+		})
+	}
+}
+
+func TestNULIsRemovedEverywhere(t *testing.T) {
+	got := string(redact.JSON(map[string]any{"a\x00b": "c\x00d", "e": "\xff"}, 0))
+	if want := `{"ab":"cd","e":"` + "\uFFFD" + `"}`; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+type panics struct{}
+
+func (panics) MarshalJSON() ([]byte, error) { panic("sk-abcdefghijklmnop") }
+
+func TestWhatCannotBeMarshalledIsDescribed(t *testing.T) {
+	type loop struct{ Next *loop }
+	circle := &loop{}
+	circle.Next = circle
+	for name, v := range map[string]any{
+		"channel": make(chan int), "infinity": math.Inf(1), "function": func() {}, "circle": circle, "panic": panics{},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got struct {
+				Type  string `json:"_unstorable"`
+				Error string `json:"_error"`
+			}
+			if err := json.Unmarshal(redact.JSON(v, 0), &got); err != nil {
+				t.Fatal(err)
+			}
+			if got.Type != fmt.Sprintf("%T", v) || got.Error == "" || strings.Contains(got.Error, "sk-a") {
+				t.Errorf("got %+v", got)
+			}
+		})
+	}
+}
+
+func TestBytesAndNothing(t *testing.T) {
+	for name, c := range map[string]struct {
+		in   any
+		want string
+	}{
+		"bytes of json": {[]byte(`{"token":"x"}`), `{"token":"[redacted]"}`},
+		"bytes of text": {[]byte("token=x"), `"token=[redacted]"`},
+		"bad raw json":  {json.RawMessage(`{"token":"x"`), `"{\"token\":\"[redacted]\""`},
+		"nil":           {nil, `null`},
+		"nil raw":       {json.RawMessage(nil), `null`},
+		"empty raw":     {json.RawMessage{}, `""`},
+		"html":          {"<a&b>", `"<a&b>"`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := string(redact.JSON(c.in, 0)); got != c.want {
+				t.Errorf("got %s, want %s", got, c.want)
+			}
+		})
+	}
+}
+
+func TestLongStringsAreCutFirst(t *testing.T) {
+	got := redact.JSON(map[string]any{"status": 200, "body": strings.Repeat("é", 5000)}, 1000)
+	var out struct {
+		Status int
+		Body   string
+	}
+	if err := json.Unmarshal(got, &out); err != nil {
+		t.Fatal(err)
+	}
+	kept, mark, _ := strings.Cut(out.Body, "…")
+	if want := fmt.Sprintf("[cut %d bytes]", 10000-len(kept)); mark != want || out.Status != 200 || len(kept) < 300 {
+		t.Errorf("kept %d bytes with mark %q, want %q", len(kept), mark, want)
+	}
+}
+
+func TestWhatIsStillTooLargeBecomesAPreview(t *testing.T) {
+	got := redact.JSON(make([]int, 5000), 200)
+	var out struct {
+		Truncated bool   `json:"_truncated"`
+		Bytes     int    `json:"_bytes"`
+		Preview   string `json:"_preview"`
+	}
+	if err := json.Unmarshal(got, &out); err != nil {
+		t.Fatal(err)
+	}
+	if !out.Truncated || out.Bytes != 10001 || !strings.HasPrefix(out.Preview, "[0,0,0") || len(got) > 200 {
+		t.Errorf("got %s", got)
+	}
+}
+
+func TestASecretAcrossTheCutIsRemovedWhole(t *testing.T) {
+	for at := range 120 {
+		s := strings.Repeat("x", at) + " password=hunter2hunter2hunter2 " + strings.Repeat("y", 200)
+		for _, got := range []string{redact.Text(s, 100), string(redact.JSON(map[string]string{"a": s}, 100))} {
+			if strings.Contains(got, "hunt") {
+				t.Fatalf("%d: %s", at, got)
+			}
+		}
+	}
+}
+
+func TestVeryDeepAndVeryLong(t *testing.T) {
+	deep := strings.Repeat(`{"a":`, 5000) + `"password=hunter2"` + strings.Repeat("}", 5000)
+	long := strings.Repeat("word ", 1<<19) + " password=hunter2"
+	nested := `"sk-abcdefghijklmnop"`
+	for range 12 {
+		b, err := json.Marshal(nested)
+		if err != nil {
+			t.Fatal(err)
+		}
+		nested = string(b)
+	}
+	for name, in := range map[string]string{"deep": deep, "long": long, "nested strings": nested} {
+		t.Run(name, func(t *testing.T) {
+			got := redact.JSON(json.RawMessage(in), 4<<20)
+			if !json.Valid(got) || strings.Contains(string(got), "hunter2") || strings.Contains(string(got), "sk-abc") {
+				t.Errorf("got %d bytes: %.100s", len(got), got)
+			}
+			if text := redact.Text(in, 0); len(text) > redact.DefaultLimit || !utf8.ValidString(text) || strings.Contains(text, "hunter2") {
+				t.Errorf("text: %.100s", text)
+			}
+		})
+	}
+}
+
+func BenchmarkJSON(b *testing.B) {
+	v := map[string]any{"status": 200, "body": strings.Repeat(`{"id": 17, "name": "caretaker", "url": "https://example.com/a?b=c"}, `, 100)}
+	b.SetBytes(int64(len(redact.JSON(v, 1<<20))))
+	for b.Loop() {
+		redact.JSON(v, 1<<20)
+	}
+}

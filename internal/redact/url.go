@@ -1,0 +1,71 @@
+package redact
+
+import (
+	"slices"
+	"strings"
+)
+
+// databases are the schemes whose passwords may hold what other URLs must escape.
+var databases = [...]string{
+	"postgres", "postgresql", "mysql", "mariadb", "redis", "rediss", "amqp", "amqps", "mongodb", "mongodb+srv", "nats", "sqlserver",
+}
+
+// scrubURLs removes the passwords of the URLs in s, and user names that are long enough to be a token.
+func scrubURLs(s string) string {
+	const sign = "://"
+	var out strings.Builder
+	done := 0
+	for at := 0; ; {
+		next := strings.Index(s[at:], sign)
+		if next < 0 {
+			break
+		}
+		end := at + next
+		at = end + len(sign)
+		if from, to := passwordAt(s, schemeBefore(s[done:end]), at); from < to {
+			out.WriteString(s[done:from])
+			out.WriteString(Marker)
+			done, at = to, to
+		}
+	}
+	if done == 0 {
+		return s
+	}
+	return out.String() + s[done:]
+}
+
+// passwordAt finds the secret part of the user information that begins at index i; there is
+// none when from equals to.
+func passwordAt(s, scheme string, i int) (from, to int) {
+	word := s[i:]
+	if end := strings.IndexAny(word, " \t\r\n\"'`<>"); end >= 0 {
+		word = word[:end]
+	}
+	if !slices.Contains(databases[:], scheme) {
+		if end := strings.IndexAny(word, "/?#"); end >= 0 {
+			word = word[:end]
+		}
+	}
+	at := strings.LastIndexByte(word, '@')
+	if scheme == "" || at < 0 {
+		return i, i
+	}
+	if colon := strings.IndexByte(word[:at], ':'); colon >= 0 {
+		return i + colon + 1, i + at
+	}
+	const tokenLength = 20
+	if at >= tokenLength {
+		return i, i + at
+	}
+	return i, i
+}
+
+// schemeBefore is the URL scheme that s ends with, in lower case.
+func schemeBefore(s string) string {
+	const longest = 20
+	start := len(s)
+	for start > 0 && len(s)-start < longest && (isName(s[start-1]) && s[start-1] != '_' || s[start-1] == '+') {
+		start--
+	}
+	return strings.ToLower(s[start:])
+}

@@ -1,0 +1,140 @@
+package redact
+
+import (
+	"encoding/json"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// maxDepth is how deep objects, arrays and JSON inside strings may nest.
+const maxDepth = 100
+
+// tooDeep stands for what nests deeper.
+const tooDeep = "[cut: nested too deeply]"
+
+// walk returns tree without its secrets.
+func walk(tree any, depth int) any {
+	switch v := tree.(type) {
+	case map[string]any:
+		if depth >= maxDepth {
+			return tooDeep
+		}
+		return walkObject(v, depth)
+	case []any:
+		if depth >= maxDepth {
+			return tooDeep
+		}
+		out := make([]any, len(v))
+		for i, item := range v {
+			out[i] = walk(item, depth+1)
+		}
+		return out
+	case string:
+		return scrub(v, depth+1)
+	case json.Number:
+		return number(v)
+	}
+	return tree
+}
+
+// walkObject decides by name first, then looks inside.
+func walkObject(members map[string]any, depth int) map[string]any {
+	out := newObject(len(members))
+	for _, name := range slices.Sorted(maps.Keys(members)) {
+		value := any(Marker)
+		if !hide(classify(name), members[name]) {
+			value = walk(members[name], depth+1)
+		}
+		out.add(scrubPlain(name), value)
+	}
+	return out.members
+}
+
+// hide reports whether a value under a name of this strength is a secret.
+func hide(s strength, value any) bool {
+	switch v := value.(type) {
+	case nil, bool:
+		return false
+	case string:
+		return s != ordinary && v != ""
+	case json.Number:
+		return s == strong
+	case []any:
+		return s == strong && len(v) > 0 || s == weak && slices.ContainsFunc(v, isString)
+	case map[string]any:
+		return s == strong && len(v) > 0
+	}
+	return s == strong
+}
+
+// isString reports whether a value is a string.
+func isString(v any) bool {
+	_, ok := v.(string)
+	return ok
+}
+
+// object collects members whose names may have become the same: later ones are numbered.
+type object struct {
+	members map[string]any
+	next    map[string]int
+}
+
+// newObject makes room for size members.
+func newObject(size int) object {
+	return object{members: make(map[string]any, size), next: map[string]int{}}
+}
+
+// add puts in a member, under another name if its own is taken.
+func (o object) add(name string, value any) {
+	tried := name
+	for {
+		if _, taken := o.members[tried]; !taken {
+			o.members[tried] = value
+			return
+		}
+		o.next[name]++
+		tried = name + " " + strconv.Itoa(o.next[name]+1)
+	}
+}
+
+// number keeps n to the digit, unless it is beyond PostgreSQL's numeric: then it is a string.
+func number(n json.Number) any {
+	const (
+		digits   = 1000
+		exponent = 1000
+	)
+	s := n.String()
+	if len(s) > digits {
+		return s
+	}
+	if at := strings.IndexAny(s, "eE"); at >= 0 {
+		e, err := strconv.Atoi(s[at+1:])
+		if err != nil || e > exponent || e < -exponent {
+			return s
+		}
+	}
+	return n
+}
+
+// shorten returns tree with its names and strings cut to at most longest bytes.
+func shorten(tree any, longest int) any {
+	switch v := tree.(type) {
+	case map[string]any:
+		out := newObject(len(v))
+		for _, name := range slices.Sorted(maps.Keys(v)) {
+			out.add(cut(name, longest), shorten(v[name], longest))
+		}
+		return out.members
+	case []any:
+		out := make([]any, len(v))
+		for i, item := range v {
+			out[i] = shorten(item, longest)
+		}
+		return out
+	case string:
+		return cut(v, longest)
+	}
+	return tree
+}

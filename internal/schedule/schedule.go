@@ -1,0 +1,156 @@
+// Package schedule says when recurring work is next due.
+//
+// A schedule is five cron fields (minute, hour, day of month, month, day of week), a name such
+// as @daily, or an interval such as @every 30m. A schedule may name its own time zone with
+// CRON_TZ=Europe/Madrid in front; otherwise it runs in the zone it is parsed with.
+//
+// What it promises: [Parse] never panics, whoever wrote the expression, and what it accepts
+// fires. An expression that no calendar meets (31 February) is refused, and so is an interval
+// under a second or a sign of minus, which cron would quietly turn into one second. An error
+// names the field that is wrong and shows one that is right.
+//
+// Daylight saving: a time that the clocks skip does not happen that day (30 2 * * * is left out
+// on one day of spring in Europe), and a time they repeat happens twice. Work that must not miss
+// or repeat a day runs in UTC, which is the default of the runtime. Zones are built into the program, so
+// they are there on machines without a zone database.
+//
+// A [Schedule] is a value that nothing changes; it is safe for concurrent use.
+package schedule
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+	_ "time/tzdata" // zones on machines that have none
+
+	"github.com/robfig/cron/v3"
+)
+
+// maxLength is the number of bytes of the longest expression.
+const maxLength = 256
+
+// Schedule is a recurring time. The zero value is never due; others come from [Parse].
+type Schedule struct {
+	spec string
+	cron cron.Schedule
+	zone *time.Location
+}
+
+// Parse reads a cron expression; its times are in loc, or in UTC when loc is nil, unless it
+// names a zone itself. The error says which part is wrong and shows one that is right.
+func Parse(spec string, loc *time.Location) (Schedule, error) {
+	if loc == nil {
+		loc = time.UTC
+	}
+	s, err := parse(strings.TrimSpace(spec), loc)
+	if err != nil {
+		if len(spec) > maxLength {
+			spec = spec[:maxLength] + "…"
+		}
+		return Schedule{}, fmt.Errorf("parse schedule %q: %w", spec, err)
+	}
+	return s, nil
+}
+
+// Next is the first time after the given one that the schedule is due, in the schedule's zone;
+// the zero time when there is none within five years.
+func (s Schedule) Next(after time.Time) time.Time {
+	if s.cron == nil {
+		return time.Time{}
+	}
+	return s.cron.Next(after.In(s.zone))
+}
+
+// String is the expression as it was given.
+func (s Schedule) String() string { return s.spec }
+
+// Location is the zone of the schedule's times.
+func (s Schedule) Location() *time.Location {
+	if s.zone == nil {
+		return time.UTC
+	}
+	return s.zone
+}
+
+// Location finds a time zone by its IANA name; empty means UTC. "Local" is refused, because it
+// means something else on each machine.
+func Location(name string) (*time.Location, error) {
+	if name == "" {
+		return time.UTC, nil
+	}
+	const hint = `use a name such as "Europe/Madrid" or "UTC"`
+	if name == "Local" {
+		return nil, fmt.Errorf("find time zone %q: it differs from machine to machine; %s", name, hint)
+	}
+	loc, err := time.LoadLocation(name)
+	if err != nil {
+		return nil, fmt.Errorf("find time zone %q: unknown; %s", name, hint)
+	}
+	return loc, nil
+}
+
+// parse reads an expression without surrounding space.
+func parse(spec string, loc *time.Location) (Schedule, error) {
+	if len(spec) > maxLength {
+		return Schedule{}, fmt.Errorf("it is longer than %d bytes", maxLength)
+	}
+	rest, loc, err := cutZone(spec, loc)
+	if err != nil {
+		return Schedule{}, err
+	}
+	if err := check(rest); err != nil {
+		return Schedule{}, err
+	}
+	parsed, err := guarded(rest)
+	if err != nil {
+		return Schedule{}, err
+	}
+	if fields, ok := parsed.(*cron.SpecSchedule); ok {
+		fields.Location = loc
+	}
+	s := Schedule{spec: spec, cron: parsed, zone: loc}
+	if !fires(s) {
+		return Schedule{}, errors.New(`no day meets it, so it would never run: the month lacks the day of month; "0 0 28 2 *" is a day that exists`)
+	}
+	return s, nil
+}
+
+// cutZone takes the zone off the front of an expression.
+func cutZone(spec string, loc *time.Location) (string, *time.Location, error) {
+	name, found := strings.CutPrefix(spec, "CRON_TZ=")
+	if !found {
+		name, found = strings.CutPrefix(spec, "TZ=")
+	}
+	if !found {
+		return spec, loc, nil
+	}
+	end := strings.IndexAny(name, " \t")
+	if end < 0 {
+		return "", nil, errors.New(`the time zone stands alone; put the fields after it, as in "CRON_TZ=Europe/Madrid 0 9 * * *"`)
+	}
+	if end == 0 {
+		return "", nil, errors.New(`the time zone is empty; name one, as in "CRON_TZ=Europe/Madrid 0 9 * * *"`)
+	}
+	loc, err := Location(name[:end])
+	if err != nil {
+		return "", nil, err
+	}
+	return strings.TrimSpace(name[end:]), loc, nil
+}
+
+// guarded calls the cron library, whose parser was seen to panic.
+func guarded(spec string) (parsed cron.Schedule, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			parsed, err = nil, errors.New(`it is not a cron expression; "*/30 * * * *" is one`)
+		}
+	}()
+	return cron.ParseStandard(spec)
+}
+
+// fires reports whether the schedule is ever due. Next looks five years ahead, and any five
+// years from 2001 on have their 29 February.
+func fires(s Schedule) bool {
+	return !s.Next(time.Date(2001, 1, 1, 0, 0, 0, 0, time.UTC)).IsZero()
+}

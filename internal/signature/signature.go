@@ -1,0 +1,235 @@
+// Package signature tells whether a webhook comes from who shares a secret with us, and signs ours.
+//
+// Five schemes are known. Standard Webhooks, GitHub and Stripe are read exactly as their publishers define
+// them; hmac is the pattern that most others follow, with its header, encoding and prefix as settings; bearer
+// compares a token. What is signed is the raw body, byte for byte, so a caller reads it before anything parses it.
+//
+// What it promises:
+//
+//   - Every comparison of secrets or signatures takes the same time whatever they are.
+//   - Several secrets may be given at once, and each is good: a sender's secret is rotated by giving both until
+//     it has changed. An empty secret is an error ([ErrSecret]), never a match.
+//   - Where the scheme signs a time, one further from now than the tolerance, to either side, is refused. GitHub, bearer,
+//     and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so it must be
+//     recognised by its delivery id.
+//
+// [ErrSecret] is the receiver's mistake; every other error wraps [ErrRefused] and is the sender's. The messages name no
+// secret and no signature. Nothing here keeps state or reads a clock.
+package signature
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+var (
+	// ErrRefused reports a request that is not proved to come from its sender.
+	ErrRefused = errors.New("signature refused")
+	// ErrSecret reports a secret that the scheme cannot use: the receiver's mistake.
+	ErrSecret = errors.New("unusable secret")
+)
+
+// Scheme is how a sender signs.
+type Scheme string
+
+// The schemes.
+const (
+	Standard Scheme = "standard"
+	GitHub   Scheme = "github"
+	Stripe   Scheme = "stripe"
+	HMAC     Scheme = "hmac"
+	Bearer   Scheme = "bearer"
+)
+
+// Schemes lists them all.
+func Schemes() []Scheme { return []Scheme{Standard, GitHub, Stripe, HMAC, Bearer} }
+
+// DefaultTolerance is how far a signed time may be from now.
+const DefaultTolerance = 5 * time.Minute
+
+// Verifier checks requests of one sender. Tolerance 0 is [DefaultTolerance].
+type Verifier struct {
+	Scheme    Scheme
+	Secrets   []string
+	Tolerance time.Duration
+	Layout    Layout // of HMAC
+}
+
+// Layout is where and how a generic HMAC-SHA256 signature stands.
+type Layout struct {
+	Header   string // default X-Signature
+	Encoding string // hex (default) or base64
+	Prefix   string // before the signature, such as sha256=
+	// TimestampHeader has the unix time that is signed too; empty: none is.
+	TimestampHeader string
+	// Signed is what is signed where there is a time, with {timestamp} and {body}; default {timestamp}.{body}.
+	Signed string
+}
+
+// Verify returns nil when a request was signed with one of the secrets, at a time near now.
+func (v Verifier) Verify(h http.Header, body []byte, now time.Time) error {
+	if len(v.Secrets) == 0 || slices.Contains(v.Secrets, "") {
+		return fmt.Errorf("%w: it is empty", ErrSecret)
+	}
+	switch v.Scheme {
+	case Standard:
+		return v.standard(h, body, now)
+	case GitHub:
+		return v.layout(Layout{Header: "X-Hub-Signature-256", Encoding: "hex", Prefix: "sha256="}, h, body, now)
+	case Stripe:
+		return v.stripe(h, body, now)
+	case HMAC:
+		return v.layout(v.Layout.withDefaults(), h, body, now)
+	case Bearer:
+		return v.bearer(h)
+	}
+	return fmt.Errorf("%w: there is no scheme %q", ErrSecret, v.Scheme)
+}
+
+func refuse(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrRefused, fmt.Sprintf(format, args...))
+}
+
+// near refuses a time that is too far from now.
+func (v Verifier) near(unix string, now time.Time) error {
+	seconds, err := strconv.ParseInt(unix, 10, 64)
+	if err != nil || seconds < 0 || seconds > 1<<40 {
+		return refuse("the timestamp is no unix time")
+	}
+	tolerance := v.Tolerance
+	if tolerance == 0 {
+		tolerance = DefaultTolerance
+	}
+	switch age := now.Sub(time.Unix(seconds, 0)); {
+	case age > tolerance:
+		return refuse("the timestamp is older than %s", tolerance)
+	case age < -tolerance:
+		return refuse("the timestamp is more than %s in the future", tolerance)
+	}
+	return nil
+}
+
+// anyOf reports whether one of the given signatures is one of those that are right. It always compares all.
+func anyOf(given, right [][]byte) bool {
+	equal := 0
+	for _, g := range given {
+		for _, r := range right {
+			equal |= subtle.ConstantTimeCompare(g, r)
+		}
+	}
+	return equal == 1
+}
+
+func sum(secret, message []byte) []byte {
+	mac := hmac.New(sha256.New, secret)
+	mac.Write(message)
+	return mac.Sum(nil)
+}
+
+// sums are the HMACs of a message under each secret, taken as it is written.
+func (v Verifier) sums(message []byte) [][]byte {
+	all := make([][]byte, len(v.Secrets))
+	for i, secret := range v.Secrets {
+		all[i] = sum([]byte(secret), message)
+	}
+	return all
+}
+
+func (l Layout) withDefaults() Layout {
+	if l.Header == "" {
+		l.Header = "X-Signature"
+	}
+	if l.Encoding == "" {
+		l.Encoding = "hex"
+	}
+	if l.Signed == "" {
+		l.Signed = "{timestamp}.{body}"
+	}
+	return l
+}
+
+func (v Verifier) layout(l Layout, h http.Header, body []byte, now time.Time) error {
+	text, ok := strings.CutPrefix(h.Get(l.Header), l.Prefix)
+	if !ok || text == "" {
+		return refuse("header %s has no signature", l.Header)
+	}
+	given, err := decode(l.Encoding, text)
+	if err != nil {
+		return refuse("the signature in header %s is not %s", l.Header, l.Encoding)
+	}
+	message := body
+	if l.TimestampHeader != "" {
+		at := h.Get(l.TimestampHeader)
+		if err := v.near(at, now); err != nil {
+			return err
+		}
+		// One pass, so that a body that has {timestamp} in it stays as it is.
+		message = []byte(strings.NewReplacer("{timestamp}", at, "{body}", string(body)).Replace(l.Signed))
+	}
+	if !anyOf([][]byte{given}, v.sums(message)) {
+		return refuse("the signature is not of this body")
+	}
+	return nil
+}
+
+func decode(encoding, text string) ([]byte, error) {
+	if encoding == "base64" {
+		return base64.StdEncoding.DecodeString(text)
+	}
+	return hex.DecodeString(text)
+}
+
+// stripe reads t=…,v1=…[,v1=…]; other keys are of other schemes.
+func (v Verifier) stripe(h http.Header, body []byte, now time.Time) error {
+	var at string
+	var given [][]byte
+	for part := range strings.SplitSeq(h.Get("Stripe-Signature"), ",") {
+		key, value, _ := strings.Cut(strings.TrimSpace(part), "=")
+		switch key {
+		case "t":
+			at = value
+		case "v1":
+			if raw, err := hex.DecodeString(value); err == nil {
+				given = append(given, raw)
+			}
+		}
+	}
+	if at == "" || len(given) == 0 {
+		return refuse("header Stripe-Signature has no time or no v1 signature")
+	}
+	if err := v.near(at, now); err != nil {
+		return err
+	}
+	if !anyOf(given, v.sums(slices.Concat([]byte(at), []byte("."), body))) {
+		return refuse("the signature is not of this body")
+	}
+	return nil
+}
+
+// bearer compares hashes, so that not even the length of a token shows.
+func (v Verifier) bearer(h http.Header) error {
+	kind, token, _ := strings.Cut(h.Get("Authorization"), " ")
+	if !strings.EqualFold(kind, "Bearer") || strings.TrimSpace(token) == "" {
+		return refuse("header Authorization has no bearer token")
+	}
+	given := sha256.Sum256([]byte(strings.TrimSpace(token)))
+	var right [][]byte
+	for _, secret := range v.Secrets {
+		hash := sha256.Sum256([]byte(secret))
+		right = append(right, hash[:])
+	}
+	if !anyOf([][]byte{given[:]}, right) {
+		return refuse("the token is not one of this endpoint")
+	}
+	return nil
+}
