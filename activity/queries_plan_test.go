@@ -1,0 +1,181 @@
+package activity_test
+
+import (
+	"context"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// explainer has the server explain each query that passes, with its arguments.
+type explainer struct {
+	postgres.DB
+	t     *testing.T
+	plans []string
+}
+
+func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	rows, err := e.DB.Query(ctx, "explain "+sql, args...)
+	if err != nil {
+		e.t.Fatalf("explain %s: %v", sql, err)
+	}
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		e.t.Fatalf("explain %s: %v", sql, err)
+	}
+	e.plans = append(e.plans, strings.Join(lines, "\n"))
+	return e.DB.Query(ctx, sql, args...)
+}
+
+// fill writes 24,000 rows and 4,000 executions, evenly since the beginning of last month.
+func fill(t *testing.T, db postgres.DB) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), `
+		create temp table since as select clock_timestamp() as now,
+		       clock_timestamp() - (date_trunc('month', clock_timestamp() at time zone 'UTC') - interval '1 month') at time zone 'UTC' as span;
+		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, surface, token_usage, created_at,
+		       finished_at, duration_ms)
+		select agent_uuid7(at), 'hb_' || lpad((n / 6)::text, 26, '0'), case n % 6 when 0 then 'model' else 'call' end,
+		       'skill_' || n % 97, case n % 11 when 0 then 'error' else 'success' end, '',
+		       case n % 5 when 0 then 'chat' else 'heartbeat' end, '{"total_tokens": 5}', at, at, n % 1000
+		  from (select n, now - span * n / 24001 as at from since, generate_series(1, 24000) n) x;
+		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
+		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat',
+		       'pending', at
+		  from (select n, now - span * n / 4001 as at from since, generate_series(1, 4000) n) x;
+		drop table since;
+		analyze agent_activity; analyze agent_executions; analyze agent_activity_open`)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// populated are the partitions that have rows: an empty one is best read as it is.
+func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
+	t.Helper()
+	rows, err := db.Query(t.Context(), "select distinct tableoid::regclass::text from agent_activity")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(names) < 2 {
+		t.Fatalf("rows are in %v only: nothing could be left out", names)
+	}
+	return regexp.MustCompile(`Seq Scan on (agent_executions|` + strings.Join(names, "|") + ")")
+}
+
+func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
+	db := pgtest.DB(t)
+	fill(t, db)
+	scanned := populated(t, db)
+	day := time.Now().Add(-24 * time.Hour)
+	recent := func(f activity.Filter) func(postgres.DB) error {
+		return func(db postgres.DB) error {
+			_, _, err := activity.Recent(t.Context(), db, f)
+			return err
+		}
+	}
+	traces := func(f activity.TraceFilter) func(postgres.DB) error {
+		return func(db postgres.DB) error {
+			_, _, err := activity.Traces(t.Context(), db, f)
+			return err
+		}
+	}
+	for name, query := range map[string]func(postgres.DB) error{
+		"newest":  recent(activity.Filter{}),
+		"trace":   recent(activity.Filter{TraceID: trace.ID("hb_00000000000000000000000042").OTel()}),
+		"skill":   recent(activity.Filter{Skill: "skill_3"}),
+		"running": recent(activity.Filter{Status: activity.Running}),
+		"chat":    recent(activity.Filter{Surface: "chat", Status: activity.Error}),
+		"a day":   recent(activity.Filter{Since: day, Until: day.Add(time.Hour)}),
+		"of": func(db postgres.DB) error {
+			_, err := activity.Of(t.Context(), db, "hb_00000000000000000000000042")
+			return err
+		},
+		"trace of": func(db postgres.DB) error {
+			_, err := activity.TraceOf(t.Context(), db, "hb_00000000000000000000000042")
+			return err
+		},
+		"traces":            traces(activity.TraceFilter{}),
+		"traces of chat":    traces(activity.TraceFilter{Surface: "chat"}),
+		"traces of a state": traces(activity.TraceFilter{Status: "failed"}),
+		"traces of a day":   traces(activity.TraceFilter{Since: day}),
+		"spend": func(db postgres.DB) error {
+			_, err := activity.Spend(t.Context(), db, day, activity.ByDay)
+			return err
+		},
+		"slowest": func(db postgres.DB) error {
+			_, err := activity.Slowest(t.Context(), db, day, 10)
+			return err
+		},
+		"failing": func(db postgres.DB) error {
+			_, err := activity.Failing(t.Context(), db, day, 10)
+			return err
+		},
+		"audit": func(db postgres.DB) error {
+			_, err := activity.Audit(t.Context(), db, day, time.Time{}, 10)
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := &explainer{DB: db, t: t}
+			if err := query(e); err != nil {
+				t.Fatal(err)
+			}
+			for _, plan := range e.plans {
+				if scanned.MatchString(plan) {
+					t.Errorf("the table is read whole:\n%s", plan)
+				}
+			}
+			if len(e.plans) == 0 {
+				t.Error("nothing was asked")
+			}
+		})
+	}
+	t.Run("what lies before the moment is left out", func(t *testing.T) {
+		e := &explainer{DB: db, t: t}
+		if _, err := activity.Spend(t.Context(), e, time.Now(), activity.Total); err != nil {
+			t.Fatal(err)
+		}
+		past := "agent_activity_" + time.Now().UTC().AddDate(0, 0, -time.Now().UTC().Day()).Format("2006_01")
+		if strings.Contains(e.plans[0], past) {
+			t.Errorf("%s is read:\n%s", past, e.plans[0])
+		}
+	})
+}
+
+// A prepared statement gets one plan for all arguments after a few uses, and that reads everything.
+func TestNoPlanIsKept(t *testing.T) {
+	pool := pgtest.DB(t)
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	for range 8 {
+		if _, _, err := activity.Recent(t.Context(), conn, activity.Filter{Skill: "fetch"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var kept int
+	err = conn.QueryRow(t.Context(), `
+		select count(*) from pg_prepared_statements where statement like '%from agent_activity a%where%limit%'
+		   and statement not like '%pg_prepared_statements%'`).Scan(&kept)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if kept > 0 {
+		t.Errorf("%d statements are prepared", kept)
+	}
+}

@@ -1,0 +1,193 @@
+package activity
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Trace is a piece of work from its beginning to its end: what an id leads to.
+type Trace struct {
+	TraceID     string     `json:"trace_id"`
+	OTelTraceID string     `json:"otel_trace_id"` // the same 16 bytes in hex, as tracing tools show them
+	Surface     string     `json:"surface"`
+	Status      string     `json:"status"` // of the root execution; skipped when it was never begun
+	StartedAt   time.Time  `json:"started_at"`
+	FinishedAt  *time.Time `json:"finished_at"` // nil while it goes on
+	Tokens      int64      `json:"tokens"`
+	CostUSD     float64    `json:"cost_usd"`
+	Activities  []Row      `json:"activities"` // by created_at, id
+}
+
+// TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of
+// OpenTelemetry. The error wraps trace.ErrInvalid for what is none of these, and ErrNotFound.
+func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
+	ids, err := trace.ParseAny(id)
+	if err != nil {
+		return Trace{}, fmt.Errorf("read trace: %w", err)
+	}
+	roots, err := rootsOf(ctx, db, words(ids))
+	if err != nil {
+		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
+	}
+	rows, err := of(ctx, db, words(ids))
+	if err != nil {
+		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
+	}
+	if len(roots) == 0 && len(rows) == 0 {
+		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
+	}
+	return assemble(roots, rows), nil
+}
+
+// root is an execution that no other started. A trace has one; a forked run adds another.
+type root struct {
+	TraceID     string
+	Surface     string
+	Status      string
+	StartedAt   time.Time
+	CompletedAt *time.Time
+}
+
+func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, error) {
+	rows, err := db.Query(ctx, `
+		select e.trace_id, e.surface, e.status, coalesce(e.started_at, e.created_at) as started_at, e.completed_at
+		  from agent_executions e
+		 where e.trace_id = any (@trace_ids) and e.parent_id is null
+		 order by e.id`,
+		perQuery, postgres.Strict{"trace_ids": traceIDs})
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByName[root])
+}
+
+// assemble makes a trace of its roots and rows, of which there is at least one.
+func assemble(roots []root, rows []Row) Trace {
+	var t Trace
+	if len(roots) > 0 {
+		first, last := roots[0], roots[len(roots)-1]
+		t = Trace{
+			TraceID: first.TraceID, Surface: first.Surface, Status: last.Status, StartedAt: first.StartedAt.UTC(),
+			FinishedAt: utc(last.CompletedAt),
+		}
+	} else {
+		t = Trace{TraceID: rows[0].TraceID, Surface: rows[0].Surface, StartedAt: rows[0].CreatedAt}
+		t.Status, t.FinishedAt = outcomeOf(rows)
+	}
+	t.OTelTraceID = trace.ID(t.TraceID).OTel()
+	t.Activities = rows
+	for _, row := range rows {
+		t.Tokens += int64(row.TokenUsage.TotalTokens)
+		t.CostUSD += row.CostUSD
+	}
+	t.CostUSD = micros(t.CostUSD)
+	return t
+}
+
+// micros rounds a sum of money to what the table keeps, millionths of a dollar.
+func micros(usd float64) float64 { return float64(int64(usd*1e6+0.5)) / 1e6 }
+
+// outcomeOf says how a trace without an execution stands (a tick that was skipped, an admin's single
+// action), in the words of executions.
+func outcomeOf(rows []Row) (status string, finished *time.Time) {
+	status = "skipped"
+	for _, row := range rows {
+		if row.FinishedAt == nil {
+			return "running", nil
+		}
+		if finished == nil || row.FinishedAt.After(*finished) {
+			finished = row.FinishedAt
+		}
+		switch {
+		case row.Status == Error:
+			status = "failed"
+		case row.Status != Skipped && status != "failed":
+			status = "completed"
+		}
+	}
+	return status, finished
+}
+
+// TraceFilter narrows a listing of traces down; what is empty does not.
+type TraceFilter struct {
+	Surface string
+	Status  string    // of the root execution
+	Since   time.Time // inclusive, to the millisecond
+	Limit   int       // 50 when 0, at most MaxLimit
+	Cursor  string    // from the page before
+}
+
+// TraceSummary is a trace rolled up to one line.
+type TraceSummary struct {
+	ExecutionID string     `json:"execution_id"` // of its root
+	TraceID     string     `json:"trace_id"`
+	OTelTraceID string     `json:"otel_trace_id" db:"-"`
+	Surface     string     `json:"surface"`
+	Agent       string     `json:"agent"`
+	Flow        string     `json:"flow"`
+	Status      string     `json:"status"`
+	StartedAt   time.Time  `json:"started_at"`
+	FinishedAt  *time.Time `json:"finished_at"`
+	DurationMS  *int64     `json:"duration_ms"` // nil while it goes on
+	Tokens      int64      `json:"tokens"`
+	CostUSD     float64    `json:"cost_usd"`
+	Activities  int64      `json:"activities"`
+	Errors      int64      `json:"errors"`
+}
+
+// Traces lists the executions that began a trace, newest first, each with the sums of its trace, and
+// returns the cursor of the next page; it is empty after the last one. The sums are made for the rows
+// of the page only. The error wraps ErrCursor where the cursor is at fault.
+func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSummary, next string, err error) {
+	last, err := before(f.Cursor)
+	if err != nil {
+		return nil, "", fmt.Errorf("list traces: %w", err)
+	}
+	rows, err := db.Query(ctx, `
+		select r.id as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.status, r.started_at,
+		       r.completed_at as finished_at,
+		       (extract(epoch from r.completed_at - r.started_at) * 1000)::bigint as duration_ms,
+		       t.tokens, t.cost_usd, t.activities, t.errors
+		  from (select e.id, e.trace_id, e.surface, e.agent, e.flow, e.status,
+		               coalesce(e.started_at, e.created_at) as started_at, e.completed_at
+		          from agent_executions e
+		         where e.parent_id is null
+		           and (@surface::text = '' or e.surface = @surface)
+		           and (@status::text = '' or e.status = @status)
+		           and (@since::timestamptz is null or e.id >= agent_uuid7_floor(@since))
+		           and (@before::text is null or e.id < @before::text::uuid)
+		         order by e.id desc
+		         limit @limit::int + 1) r
+		 cross join lateral (
+		       select count(*) as activities, count(*) filter (where a.status = 'error') as errors,
+		              coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0)::bigint as tokens,
+		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
+		         from agent_activity a where a.trace_id = r.trace_id) t
+		 order by r.id desc`,
+		perQuery, postgres.Strict{
+			"surface": f.Surface, "status": f.Status, "since": moment(f.Since), "before": last,
+			"limit": pageSize(f.Limit),
+		})
+	if err != nil {
+		return nil, "", fmt.Errorf("list traces: %w", err)
+	}
+	page, err = pgx.CollectRows(rows, pgx.RowToStructByName[TraceSummary])
+	if err != nil {
+		return nil, "", fmt.Errorf("list traces: %w", err)
+	}
+	if size := pageSize(f.Limit); len(page) > size {
+		page = page[:size]
+		next = cursor(page[size-1].ExecutionID)
+	}
+	for i := range page {
+		page[i].OTelTraceID = trace.ID(page[i].TraceID).OTel()
+		page[i].StartedAt, page[i].FinishedAt = page[i].StartedAt.UTC(), utc(page[i].FinishedAt)
+	}
+	return page, next, nil
+}

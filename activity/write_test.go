@@ -1,0 +1,321 @@
+package activity_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// written is what the tests look at of a row.
+type written struct {
+	Skill, Step, Kind, Status, Class, Message, Input, Output, Usage string
+	Cost                                                            float64
+	Finished                                                        bool
+}
+
+func writtenRow(t *testing.T, db postgres.DB, id string) written {
+	t.Helper()
+	rows, err := db.Query(t.Context(), `
+		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text, coalesce(output::text, ''),
+		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
+		  from agent_activity where id = @id`, postgres.Strict{"id": id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[written])
+	if err != nil {
+		t.Fatalf("row %s: %v", id, err)
+	}
+	return got
+}
+
+func number(t *testing.T, db postgres.DB, sql string) (n int) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql).Scan(&n); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// claimed is a running execution and an entry of its claim.
+func claimed(t *testing.T, pool *pgxpool.Pool) activity.Entry {
+	t.Helper()
+	e := activity.Entry{TraceID: string(trace.New(trace.Flow)), Claim: 1, Step: "pay", Skill: "pay"}
+	err := pool.QueryRow(t.Context(), `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 minute') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
+		select @trace, 'flow', 'test', 'running', 1, w.id from w returning id::text`,
+		postgres.Strict{"trace": e.TraceID}).Scan(&e.ExecutionID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// handOn gives the execution to another claim, as a takeover would.
+func handOn(t *testing.T, pool *pgxpool.Pool, id string) {
+	t.Helper()
+	if _, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": id}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := claimed(t, pool)
+	e.Input = map[string]int{"amount": 7}
+	id, err := activity.Open(t.Context(), pool, e)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := written{Skill: "pay", Step: "pay", Kind: "call", Status: "running", Input: `{"amount": 7}`, Usage: "{}"}
+	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
+		t.Errorf("open row (-want +got):\n%s", diff)
+	}
+	out := activity.Outcome{
+		Status: activity.Error, Output: []int{1}, Message: "the quota is spent", Class: "quota", CostUSD: 0.25,
+		Usage: activity.Usage{PromptTokens: 2, CompletionTokens: 3, TotalTokens: 5},
+	}
+	for range 2 { // the second time changes nothing
+		if err := activity.Close(t.Context(), pool, id, e, out); err != nil {
+			t.Fatal(err)
+		}
+		out = activity.Outcome{Status: activity.Success}
+	}
+	want.Status, want.Class, want.Message, want.Output, want.Finished = "error", "quota", "the quota is spent", "[1]", true
+	want.Usage, want.Cost = `{"total_tokens": 5, "prompt_tokens": 2, "completion_tokens": 3}`, 0.25
+	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
+		t.Errorf("closed row (-want +got):\n%s", diff)
+	}
+	if n := number(t, pool, `select count(*) from agent_activity_open`); n != 0 {
+		t.Errorf("%d rows are listed as open", n)
+	}
+}
+
+func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := claimed(t, pool)
+	one, err := activity.Open(t.Context(), pool, e)
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := activity.Open(t.Context(), pool, e)
+	if err != nil || one != two {
+		t.Errorf("opened %s, then %s, %v", one, two, err)
+	}
+	e.Step = "pay#2"
+	three, err := activity.Open(t.Context(), pool, e)
+	if err != nil || three == one {
+		t.Errorf("another step has row %s too, %v", three, err)
+	}
+	e.Step = "" // not a step: every opening is its own
+	for range 2 {
+		if _, err := activity.Open(t.Context(), pool, e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := number(t, pool, `select count(*) from agent_activity`); n != 4 {
+		t.Errorf("%d rows, want 4", n)
+	}
+}
+
+func TestAStaleClaimWritesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	stale := map[string]func(t *testing.T, e activity.Entry){
+		"handed on": func(t *testing.T, e activity.Entry) { handOn(t, pool, e.ExecutionID) },
+		"expired": func(t *testing.T, e activity.Entry) {
+			_, err := pool.Exec(t.Context(), `
+				update agent_workers set expires_at = clock_timestamp() where id = (select claimed_by from agent_executions where id = @id)`,
+				postgres.Strict{"id": e.ExecutionID})
+			if err != nil {
+				t.Fatal(err)
+			}
+		},
+		"cancelled": func(t *testing.T, e activity.Entry) {
+			if _, err := pool.Exec(t.Context(), `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": e.ExecutionID}); err != nil {
+				t.Fatal(err)
+			}
+		},
+	}
+	for name, make := range stale {
+		t.Run(name, func(t *testing.T) {
+			e := claimed(t, pool)
+			id, err := activity.Open(t.Context(), pool, e)
+			if err != nil {
+				t.Fatal(err)
+			}
+			make(t, e)
+			before := writtenRow(t, pool, id)
+			rows := number(t, pool, `select count(*) from agent_activity`)
+			other := e
+			other.Step = "other"
+			if _, err := activity.Open(t.Context(), pool, other); !errors.Is(err, activity.ErrStale) {
+				t.Errorf("open: %v", err)
+			}
+			if _, err := activity.Note(t.Context(), pool, e, activity.Outcome{}); !errors.Is(err, activity.ErrStale) {
+				t.Errorf("note: %v", err)
+			}
+			err = activity.Close(t.Context(), pool, id, e, activity.Outcome{})
+			if open := before.Status == "running"; !errors.Is(err, activity.ErrStale) && (open || err != nil) {
+				t.Errorf("close: %v", err) // a row that was closed with the execution is left alone, without an error
+			}
+			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" || number(t, pool, `select count(*) from agent_activity`) != rows {
+				t.Errorf("the log changed (-before +after):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestARejectedWriteIsKept(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := claimed(t, pool)
+	handOn(t, pool, e.ExecutionID)
+	err := activity.Reject(t.Context(), pool, e, activity.Outcome{Status: activity.Success, Output: map[string]string{"paid": "7", "api_key": "sk-secret"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var id string
+	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity`).Scan(&id); err != nil {
+		t.Fatal(err)
+	}
+	want := written{
+		Skill: "stale_write", Step: "pay", Kind: "note", Status: "error", Class: "stale", Message: activity.ErrStale.Error(), Usage: "{}",
+		Input:  `{"step": "pay", "claim": 1, "rejected_write": "pay"}`,
+		Output: `{"error": "", "output": {"paid": "7", "api_key": "[redacted]"}, "status": "success"}`, Finished: true,
+	}
+	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
+		t.Errorf("row (-want +got):\n%s", diff)
+	}
+}
+
+func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	const secret = "hunter2-hunter2"
+	long := strings.Repeat("long ", 50_000)
+	e := activity.Entry{TraceID: string(trace.New(trace.Operate)), Skill: "ask", Input: map[string]any{"password": secret, "text": long}}
+	id, err := activity.Note(t.Context(), pool, e, activity.Outcome{
+		Status: activity.Error, Output: json.RawMessage(`{"url": "postgres://u:` + secret + `@h/d", "nul": "a\u0000b"}`),
+		Message: "connect postgres://u:" + secret + "@h/d\x00: refused " + long,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := writtenRow(t, pool, id)
+	for name, text := range map[string]string{"input": got.Input, "output": got.Output, "error": got.Message} {
+		if strings.Contains(text, secret) || !strings.Contains(text, "redacted") {
+			t.Errorf("%s: %.200s", name, text)
+		}
+		if len(text) > activity.MaxField+1024 { // jsonb writes a space after each colon and comma
+			t.Errorf("%s has %d bytes", name, len(text))
+		}
+	}
+	if !strings.Contains(got.Input, "bytes]") || !strings.Contains(got.Message, "bytes]") {
+		t.Errorf("no marker says what was cut: %.100s … %.100s", got.Input, got.Message)
+	}
+}
+
+func TestAnEntryTakesWhatItLeavesEmptyFromTheContext(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := trace.New(trace.Heartbeat)
+	ctx := trace.WithLane(trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat, Agent: "nightwatch"}), "heartbeat")
+	parent, err := activity.Open(ctx, pool, activity.Entry{Skill: "plan", Kind: activity.KindPhase})
+	if err != nil {
+		t.Fatal(err)
+	}
+	child, err := activity.Note(trace.WithActivity(ctx, parent), pool, activity.Entry{Skill: "look"}, activity.Outcome{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got [6]string
+	err = pool.QueryRow(ctx, `
+		select trace_id, conversation_id, surface, agent, lane, parent_id::text from agent_activity where id = @id`,
+		postgres.Strict{"id": child}).Scan(&got[0], &got[1], &got[2], &got[3], &got[4], &got[5])
+	want := [6]string{string(id), string(id), "heartbeat", "nightwatch", "heartbeat", parent}
+	if diff := cmp.Diff(want, got); diff != "" || err != nil {
+		t.Errorf("row %v (-want +got):\n%s", err, diff)
+	}
+}
+
+func TestWhatCannotBeLoggedIsAnError(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	whole := activity.Entry{TraceID: string(trace.New(trace.Flow)), Skill: "ask"}
+	cases := map[string]struct {
+		entry   activity.Entry
+		outcome activity.Outcome
+	}{
+		"no trace":        {activity.Entry{Skill: "ask"}, activity.Outcome{}},
+		"unknown status":  {whole, activity.Outcome{Status: "splendid"}},
+		"unknown kind":    {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Kind: "song"}, activity.Outcome{}},
+		"claim alone":     {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Claim: 3}, activity.Outcome{}},
+		"no such claim":   {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Claim: 3, ExecutionID: "01a1fc71-3adb-78b8-86ab-983dc5c92f7f"}, activity.Outcome{}},
+		"execution is no": {activity.Entry{TraceID: whole.TraceID, Skill: "ask", ExecutionID: "seven"}, activity.Outcome{}},
+	}
+	for name, c := range cases {
+		if _, err := activity.Note(t.Context(), pool, c.entry, c.outcome); err == nil || !strings.HasPrefix(err.Error(), "note activity ask: ") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := activity.Open(ended, pool, whole); !errors.Is(err, context.Canceled) {
+		t.Errorf("with an ended context: %v", err)
+	}
+	if n := number(t, pool, `select (select count(*) from agent_activity) + (select count(*) from agent_activity_open)`); n != 0 {
+		t.Errorf("%d rows were written", n)
+	}
+}
+
+func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := claimed(t, pool)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := activity.Note(t.Context(), tx, e, activity.Outcome{}); err != nil {
+		t.Fatal(err)
+	}
+	var group errgroup.Group
+	took := make(chan struct{})
+	group.Go(func() error {
+		defer close(took)
+		_, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": e.ExecutionID})
+		return err
+	})
+	pgtest.Eventually(t, 20*time.Second, func() bool {
+		return number(t, pool, `select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) > 0
+	}, "the takeover waits")
+	select {
+	case <-took:
+		t.Error("the takeover overtook the write")
+	default:
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+}

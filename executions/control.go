@@ -1,0 +1,167 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Cancel ends an execution now, whatever it does, and returns the status it has then: cancelled, or the
+// terminal status it had already. The claim is void at once, so nothing more is recorded; the process
+// that runs it is told and stops its step.
+func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
+	status, err := Cancel(ctx, e.pool, id, by, reason)
+	if err != nil {
+		return "", err
+	}
+	e.cancelled(id)
+	e.tellParent(ctx, id)
+	return status, nil
+}
+
+// Cancel is Engine.Cancel for a process that runs no engine.
+func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
+	var status *string
+	err := db.QueryRow(ctx, `select cancel_agent_execution(@id, @by, @reason)`,
+		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	switch {
+	case postgres.IsCode(err, "22P02") || (err == nil && status == nil):
+		return "", fmt.Errorf("cancel execution %s: %w", id, ErrNotFound)
+	case err != nil:
+		return "", fmt.Errorf("cancel execution %s: %w", id, err)
+	}
+	return Status(*status), nil
+}
+
+// cancelled stops a run of this process whose execution was cancelled.
+func (e *Engine) cancelled(id string) {
+	e.mu.Lock()
+	r := e.runs[id]
+	e.mu.Unlock()
+	if r == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), e.opts.LeaseTTL)
+	defer cancel()
+	now, err := Get(ctx, e.pool, id)
+	if err == nil && now.Status == Cancelled {
+		r.stop(ErrCancelled)
+	}
+}
+
+// Delivered says what an event did.
+type Delivered struct {
+	EventID string   `json:"event_id"`
+	Resumed []string `json:"resumed"` // executions whose wait it ended
+}
+
+// Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first
+// that will. id, where given, makes it count once however often it comes.
+func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
+	var got Delivered
+	if len(data) == 0 {
+		data = json.RawMessage("{}")
+	}
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `
+			select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
+			  from deliver_agent_event(@event, @key, @data, @id) d left join agent_executions x on x.id = d.execution_id`,
+			postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)})
+		if err != nil {
+			return err
+		}
+		type row struct {
+			EventID            string
+			ExecutionID, Queue *string
+			Wake, Priority     *int
+		}
+		woken, err := pgx.CollectRows(rows, func(r pgx.CollectableRow) (w row, err error) {
+			return w, r.Scan(&w.EventID, &w.ExecutionID, &w.Wake, &w.Queue, &w.Priority)
+		})
+		if err != nil {
+			return err
+		}
+		var hints []hint
+		for _, w := range woken {
+			got.EventID = w.EventID
+			if w.ExecutionID != nil {
+				got.Resumed = append(got.Resumed, *w.ExecutionID)
+				hints = append(hints, hint{*w.ExecutionID, *w.Wake, *w.Queue, *w.Priority})
+			}
+		}
+		return e.sendHints(ctx, tx, hints)
+	})
+	if err != nil {
+		return Delivered{}, fmt.Errorf("deliver event %s: %w", event, err)
+	}
+	e.log.InfoContext(ctx, "event emitted", "event", event, "key", key, "resumed", len(got.Resumed))
+	return got, nil
+}
+
+// listenLoop hears of cancels and freed lanes as they happen.
+func (e *Engine) listenLoop(ctx context.Context) {
+	if e.opts.Listener == nil {
+		return
+	}
+	cancels, stop := e.opts.Listener.Subscribe("agent_cancel")
+	defer stop()
+	freed, stopFreed := e.opts.Listener.Subscribe("agent_lanes")
+	defer stopFreed()
+	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // by a decision that was made in SQL alone
+	defer stopWoken()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case id := <-cancels:
+			e.hearCancel(id)
+		case <-freed:
+			e.hurry()
+		case <-woken:
+			e.hurry()
+		}
+	}
+}
+
+// hearCancel stops the named run; an empty name means that notifications may have been missed.
+func (e *Engine) hearCancel(id string) {
+	ids := []string{id}
+	if id == "" {
+		ids = nil
+		e.mu.Lock()
+		for running := range e.runs {
+			ids = append(ids, running)
+		}
+		e.mu.Unlock()
+	}
+	for _, running := range ids {
+		e.cancelled(running)
+	}
+}
+
+// stopping reports whether the process shuts down.
+func (e *Engine) stopping() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.draining
+}
+
+// withActivity files further activities under the given one.
+func withActivity(ctx context.Context, id string) context.Context { return trace.WithActivity(ctx, id) }
+
+// IsControl reports an error that is not a result of the work but the way a run is ended: parked,
+// stopped, handed back. Durable code passes it on untouched.
+func IsControl(err error) bool {
+	for _, control := range []error{ErrParked, ErrLost, ErrStale, ErrCancelled, ErrDraining, context.Canceled} {
+		if errors.Is(err, control) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,58 @@
+package executions
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"strings"
+)
+
+// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair; both
+// become U+FFFD, and mended says that what is stored differs from v.
+func encode(v any) (text json.RawMessage, mended bool, err error) {
+	if text, err = json.Marshal(v); err != nil {
+		return nil, false, err
+	}
+	if !bytes.Contains(text, []byte(`\u0000`)) && !bytes.Contains(bytes.ToLower(text), []byte(`\ud`)) {
+		return text, false, nil
+	}
+	d := json.NewDecoder(bytes.NewReader(text)) // which mends the surrogates
+	d.UseNumber()
+	var tree any
+	if err := d.Decode(&tree); err != nil {
+		return nil, false, fmt.Errorf("read own JSON: %w", err)
+	}
+	text, err = json.Marshal(withoutNUL(tree))
+	return text, true, err
+}
+
+func withoutNUL(tree any) any {
+	switch v := tree.(type) {
+	case string:
+		return strings.ReplaceAll(v, "\x00", "\ufffd")
+	case []any:
+		for i := range v {
+			v[i] = withoutNUL(v[i])
+		}
+	case map[string]any:
+		mended := make(map[string]any, len(v))
+		for name, member := range v {
+			mended[strings.ReplaceAll(name, "\x00", "\ufffd")] = withoutNUL(member)
+		}
+		return mended
+	}
+	return tree
+}
+
+// decode reads a stored value.
+func decode[T any](text []byte) (value T, err error) {
+	if err := json.Unmarshal(text, &value); err != nil {
+		return value, fmt.Errorf("decode stored result: %w", err)
+	}
+	return value, nil
+}
+
+// plain makes a text that the database can hold.
+func plain(s string) string {
+	return strings.ToValidUTF8(strings.ReplaceAll(s, "\x00", ""), "\ufffd")
+}

@@ -1,0 +1,236 @@
+package executions
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/riverqueue/river"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// Func is a durable function. It is called from the top each time its execution is claimed, with a
+// context that ends when the claim is lost or the execution cancelled.
+type Func func(ctx context.Context, input json.RawMessage) (Result, error)
+
+// Result is what a durable function ends with: a sentence for people and a value for programs.
+type Result struct {
+	Summary string
+	Value   any
+}
+
+// Options configure an Engine. Zero values are the defaults.
+type Options struct {
+	Keeper   *lanes.Keeper      // required
+	Listener *postgres.Listener // shortens waits; may be nil
+	Logger   *slog.Logger
+	Workers  int // executions of the background queue at once; default 16, the interactive queue has as many
+	// LeaseTTL is how long a worker lives without renewing; default 30 s, in whole seconds. It is
+	// renewed every third of it.
+	LeaseTTL time.Duration
+	// SweepEvery is how often lost claims and hints are looked for; default 5 s, its floor is 100 ms.
+	SweepEvery time.Duration
+	// StopTimeout is how long steps under way may take to finish at a shutdown; default 20 s.
+	StopTimeout time.Duration
+	PollOnly    bool // River without LISTEN, for a transaction pooler
+}
+
+// Engine is one process's part in running executions. Register flows before Run; everything else may be
+// called at any time, by any goroutine, also when Run is not running.
+type Engine struct {
+	pool   *pgxpool.Pool
+	opts   Options
+	log    *slog.Logger
+	river  *river.Client[pgx.Tx]
+	keeper *lanes.Keeper
+	flows  map[string]Func
+
+	registering sync.Mutex // held while a lease is begun, so that there is one
+	mu          sync.Mutex
+	worker      *worker
+	runs        map[string]*run
+	draining    bool
+	nudge       chan struct{} // look sooner
+	due         dueTime
+}
+
+// New makes an engine. It does not touch the database yet.
+func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
+	if opts.Keeper == nil {
+		return nil, errors.New("make engine: a lanes.Keeper is required")
+	}
+	opts.Workers = cmp.Or(opts.Workers, 16)
+	opts.LeaseTTL = max(cmp.Or(opts.LeaseTTL, 30*time.Second).Truncate(time.Second), time.Second)
+	opts.SweepEvery = max(cmp.Or(opts.SweepEvery, 5*time.Second), 100*time.Millisecond)
+	opts.StopTimeout = cmp.Or(opts.StopTimeout, 20*time.Second)
+	e := &Engine{
+		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
+		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
+	}
+	var err error
+	if e.river, err = newRiver(pool, e); err != nil {
+		return nil, err
+	}
+	return e, nil
+}
+
+// Register names a durable function. Registering a name twice is an error of the program, found at New's
+// caller: the second wins nothing and Register reports it.
+func (e *Engine) Register(flow string, fn Func) error {
+	if flow == "" || fn == nil {
+		return errors.New("register flow: a name and a function are required")
+	}
+	if _, taken := e.flows[flow]; taken {
+		return fmt.Errorf("register flow %s: the name is taken", flow)
+	}
+	e.flows[flow] = fn
+	return nil
+}
+
+// Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish
+// within StopTimeout, hands unfinished executions back and returns nil. A database that goes away does
+// not end it; it says so and goes on when it is back.
+func (e *Engine) Run(ctx context.Context) error {
+	if err := e.enlist(ctx); err != nil {
+		return err
+	}
+	// River and the lease outlive ctx for as long as the shutdown takes.
+	living, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	if err := e.river.Start(living); err != nil {
+		return fmt.Errorf("start River: %w", err)
+	}
+	group, _ := errgroup.WithContext(living)
+	group.Go(func() error { e.renewLoop(living); return nil })
+	group.Go(func() error { e.sweepLoop(ctx); return nil })
+	group.Go(func() error { e.listenLoop(living); return nil })
+	<-ctx.Done()
+	e.drain(living)
+	stop()
+	return group.Wait()
+}
+
+// enlist begins the worker's lease, also when the database goes away in that moment.
+func (e *Engine) enlist(ctx context.Context) error {
+	for {
+		_, err := e.current(ctx)
+		if err == nil || !transient(err) || ctx.Err() != nil {
+			return err
+		}
+		e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		if !sleep(ctx, time.Second) {
+			return err
+		}
+	}
+}
+
+// Beat keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
+// only calls RunNow. It returns when the lease has been given back.
+func (e *Engine) Beat(ctx context.Context) error {
+	if _, err := e.current(ctx); err != nil {
+		return err
+	}
+	group, beating := errgroup.WithContext(ctx)
+	group.Go(func() error { e.renewLoop(beating); return nil })
+	group.Go(func() error { e.listenLoop(beating); return nil })
+	err := group.Wait()
+	e.retire(context.WithoutCancel(ctx))
+	return err
+}
+
+// drain ends the work: new steps are refused, those under way may finish.
+func (e *Engine) drain(ctx context.Context) {
+	e.mu.Lock()
+	e.draining = true
+	e.mu.Unlock()
+	soft, cancel := context.WithTimeout(ctx, e.opts.StopTimeout)
+	defer cancel()
+	if err := e.river.Stop(soft); err != nil {
+		hard, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		if err := e.river.StopAndCancel(hard); err != nil {
+			e.log.WarnContext(ctx, "shutdown incomplete", "error", err)
+		}
+	}
+	e.outlast(ctx, soft)
+	e.retire(ctx)
+}
+
+// outlast waits for the runs that are not River's, those of RunNow, and stops them when soft ends.
+func (e *Engine) outlast(ctx, soft context.Context) {
+	if e.idle(soft) {
+		return
+	}
+	e.stopAll(ErrDraining)
+	hard, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	e.idle(hard)
+}
+
+// idle waits until this process runs nothing; false when ctx ended first.
+func (e *Engine) idle(ctx context.Context) bool {
+	for {
+		e.mu.Lock()
+		n := len(e.runs)
+		e.mu.Unlock()
+		if n == 0 {
+			return true
+		}
+		if !sleep(ctx, 5*time.Millisecond) {
+			return false
+		}
+	}
+}
+
+// stopAll stops every run.
+func (e *Engine) stopAll(cause error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, r := range e.runs {
+		r.stop(cause)
+	}
+}
+
+// Live reports whether River runs and the worker's lease is live: whether this process would do work.
+func (e *Engine) Live() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.draining:
+		return ErrDraining
+	case e.worker == nil:
+		return errors.New("the worker has no lease yet")
+	case time.Now().After(e.worker.deadline):
+		return ErrLost
+	default:
+		return nil
+	}
+}
+
+// hurry wakes the sweeper.
+func (e *Engine) hurry() {
+	select {
+	case e.nudge <- struct{}{}:
+	default:
+	}
+}
+
+// name says who this process is, for people.
+func name() string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown host"
+	}
+	return fmt.Sprintf("%s pid %d", host, os.Getpid())
+}

@@ -1,0 +1,91 @@
+package executions
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
+// until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
+// for. When ctx ends first, the execution is cancelled. If the process dies, another resumes it.
+func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
+	return e.insertAndRun(ctx, s, e.RunClaimed)
+}
+
+// RunHere is RunNow for work that is worth finishing when the caller has left: when ctx ends, the run is
+// handed back and goes on elsewhere.
+func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
+	return e.insertAndRun(ctx, s, func(ctx context.Context, claimed Execution) (Execution, error) {
+		if err := e.execute(ctx, claimed, *claimed.ClaimedBy); err != nil {
+			return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+		}
+		return Get(context.WithoutCancel(ctx), e.pool, claimed.ID)
+	})
+}
+
+func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Context, Execution) (Execution, error)) (Execution, error) {
+	worker, err := e.current(ctx)
+	if err != nil {
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+	}
+	if ctx.Err() != nil {
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, context.Cause(ctx))
+	}
+	// An interrupt must not leave a row of which nobody here knows.
+	heard, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
+	claimed, created, err := s.insert(heard, e.pool, "running", worker)
+	cancel()
+	if err != nil {
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+	}
+	if !created {
+		return claimed, nil
+	}
+	return run(ctx, claimed)
+}
+
+// InsertClaimed inserts, in a transaction of the caller's, an execution that this process has claimed. After
+// the commit the caller runs it with RunClaimed, at once: a claim without a run is given to others after
+// some seconds. The second return value is false when the dedupe key was taken; then there is nothing to run.
+func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
+	worker, err := e.current(ctx)
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
+	}
+	claimed, created, err := s.insert(ctx, tx, "running", worker)
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
+	}
+	return claimed, created, nil
+}
+
+// RunClaimed runs what InsertClaimed inserted, in the calling goroutine, until it ends, parks or is lost, and
+// returns the row as it stands. When ctx ends first, the execution is cancelled; a ctx that does not end
+// with the caller's connection lets it finish.
+func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, error) {
+	if claimed.ClaimedBy == nil {
+		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
+	}
+	if err := e.execute(ctx, claimed, *claimed.ClaimedBy); err != nil {
+		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
+	}
+	return e.standing(ctx, claimed.ID)
+}
+
+// standing reads a row after its run, and cancels what a caller who has left will not see to its end.
+func (e *Engine) standing(ctx context.Context, id string) (Execution, error) {
+	detached := context.WithoutCancel(ctx)
+	if ctx.Err() != nil {
+		if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
+			return Execution{}, err
+		}
+	}
+	return Get(detached, e.pool, id)
+}
+
+// Attend claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is
+// lost. One that is not ready, because it waits, has ended or somebody else was quicker, is left alone and
+// no error. When ctx ends first, the run is handed back and goes on elsewhere.
+func (e *Engine) Attend(ctx context.Context, id string) error { return e.attend(ctx, id) }

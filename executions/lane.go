@@ -1,0 +1,112 @@
+package executions
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Hold is a lane that an execution holds. It belongs to the execution, not to the process: a park keeps
+// it, a new claim takes it over with a new token, and the execution's end frees it.
+type Hold struct {
+	run   *run
+	lease *lanes.Lease
+	ctx   context.Context
+}
+
+// Lane takes a lane for the execution that ctx belongs to, or keeps the hold it has; errors.Is(err,
+// lanes.ErrBusy) when somebody else holds it. It is not a step: whether a lane is free is asked anew in
+// every run.
+func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
+	return take(ctx, name, func(r *run, ctx context.Context) (*lanes.Lease, error) {
+		return r.e.keeper.AcquireAs(ctx, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+	})
+}
+
+// LaneWait is Lane that stands in the lane's queue until its turn comes, for at most patience; then
+// errors.Is(err, lanes.ErrBusy). It holds the goroutine, so it is for a run that somebody is looking at; others
+// wait durably with LaneFree.
+func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...lanes.Option) (*Hold, error) {
+	deadline := time.Now().Add(patience)
+	return take(ctx, name, func(r *run, heard context.Context) (*lanes.Lease, error) {
+		// The lease's context derives from this one, so it is not ended when the wait is over.
+		waiting, give := context.WithCancelCause(heard)
+		defer context.AfterFunc(ctx, func() { give(context.Cause(ctx)) })()
+		left := max(time.Until(deadline), time.Millisecond)
+		return r.e.keeper.AwaitAs(waiting, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
+			append(opts, lanes.WithPatience(left))...)
+	})
+}
+
+func take(ctx context.Context, name string, ask func(r *run, ctx context.Context) (*lanes.Lease, error)) (*Hold, error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if poison := r.poisoned(); poison != nil {
+		return nil, poison
+	}
+	heard := outlive(ctx, 5*time.Second)
+	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) {
+		lease, err := ask(r, heard)
+		if err != nil {
+			return nil, err
+		}
+		return lease, r.fenceLease(heard, lease)
+	})
+	switch {
+	case ctx.Err() != nil:
+		return nil, context.Cause(ctx) // what was taken is the execution's, and goes with it
+	case err != nil:
+		return nil, fmt.Errorf("take lane: %w", err)
+	}
+	held, end := context.WithCancelCause(lease.Context())
+	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
+	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
+}
+
+// fenceLease gives a lane back that a claim took which had been lost by then: its successor would find it held by
+// nobody it knows. A claim that is lost after this leaves the lane to its successor.
+func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
+	_, err := r.e.pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+	if err == nil {
+		return nil
+	}
+	if postgres.IsCode(err, "LK001") {
+		r.stop(ErrStale)
+		err = ErrStale
+	}
+	if back := lease.Release(ctx); back != nil {
+		r.e.log.WarnContext(ctx, "lane of a lost claim not given back", "lane", lease.Lane(), "error", back)
+	}
+	return err
+}
+
+// outlive is a context that ends some time after ctx. Under it the answer to a statement is heard although
+// the run is stopped: a lane that is taken behind its back would stay taken.
+func outlive(ctx context.Context, by time.Duration) context.Context {
+	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
+	context.AfterFunc(ctx, func() { time.AfterFunc(by, func() { end(context.Cause(ctx)) }) })
+	return longer
+}
+
+// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it.
+func (h *Hold) Context() context.Context { return h.ctx }
+
+// Token is the hold's fencing token.
+func (h *Hold) Token() int64 { return h.lease.Token() }
+
+// Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
+// nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
+// not free it.
+func (h *Hold) Release(ctx context.Context) error {
+	if h.run.poisoned() == nil {
+		return h.lease.Release(ctx)
+	}
+	return nil
+}

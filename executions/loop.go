@@ -1,0 +1,80 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// snapshotEvery is how many iterations of a Loop lie between two snapshots.
+const snapshotEvery = 16
+
+// snapshot is the record of a Loop: its state before an iteration.
+type snapshot[S any] struct {
+	Next  int  `json:"next"`
+	State S    `json:"state"`
+	Done  bool `json:"done"`
+}
+
+// Loop calls body with the state that the call before returned, until body says that it is done, and
+// returns the last state. It is for loops that may be long: after every 16 iterations the state takes the
+// place of the records of the steps in them, so that a claim has at most 16 iterations to replay however
+// many there were. Each iteration is a scope of its own. S must survive encoding/json, and body must put
+// into its state whatever later iterations need.
+func Loop[S any](ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error)) (S, error) {
+	s := spec{name: name}
+	r, err := s.begin(ctx)
+	if err != nil {
+		return state, err
+	}
+	at := snapshot[S]{State: state}
+	r.mu.Lock()
+	point, resumed := r.checkpoints[s.key]
+	r.mu.Unlock()
+	if resumed {
+		if err := json.Unmarshal(point.Output, &at); err != nil {
+			return state, r.changed(s.key, fmt.Errorf("loop %s: its record does not fit %T (%w): %w", s.key, state, err, ErrChanged))
+		}
+	}
+	iterations := strings.TrimPrefix(s.key, scopeOf(ctx)) + "@"
+	for !at.Done {
+		at.State, at.Done, err = body(Scope(ctx, fmt.Sprint(iterations, at.Next)), at.State)
+		if err != nil {
+			return at.State, err
+		}
+		at.Next++
+		if at.Done || at.Next%snapshotEvery == 0 {
+			if err := r.snapshot(ctx, s, at); err != nil {
+				return at.State, err
+			}
+		}
+	}
+	return at.State, nil
+}
+
+// snapshot records a loop's state in place of the steps of its iterations, in one transaction. The fence
+// is the checkpoint's own.
+func (r *run) snapshot(ctx context.Context, s spec, at any) error {
+	output, _, err := encode(at)
+	if err != nil {
+		return fmt.Errorf("loop %s: encode state: %w", s.key, err)
+	}
+	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
+	defer cancel()
+	err = r.e.write(bounded, func(b *pgx.Batch) {
+		b.Queue(`
+			insert into agent_checkpoints as c (execution_id, step, claim, output) values (@id, @step, @claim, @output)
+			on conflict (execution_id, step) do update
+			   set claim = excluded.claim, output = excluded.output, created_at = clock_timestamp()`,
+			postgres.Strict{"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "output": output})
+		b.Queue(`delete from agent_checkpoints where execution_id = @id and starts_with(step, @prefix)`,
+			postgres.Strict{"id": r.exec.ID, "prefix": s.key + "@"})
+	})
+	return r.written(ctx, s, err, activity.Outcome{Output: at})
+}

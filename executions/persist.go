@@ -1,0 +1,49 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net/url"
+	"time"
+)
+
+// Persist asks the database again, for as long as a worker's lease lasts, when fn fails because a
+// connection broke or the database is away: so a restart of the database is not the result of a step. fn
+// must bear being called twice, as a read does; other errors, and those of steps in it, are returned as
+// they come. Step does it by itself; code between steps and inside a Call may use it.
+func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return fn(ctx)
+	}
+	deadline := time.Now().Add(r.e.opts.LeaseTTL)
+	for pause := firstPause; ; pause = min(2*pause, longestPause) {
+		begun := r.steps()
+		value, err := fn(ctx)
+		switch {
+		case err == nil, ctx.Err() != nil, !away(err), time.Now().After(deadline), r.poisoned() != nil:
+			return value, err
+		case r.steps() != begun: // called again, it would take its own steps for others
+			return value, err
+		}
+		r.e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		if !sleep(ctx, pause+rand.N(pause)) {
+			return value, err
+		}
+	}
+}
+
+// away reports an error of the database that another try may not meet. One of somebody else's server, or
+// of time that the code gave itself, is not of that kind.
+func away(err error) bool {
+	var other *url.Error
+	return transient(err) && !errors.As(err, &other) && !errors.Is(err, context.DeadlineExceeded)
+}
+
+// steps is how many steps the run has come to.
+func (r *run) steps() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.begun
+}

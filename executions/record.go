@@ -1,0 +1,262 @@
+package executions
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// recorded returns the result of an earlier run of this step, if there is one. Before anything new is
+// begun, it also looks whether the process shuts down.
+func recorded[T any](r *run, s spec) (bool, T, error) {
+	var value T
+	r.mu.Lock()
+	point, ok := r.checkpoints[s.key]
+	r.mu.Unlock()
+	if !ok {
+		if r.e.stopping() {
+			r.stop(ErrDraining)
+			return true, value, ErrDraining
+		}
+		return false, value, nil
+	}
+	if point.Fingerprint != s.print && point.Fingerprint != "" && s.print != "" {
+		return true, value, r.changed(s.key, fmt.Errorf("step %s has a record for another input: %w", s.key, ErrChanged))
+	}
+	if point.Failed {
+		failure := &StepError{Step: s.key}
+		if err := json.Unmarshal(point.Output, failure); err != nil {
+			return true, value, fmt.Errorf("decode error of step %s: %w", s.key, err)
+		}
+		r.noteFailure(s.key)
+		return true, value, failure
+	}
+	if err := json.Unmarshal(point.Output, &value); err != nil {
+		return true, value, r.changed(s.key, fmt.Errorf("step %s: its record does not fit %T (%w): %w", s.key, value, err, ErrChanged))
+	}
+	return true, value, nil
+}
+
+// changed ends a run whose record does not belong to its code. That cannot be handled by the flow: what
+// it would do next is not what was begun.
+func (r *run) changed(step string, err error) error {
+	r.noteFailure(step)
+	r.stop(err)
+	return err
+}
+
+// open writes the intent of a step that has an activity row.
+func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
+	if s.entry == nil {
+		return nil
+	}
+	s.entry.ExecutionID, s.entry.Claim, s.entry.Step = r.exec.ID, r.exec.Claim, s.key
+	if s.entry.Kind != activity.KindPhase {
+		s.entry.IdempotencyKey = effect.Key
+	}
+	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
+	err := r.e.write(ctx, func(b *pgx.Batch) {
+		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
+		if s.also != nil {
+			s.also(b)
+		}
+	})
+	return r.written(ctx, s, err, activity.Outcome{Status: activity.Running})
+}
+
+// keep records how a step ended and returns what every later run will get: the value, or the error. A
+// value that cannot be stored is an error, too.
+func keep[T any](ctx context.Context, r *run, s spec, effect *Effect, value T, failure *StepError) (T, error) {
+	var zero T
+	var kept any = value
+	if failure != nil {
+		kept = failure
+	}
+	output, mended, err := encode(kept)
+	if err != nil {
+		failure = &StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()}
+		if output, mended, err = encode(failure); err != nil {
+			return zero, fmt.Errorf("step %s: encode its error: %w", s.key, err)
+		}
+	}
+	err = r.record(ctx, s, effect, value, output, failure)
+	switch code := postgres.Code(err); {
+	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")): // a number, or a size, beyond jsonb
+		return keep(ctx, r, s, effect, zero, &StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
+	case err != nil:
+		return zero, err
+	case failure != nil:
+		r.noteFailure(s.key)
+		return zero, failure
+	case mended:
+		return decode[T](output)
+	}
+	return value, nil
+}
+
+// record writes the result of a step: its checkpoint, and the end of its activity row, in one commit. It
+// is tried also when the run was stopped meanwhile: the database knows whether the claim still counts.
+func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
+	out := activity.Outcome{Status: activity.Success, Output: value}
+	if effect != nil {
+		out = effect.outcome(value)
+	}
+	if failure != nil {
+		out.Message, out.Class = failure.Message, failure.Class
+		if out.Status == activity.Success {
+			out.Status, out.Output = activity.Error, nil
+		}
+		if effect != nil && effect.Output != nil {
+			out.Output = effect.Output
+		}
+	}
+	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
+	defer cancel()
+	err := r.e.write(bounded, func(b *pgx.Batch) {
+		if s.entry != nil && effect != nil {
+			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
+		}
+		if effect != nil && effect.Settle != nil {
+			effect.Settle(b)
+		}
+		r.queueCheckpoint(b, s, output, failure != nil)
+	})
+	failed := r.written(ctx, s, err, out)
+	switch {
+	case failed == nil:
+	case bounded.Err() != nil && ctx.Err() == nil && transient(err) && !errors.Is(failed, ErrStale):
+		// The database could not be written to for as long as a lease lasts. That is no result of the step: the run
+		// ends here, and its claim, which then has no run, is handed on.
+		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
+		r.stop(ErrLost)
+		return ErrLost
+	default:
+		return failed
+	}
+	if s.entry != nil {
+		r.e.log.InfoContext(ctx, "action completed", "action", s.entry.Skill, "step", s.key, "status", string(out.Status))
+	}
+	r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
+	return nil
+}
+
+// written deals with the answer to a durable write.
+func (r *run) written(ctx context.Context, s spec, err error, out activity.Outcome) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, ErrStale), r.unheard(ctx, s, err, out):
+		cancelled := errors.Is(r.poisoned(), ErrCancelled)
+		r.stop(ErrStale)
+		entry := activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}
+		if s.entry != nil {
+			entry.Skill = s.entry.Skill
+		}
+		if !cancelled || out.Output != nil {
+			r.reject(ctx, entry, out)
+		}
+		return ErrStale
+	default:
+		return fmt.Errorf("step %s: %w", s.key, err)
+	}
+}
+
+// unheard reports that a write got no answer and came too late: the claim is gone, and what it would have
+// written is not there. So it is with a process that was paused between sending and hearing.
+func (r *run) unheard(ctx context.Context, s spec, err error, out activity.Outcome) bool {
+	if postgres.Code(err) != "" {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	var late bool
+	failure := r.e.pool.QueryRow(ctx, `
+		select x.claim <> @claim and x.wait_number = @waits and not case when @opening
+		         then exists (select from agent_activity a where a.execution_id = x.id and a.claim = @claim and a.step = @step)
+		         else exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = @claim and c.step = @step) end
+		  from agent_executions x where x.id = @id`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key, "opening": out.Status == activity.Running}).Scan(&late)
+	if failure != nil {
+		r.e.log.WarnContext(ctx, "not known whether a write took effect", "step", s.key, "error", errors.Join(err, failure))
+		return false
+	}
+	return late
+}
+
+// abandon leaves a step whose run was stopped in the middle: no result is recorded. A call's row is
+// closed by whoever took the claim away; a lost one leaves a note of what was interrupted.
+func (r *run) abandon(ctx context.Context, s spec, effect *Effect, cause error) error {
+	if s.entry != nil && errors.Is(context.Cause(ctx), ErrLost) {
+		out := effect.outcome(nil)
+		out.Status, out.Message = activity.Unknown, cause.Error()
+		r.reject(ctx, activity.Entry{Skill: s.entry.Skill, Step: s.key, Claim: r.exec.Claim}, out)
+	}
+	return context.Cause(ctx)
+}
+
+// queueCheckpoint queues the record of a step. Sent twice, it changes nothing the second time.
+func (r *run) queueCheckpoint(b *pgx.Batch, s spec, output json.RawMessage, failed bool) {
+	b.Queue(`
+		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+		values (@id, @step, @claim, @fingerprint, @failed, @output) on conflict (execution_id, step) do nothing`,
+		postgres.Strict{
+			"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "fingerprint": s.print, "failed": failed, "output": output,
+		})
+}
+
+func (r *run) noteFailure(step string) {
+	r.mu.Lock()
+	r.failedStep = step
+	r.mu.Unlock()
+}
+
+// idempotencyKey names one step of one execution.
+func (r *run) idempotencyKey(step string) string {
+	sum := sha256.Sum256([]byte(r.exec.ID + " " + step))
+	return hex.EncodeToString(sum[:16])
+}
+
+// outcome is what the activity row says.
+func (e *Effect) outcome(value any) activity.Outcome {
+	out := activity.Outcome{Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD, Model: e.Model}
+	if out.Output == nil {
+		out.Output = value
+	}
+	if out.Status == "" {
+		out.Status = activity.Success
+	}
+	return out
+}
+
+// protect turns a panic in a step into its error.
+func protect[T any](ctx context.Context, effect *Effect, fn func(context.Context, *Effect) (T, error)) (value T, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = &StepError{Class: "panic", Message: fmt.Sprintf("panic: %v", p)}
+		}
+	}()
+	return fn(ctx, effect)
+}
+
+// asStepError reduces an error to what is recorded.
+func asStepError(key string, err error) *StepError {
+	failure := &StepError{Step: key, Class: "error", Message: plain(err.Error())}
+	var classed interface{ ErrorClass() string }
+	switch {
+	case errors.As(err, &classed):
+		failure.Class = classed.ErrorClass()
+	case errors.Is(err, context.DeadlineExceeded):
+		failure.Class = "timeout"
+	}
+	return failure
+}

@@ -1,0 +1,360 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// run is one claim of one execution, while this process works on it.
+type run struct {
+	e      *Engine
+	exec   Execution
+	worker string
+	began  time.Time
+	cancel context.CancelCauseFunc
+
+	mu          sync.Mutex
+	checkpoints map[string]Checkpoint
+	interrupted map[string]bool // steps whose call an earlier claim left in flight
+	seen        map[string]int  // occurrences of scope + name
+	begun       int             // steps that the code has come to
+	poison      error           // why no further step may run
+	failedStep  string
+}
+
+type runKey struct{}
+
+// runOf finds the run a context belongs to.
+func runOf(ctx context.Context) (*run, error) {
+	r, ok := ctx.Value(runKey{}).(*run)
+	if !ok {
+		return nil, ErrOutside
+	}
+	return r, nil
+}
+
+// Current returns the execution that ctx belongs to, as it was claimed; false outside executions.
+func Current(ctx context.Context) (Execution, bool) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return Execution{}, false
+	}
+	return r.exec, true
+}
+
+// owner is the name under which this claim holds lanes.
+func (r *run) owner() string { return fmt.Sprintf("%s#%d", r.exec.ID, r.exec.Claim) }
+
+// stop ends the run's context and refuses further steps.
+func (r *run) stop(cause error) {
+	r.mu.Lock()
+	if r.poison == nil {
+		r.poison = cause
+	}
+	r.mu.Unlock()
+	r.cancel(cause)
+}
+
+// poisoned says why no further step may run, if so.
+func (r *run) poisoned() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.poison
+}
+
+// attend follows a hint: claim the execution if it is ready, and run it.
+func (e *Engine) attend(ctx context.Context, id string) error {
+	worker, err := e.current(ctx)
+	if err != nil {
+		return err
+	}
+	rows, err := e.pool.Query(ctx, `select `+columns+` from claim_agent_execution(@id, @worker)`,
+		postgres.Strict{"id": id, "worker": worker})
+	if err != nil {
+		return fmt.Errorf("claim execution %s: %w", id, err)
+	}
+	claimed, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil // not ready: somebody else was quicker, or it waits, or it has ended
+	case err != nil:
+		return fmt.Errorf("claim execution %s: %w", id, err)
+	}
+	return e.execute(ctx, claimed, worker)
+}
+
+// execute runs a claimed execution until it ends, parks, is lost or is handed back.
+func (e *Engine) execute(ctx context.Context, claimed Execution, worker string) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	r := &run{
+		e: e, exec: claimed, worker: worker, began: time.Now(), cancel: cancel,
+		seen: map[string]int{}, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{},
+	}
+	ctx = trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
+		TraceID: trace.ID(claimed.TraceID), ExecutionID: claimed.ID, Surface: trace.Surface(claimed.Surface), Agent: claimed.Agent,
+	})
+	flow, known := e.flows[claimed.Flow]
+	if !known {
+		e.log.WarnContext(ctx, "flow is not known here, left to a process that knows it", "flow", claimed.Flow)
+		e.giveUp(ctx, r)
+		return nil
+	}
+	if claimed.Claim > 1 {
+		if err := r.load(ctx); err != nil {
+			e.giveUp(ctx, r)
+			return err
+		}
+	}
+	if !e.enter(r) {
+		e.giveUp(ctx, r)
+		return nil
+	}
+	defer e.leave(r)
+	about := []any{"flow", claimed.Flow, "claim", claimed.Claim, "checkpoints", len(r.checkpoints)}
+	if claimed.Claim == 1 {
+		e.log.InfoContext(ctx, "execution started", about...)
+	} else {
+		e.log.InfoContext(ctx, "execution resumed", about...)
+	}
+	result, err := r.call(ctx, flow)
+	// From here on the database decides about the execution's lanes: renewing them would find them gone.
+	e.keeper.Drop(lanes.ClaimOwner(r.exec.ID, r.exec.Claim))
+	err = r.settle(ctx, result, err)
+	if stopped := r.poisoned(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
+		r.tidy(ctx)
+	}
+	return err
+}
+
+// tidy frees what a stopped run took when its execution had ended already, by a cancel: nobody else would
+// before the lease of the lane ends.
+func (r *run) tidy(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	_, err := r.e.pool.Exec(ctx, `
+		select release_agent_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
+		postgres.Strict{"id": r.exec.ID})
+	if err != nil {
+		r.e.log.WarnContext(ctx, "lanes of a stopped run not looked at", "error", err)
+	}
+}
+
+// load reads, in one round trip, what earlier claims have recorded.
+func (r *run) load(ctx context.Context) error {
+	b := &pgx.Batch{}
+	args := postgres.Strict{"id": r.exec.ID}
+	b.Queue(`select step, claim, fingerprint, failed, output, created_at from agent_checkpoints where execution_id = @id`,
+		args).Query(func(rows pgx.Rows) error {
+		points, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
+		for _, c := range points {
+			r.checkpoints[c.Step] = c
+		}
+		return err
+	})
+	b.Queue(`
+		select step from agent_activity
+		 where execution_id = @id and status = 'unknown' and error_class = 'interrupted' and step <> ''`,
+		args).Query(func(rows pgx.Rows) error {
+		steps, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		for _, s := range steps {
+			r.interrupted[s] = true
+		}
+		return err
+	})
+	if err := r.e.pool.SendBatch(ctx, b).Close(); err != nil {
+		return fmt.Errorf("load execution %s: %w", r.exec.ID, err)
+	}
+	return nil
+}
+
+// enter lists the run as this process's; false when the process shuts down.
+func (e *Engine) enter(r *run) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.draining {
+		return false
+	}
+	e.runs[r.exec.ID] = r
+	return true
+}
+
+func (e *Engine) leave(r *run) {
+	e.mu.Lock()
+	if e.runs[r.exec.ID] == r {
+		delete(e.runs, r.exec.ID)
+	}
+	e.mu.Unlock()
+}
+
+// call calls the durable function; a panic becomes an error.
+func (r *run) call(ctx context.Context, flow Func) (result Result, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			r.e.log.ErrorContext(ctx, "flow panicked", "flow", r.exec.Flow, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			err = &StepError{Class: "panic", Message: fmt.Sprintf("flow %s panicked: %v", r.exec.Flow, p)}
+		}
+	}()
+	return flow(ctx, r.exec.Input)
+}
+
+// settle decides what the end of the function means for the execution.
+func (r *run) settle(ctx context.Context, result Result, err error) error {
+	switch poison := r.poisoned(); {
+	case errors.Is(poison, ErrParked):
+		return nil
+	case errors.Is(poison, ErrLost), errors.Is(poison, ErrStale):
+		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
+		return nil
+	case errors.Is(poison, ErrCancelled):
+		r.e.log.InfoContext(ctx, "execution cancelled")
+		return nil
+	case errors.Is(poison, ErrDraining):
+		r.e.giveUp(ctx, r)
+		return nil
+	case errors.Is(poison, ErrChanged):
+		return r.finish(ctx, Failed, Result{}, poison)
+	}
+	if ctx.Err() != nil && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
+		r.e.giveUp(ctx, r) // the caller went away: a shutdown, or an interrupt that RunNow turns into a cancel
+		return nil
+	}
+	status := Completed
+	switch {
+	case errors.Is(err, ErrTimedOut):
+		status = Timeout
+	case err != nil:
+		status = Failed
+	}
+	return r.finish(ctx, status, result, err)
+}
+
+// finish writes the end. Lanes, open activity rows and AGENT_COMPLETED follow in the same transaction. A
+// result that the database refuses makes the execution fail, so that it does end.
+func (r *run) finish(ctx context.Context, status Status, result Result, failure error) error {
+	value, _, err := encode(result.Value)
+	if err != nil {
+		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
+	}
+	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
+	defer cancel()
+	freed, err := r.writeEnd(detached, status, plain(result.Summary), value, failure)
+	if err != nil && postgres.Code(err) != "" && !transient(err) {
+		status, failure = Failed, fmt.Errorf("store result: %w", err)
+		freed, err = r.writeEnd(detached, status, "", nil, failure)
+	}
+	switch {
+	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
+		return r.finishStale(ctx, status, result, err)
+	case err != nil:
+		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
+	}
+	about := []any{"result_type", resultType(status), "status", string(status)}
+	if failure != nil {
+		about = append(about, "error", failure)
+	}
+	r.e.log.InfoContext(ctx, "execution completed", about...)
+	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
+	r.e.log.InfoContext(ctx, "locks released", "count", freed)
+	if r.exec.ParentID != nil || r.exec.ThreadID != nil { // the next turn of a thread may wait for this one
+		r.e.tellParent(detached, r.exec.ID)
+	}
+	return nil
+}
+
+// tellParent resumes who waits for an execution that has ended. The sweep does it where this cannot.
+func (e *Engine) tellParent(ctx context.Context, id string) {
+	var woken int
+	err := e.pool.QueryRow(ctx, `select wake_agent_parents(@id)`, postgres.Strict{"id": id}).Scan(&woken)
+	if err != nil {
+		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
+	}
+	if woken > 0 {
+		e.hurry()
+	}
+}
+
+// writeEnd writes the terminal row, and returns how many lanes that freed.
+func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (freed int, err error) {
+	var message, step any
+	if failure != nil {
+		message, step = plain(failure.Error()), null(r.failed())
+	}
+	err = r.e.write(ctx, func(b *pgx.Batch) {
+		b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+			"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
+			"result": value, "error": message, "step": step,
+		}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
+	})
+	return freed, err
+}
+
+// finishStale tells an end that was refused, or came too late, from one whose answer was lost.
+func (r *run) finishStale(ctx context.Context, status Status, result Result, cause error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	now, err := Get(ctx, r.e.pool, r.exec.ID)
+	switch {
+	case err != nil:
+		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
+	case now.Claim == r.exec.Claim && now.Status == status:
+		return nil
+	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
+		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
+	}
+	r.reject(ctx, activity.Entry{Skill: "finish", Claim: r.exec.Claim}, activity.Outcome{
+		Status: activity.Status(status), Output: result,
+	})
+	return nil
+}
+
+// failed names the step whose error ended the run.
+func (r *run) failed() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.failedStep
+}
+
+// giveUp hands an unfinished execution back, so that it goes on elsewhere at once.
+func (e *Engine) giveUp(ctx context.Context, r *run) {
+	e.handBack(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
+}
+
+// handBack gives a claim up. One that could not be given up is lost with the worker's lease, or found as
+// a claim without a run.
+func (e *Engine) handBack(ctx context.Context, id string, claim any) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	if _, err := e.pool.Exec(ctx, `select give_up_agent_claim(@id, @claim)`,
+		postgres.Strict{"id": id, "claim": claim}); err != nil {
+		e.log.WarnContext(ctx, "execution not handed back", "execution", id, "error", err)
+		return
+	}
+	e.log.InfoContext(ctx, "execution handed back", "execution", id)
+}
+
+// resultType is the result_type that belongs to a terminal status.
+func resultType(s Status) string {
+	switch s {
+	case Completed:
+		return "success"
+	case Failed:
+		return "failure"
+	case Pending, Running, Waiting:
+		return ""
+	case Timeout, Cancelled:
+	}
+	return string(s)
+}

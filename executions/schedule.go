@@ -1,0 +1,148 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Schedule starts an execution again and again. Its next time is a row, so a tick that falls due while
+// no process runs, or while River changes its leader, is found later; several missed ticks become one.
+type Schedule struct {
+	Name     string
+	Flow     string
+	Surface  trace.Surface
+	Cron     string // five fields, or @every and the like
+	Timezone string // a name of the time zone database
+	Input    any
+}
+
+// Put creates a schedule or changes it. The next time is computed anew only when the cron expression or
+// the time zone differ from what is stored, so a restart does not postpone a tick.
+func (e *Engine) Put(ctx context.Context, s Schedule) error {
+	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
+		return fmt.Errorf("schedule %s: it needs a name, a flow and a surface, not %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)
+	}
+	next, err := s.next(ctx, e.pool)
+	if err != nil {
+		return fmt.Errorf("schedule %s: %w", s.Name, err)
+	}
+	input := json.RawMessage("{}")
+	if s.Input != nil {
+		if input, err = json.Marshal(s.Input); err != nil {
+			return fmt.Errorf("schedule %s: encode input: %w", s.Name, err)
+		}
+	}
+	_, err = e.pool.Exec(ctx, `
+		insert into agent_schedules as x (name, flow, surface, cron, timezone, input, next_run_at)
+		values (@name, @flow, @surface, @cron, @timezone, @input, @next)
+		on conflict (name) do update
+		   set flow = excluded.flow, surface = excluded.surface, cron = excluded.cron, timezone = excluded.timezone,
+		       input = excluded.input, updated_at = clock_timestamp(),
+		       next_run_at = case when (x.cron, x.timezone) = (excluded.cron, excluded.timezone)
+		                          then x.next_run_at else excluded.next_run_at end`,
+		postgres.Strict{
+			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "cron": s.Cron, "timezone": s.Timezone,
+			"input": input, "next": next,
+		})
+	if err != nil {
+		return fmt.Errorf("schedule %s: %w", s.Name, err)
+	}
+	return e.lookAhead(ctx)
+}
+
+// next is the first time after the database's now.
+func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
+	zone, err := schedule.Location(s.Timezone)
+	if err != nil {
+		return time.Time{}, err
+	}
+	plan, err := schedule.Parse(s.Cron, zone)
+	if err != nil {
+		return time.Time{}, err
+	}
+	var now time.Time
+	if err := db.QueryRow(ctx, `select clock_timestamp()`).Scan(&now); err != nil {
+		return time.Time{}, fmt.Errorf("read the time: %w", err)
+	}
+	return plan.Next(now), nil
+}
+
+// Tick starts what has become due: one execution per schedule, keyed by the time it was due, in the
+// transaction that moves the schedule on. Many may tick at once; each due time is started once. A
+// schedule that cannot be started (somebody wrote its row by hand) is reported and tried again in a
+// minute; the others do not wait for it.
+func (e *Engine) Tick(ctx context.Context) error {
+	var broken []error
+	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
+		due, err := dueSchedules(ctx, tx)
+		if err != nil {
+			return err
+		}
+		broken = nil
+		for _, d := range due {
+			err := postgres.InTx(ctx, tx, func(tx pgx.Tx) error { return e.start(ctx, tx, d.schedule(), d.NextRunAt) })
+			if err == nil {
+				continue
+			}
+			broken = append(broken, fmt.Errorf("schedule %s: %w", d.Name, err))
+			if _, err := tx.Exec(ctx, `
+				update agent_schedules set next_run_at = clock_timestamp() + interval '1 minute' where name = @name`,
+				postgres.Strict{"name": d.Name}); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := errors.Join(append(broken, err, e.lookAhead(ctx))...); err != nil {
+		return fmt.Errorf("tick: %w", err)
+	}
+	return nil
+}
+
+// dueSchedule is a row that has become due.
+type dueSchedule struct {
+	Name, Flow, Surface, Cron, Timezone string
+	Input                               json.RawMessage
+	NextRunAt                           time.Time
+}
+
+func (d dueSchedule) schedule() Schedule {
+	return Schedule{d.Name, d.Flow, trace.Surface(d.Surface), d.Cron, d.Timezone, d.Input}
+}
+
+func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
+	rows, err := tx.Query(ctx, `
+		select name, flow, surface, cron, timezone, input, next_run_at from agent_schedules
+		 where next_run_at <= clock_timestamp() order by next_run_at for update skip locked`)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[dueSchedule])
+}
+
+// start begins the execution of one tick and moves the schedule on.
+func (e *Engine) start(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time) error {
+	next, err := s.next(ctx, tx)
+	if err != nil {
+		return err
+	}
+	_, _, err = e.Start(ctx, tx, Spec{
+		Flow: s.Flow, Surface: s.Surface, Input: s.Input, DedupeKey: s.Name + " " + due.UTC().Format(time.RFC3339Nano),
+	})
+	if err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, `
+		update agent_schedules set last_run_at = next_run_at, next_run_at = @next, updated_at = clock_timestamp()
+		 where name = @name`, postgres.Strict{"next": next, "name": s.Name})
+	return err
+}

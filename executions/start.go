@@ -1,0 +1,131 @@
+package executions
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Spec describes an execution to start. Flow and Surface are required.
+type Spec struct {
+	Flow    string
+	Surface trace.Surface
+	// TraceID is the trace to belong to; empty begins a new one for the surface.
+	TraceID  trace.ID
+	Agent    string
+	Input    any
+	ThreadID string
+	ParentID string
+	Queue    string // Background (default) or Interactive
+	Priority int    // 1 first … 4 last; default 2
+	// DedupeKey makes the start idempotent: the second start with a key returns the first's execution.
+	DedupeKey string
+	// Awaited says that the parent waits for this run: it is cancelled with its parent.
+	Awaited bool
+	// OnLost is what a worker's loss means: "resume" (default), "fail", or "hand_on" for runs of outside workers.
+	OnLost string
+	// MaxAttempts is how many workers may be lost without a checkpoint between; default 5.
+	MaxAttempts int
+	// ProgressSeconds ends a run that has recorded nothing for so long; 0 is no bound.
+	ProgressSeconds int
+}
+
+// Start inserts a pending execution together with its wake-up, in one transaction of db. The second
+// return value is false when the dedupe key was taken; then the execution is the earlier one.
+func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execution, bool, error) {
+	var got Execution
+	var created bool
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
+		got, created, err = e.StartTx(ctx, tx, s)
+		return err
+	})
+	if err != nil {
+		return Execution{}, false, err
+	}
+	return got, created, nil
+}
+
+// StartTx is Start in a transaction of the caller's: the execution exists when that commits.
+func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
+	got, created, err := s.insert(ctx, tx, "pending", "")
+	if err == nil && created {
+		err = e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
+	}
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
+	}
+	return got, created, nil
+}
+
+// insert writes the row. A dedupe key that is taken leads to the row that has it.
+func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string) (Execution, bool, error) {
+	args, err := s.arguments(status, worker)
+	if err != nil {
+		return Execution{}, false, err
+	}
+	rows, err := db.Query(ctx, `
+		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, thread_id, queue, priority, status,
+		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
+		values (@trace_id, @surface, @agent, @flow, @parent_id, @awaited, @thread_id, @queue, @priority, @status, @worker,
+		       case when @status = 'running' then 1 else 0 end,
+		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
+		       @on_lost, @max_attempts, @progress_seconds)
+		on conflict (dedupe_key) do nothing
+		returning `+columns, args)
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+	if err == nil {
+		return got, true, nil
+	}
+	if !errors.Is(err, pgx.ErrNoRows) {
+		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
+	}
+	var id string
+	err = db.QueryRow(ctx, `select id::text from agent_executions where dedupe_key = @key`,
+		postgres.Strict{"key": s.DedupeKey}).Scan(&id)
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("read execution of dedupe key %s: %w", s.DedupeKey, err)
+	}
+	got, err = Get(ctx, db, id)
+	return got, false, err
+}
+
+func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
+	if s.Flow == "" || s.Surface.Prefix() == "" {
+		return nil, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
+	}
+	input := json.RawMessage("{}")
+	if s.Input != nil {
+		var err error
+		if input, err = json.Marshal(s.Input); err != nil {
+			return nil, fmt.Errorf("encode input: %w", err)
+		}
+	}
+	if s.TraceID == "" {
+		s.TraceID = trace.New(s.Surface)
+	}
+	return postgres.Strict{
+		"trace_id": string(s.TraceID), "surface": string(s.Surface), "agent": cmp.Or(s.Agent, "flowpilot"), "flow": s.Flow,
+		"parent_id": null(s.ParentID), "thread_id": null(s.ThreadID), "queue": cmp.Or(s.Queue, Background),
+		"priority": cmp.Or(s.Priority, 2), "status": status, "worker": null(worker), "input": input,
+		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "on_lost": cmp.Or(s.OnLost, "resume"),
+		"max_attempts": cmp.Or(s.MaxAttempts, 5), "progress_seconds": s.ProgressSeconds,
+	}, nil
+}
+
+// null turns an empty string into SQL's null.
+func null(s string) any {
+	if s == "" {
+		return nil
+	}
+	return s
+}

@@ -1,0 +1,235 @@
+package executions
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+)
+
+// StepError is the recorded error of a step. The first run and every replay return it alike, so a flow
+// may decide on Class; the original error's identity is not kept.
+type StepError struct {
+	Step    string `json:"-"`
+	Class   string `json:"class"`
+	Message string `json:"message"`
+}
+
+// Error is the message of the error that ended the step.
+func (e *StepError) Error() string { return e.Message }
+
+// ErrorClass is a stable word for the sort of error.
+func (e *StepError) ErrorClass() string { return e.Class }
+
+// ClassUnknown is the class of a call of which nobody knows whether it took effect.
+const ClassUnknown = "unknown"
+
+type scopeKey struct{}
+
+// Scope names a branch: steps in it have keys of their own. Branches that run at the same time must each
+// have one, because the order of their steps differs from run to run.
+func Scope(ctx context.Context, name string) context.Context {
+	return context.WithValue(ctx, scopeKey{}, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
+}
+
+// StepKey is the key of the step that ctx is inside of; empty outside of steps.
+func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
+
+type gateKey struct{}
+
+// Gate returns a context in which gate is asked before every step that is not recorded yet. It may wait
+// durably, which is how a run yields to another between two steps; its error stops the flow.
+func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
+	return context.WithValue(ctx, gateKey{}, gate)
+}
+
+// passGate asks the gate in a scope of the step's own: which waits it makes differs from run to run, so
+// they must not share keys with those of other steps.
+func passGate(ctx context.Context, s spec) error {
+	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
+	if gate == nil {
+		return nil
+	}
+	inner := Scope(Gate(ctx, nil), "before "+strings.TrimPrefix(s.key, scopeOf(ctx)))
+	_, err := Persist(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
+	return err
+}
+
+func scopeOf(ctx context.Context) string {
+	s, _ := ctx.Value(scopeKey{}).(string)
+	return s
+}
+
+// Option adds to a step.
+type Option func(*spec)
+
+// Input names what the step works on. Its fingerprint is kept, and a later run that comes to the same
+// step with another input fails with ErrChanged instead of taking a result that belongs to other work.
+func Input(v any) Option { return func(s *spec) { s.input = v } }
+
+// spec is a step about to run.
+type spec struct {
+	name  string
+	key   string
+	input any
+	print string
+	entry *activity.Entry // nil: no activity row
+	also  func(b *pgx.Batch)
+	again bool // may be made again after a crash
+}
+
+// Step runs fn once and records its result; later runs of the execution get the record. An error is a
+// result too and comes back as *StepError. fn may run again when the process dies before the record is
+// written, so effects on the world belong into Call. T must survive encoding/json.
+func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
+	s := spec{name: name, again: true}
+	for _, o := range opts {
+		o(&s)
+	}
+	return do(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return Persist(ctx, fn) })
+}
+
+// Phase is a Step with an activity row of its own, under which the rows of the steps in it are filed. The row
+// shows its Input. A crash leaves the row running; the next claim goes on with the same row.
+func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option) (T, error) {
+	s := spec{name: name, again: true, entry: &activity.Entry{Skill: name, Kind: activity.KindPhase}}
+	for _, o := range opts {
+		o(&s)
+	}
+	s.entry.Input = s.input
+	return do(ctx, s, fn)
+}
+
+// Call describes an effect on the world: what is called, with what, on whose behalf. Idempotent says
+// that calling again under the same key does no harm, which is what happens after a crash in the middle.
+type Call struct {
+	activity.Entry
+	Idempotent bool
+	// Also queues statements that commit together with the intent, such as the use of an approval. They
+	// must bear being sent twice for one step.
+	Also func(b *pgx.Batch)
+}
+
+// Effect is what a call learns from the runtime and tells it.
+type Effect struct {
+	// Key is the idempotency key: the same for every try of this step of this execution, and no other's.
+	Key string
+	// ActivityID is the call's row.
+	ActivityID string
+	// What the row will say, beyond the result and the error. Output defaults to the result.
+	Status  activity.Status
+	Output  any
+	Usage   activity.Usage
+	CostUSD float64
+	Model   string
+	// Settle queues statements that commit together with the call's result, or with its error. They must bear
+	// being sent twice.
+	Settle func(b *pgx.Batch)
+}
+
+// Do makes a call as a durable step. Before fn acts, its intent is a running row of the activity log;
+// after, the row and the checkpoint are finished in one transaction. When an earlier claim died between
+// the two, an idempotent call is made again under the same key, and any other returns a *StepError of
+// class ClassUnknown without being made.
+func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+	if c.Kind == "" {
+		c.Kind = activity.KindCall
+	}
+	return do(ctx, spec{name: name, again: c.Idempotent, entry: &c.Entry, input: c.Input, also: c.Also}, fn)
+}
+
+// do is the one way in which a step happens.
+func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+	var zero T
+	r, err := s.begin(ctx)
+	if err != nil {
+		return zero, err
+	}
+	if done, v, err := recorded[T](r, s); done {
+		return v, err
+	}
+	if err := passGate(ctx, s); err != nil {
+		return zero, err
+	}
+	effect := &Effect{Key: r.idempotencyKey(s.key)}
+	if !s.again && r.interrupted[s.key] {
+		return keep(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
+			"the process was lost while %s was called; nobody knows whether it took effect, and it is not safe to call it again", s.name)})
+	}
+	if err := r.open(ctx, s, effect); err != nil {
+		return zero, err
+	}
+	inner := inside(ctx, s)
+	if effect.ActivityID != "" {
+		inner = withActivity(inner, effect.ActivityID)
+	}
+	value, err := protect(inner, effect, fn)
+	if stop := r.poisoned(); errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
+		return zero, stop
+	}
+	if err != nil && ctx.Err() != nil {
+		return zero, r.abandon(ctx, s, effect, err)
+	}
+	if err != nil {
+		return keep(ctx, r, s, effect, zero, asStepError(s.key, err))
+	}
+	return keep(ctx, r, s, effect, value, nil)
+}
+
+// inside is the scope of the steps within a step.
+func inside(ctx context.Context, s spec) context.Context {
+	return Scope(ctx, strings.TrimPrefix(s.key, scopeOf(ctx)))
+}
+
+// begin finds the run, refuses steps of one that is over, and gives the step its key.
+func (s *spec) begin(ctx context.Context) (*run, error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if s.input != nil {
+		text, err := json.Marshal(s.input)
+		if err != nil {
+			return nil, fmt.Errorf("step %s: encode input: %w", s.name, err)
+		}
+		sum := sha256.Sum256(text)
+		s.print = hex.EncodeToString(sum[:8])
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	base := scopeOf(ctx) + s.name
+	r.begun++
+	r.seen[base]++
+	s.key = base
+	if n := r.seen[base]; n > 1 {
+		s.key = fmt.Sprintf("%s#%d", base, n)
+	}
+	if r.poison != nil {
+		return nil, r.poison
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	return r, nil
+}
+
+// Now is the database's time, recorded: the same in every run of the execution.
+func Now(ctx context.Context) (time.Time, error) {
+	return Step(ctx, "now", func(ctx context.Context) (time.Time, error) {
+		var now time.Time
+		r, err := runOf(ctx)
+		if err != nil {
+			return now, err
+		}
+		err = r.e.pool.QueryRow(ctx, `select clock_timestamp()`).Scan(&now)
+		return now.UTC(), err // as it comes back from JSON
+	})
+}

@@ -1,0 +1,410 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// quota is an error with a class, as a client library might return it.
+type quota struct{}
+
+func (quota) Error() string      { return "the quota is spent" }
+func (quota) ErrorClass() string { return "quota" }
+
+func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
+	t.Parallel()
+	cases := map[string]struct {
+		fn    func() (int, error)
+		class string
+		says  string
+	}{
+		"plain":       {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
+		"with class":  {func() (int, error) { return 0, fmt.Errorf("ask: %w", quota{}) }, "quota", "ask: the quota is spent"},
+		"too late":    {func() (int, error) { return 0, fmt.Errorf("ask: %w", context.DeadlineExceeded) }, "timeout", "ask: context deadline exceeded"},
+		"panic":       {func() (int, error) { panic("index 7") }, "panic", "panic: index 7"},
+		"with a NUL":  {func() (int, error) { return 0, errors.New("bad\x00byte") }, "error", "badbyte"},
+		"not unicode": {func() (int, error) { return 0, errors.New("bad\xffbyte") }, "error", "bad\ufffdbyte"},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var calls atomic.Int32
+			var seen []executions.StepError
+			got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+				_, err := executions.Step(ctx, "ask", func(context.Context) (int, error) { calls.Add(1); return c.fn() })
+				var failure *executions.StepError
+				if !errors.As(err, &failure) {
+					return nil, fmt.Errorf("not a StepError: %w", err)
+				}
+				seen = append(seen, *failure)
+				return nil, nil
+			})
+			want := executions.StepError{Step: "ask", Class: c.class, Message: c.says}
+			if diff := cmp.Diff([]executions.StepError{want, want}, seen); diff != "" || got.Status != executions.Completed {
+				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
+			}
+			if n := calls.Load(); n != 1 {
+				t.Errorf("the step ran %d times", n)
+			}
+			points, err := executions.Checkpoints(t.Context(), pool, got.ID)
+			if err != nil || len(points) != 2 || !points[0].Failed {
+				t.Errorf("checkpoints %v, %v", points, err)
+			}
+		})
+	}
+}
+
+func TestStepsOfOneNameAreToldApartByOccurrence(t *testing.T) {
+	t.Parallel()
+	var next atomic.Int32
+	var seen [][]int
+	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		var run []int
+		for range 3 {
+			n, err := executions.Step(ctx, "draw", func(context.Context) (int, error) { return int(next.Add(1)), nil })
+			if err != nil {
+				return nil, err
+			}
+			run = append(run, n)
+		}
+		seen = append(seen, run)
+		return nil, nil
+	})
+	if diff := cmp.Diff([][]int{{1, 2, 3}, {1, 2, 3}}, seen); diff != "" {
+		t.Errorf("results (-want +got):\n%s", diff)
+	}
+	points, err := executions.Checkpoints(t.Context(), pool, got.ID)
+	var keys []string
+	for _, p := range points {
+		keys = append(keys, p.Step)
+	}
+	if diff := cmp.Diff([]string{"draw", "draw#2", "draw#3", "pause"}, keys); diff != "" || err != nil {
+		t.Errorf("keys %v (-want +got):\n%s", err, diff)
+	}
+}
+
+func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
+	t.Parallel()
+	var seen [][2]string
+	got, _ := replayed(t, func(ctx context.Context, again bool) (any, error) {
+		var result [2]string
+		turn := []chan struct{}{make(chan struct{}), make(chan struct{})}
+		first := 0
+		if again {
+			first = 1 // the branches come in the other order
+		}
+		close(turn[first])
+		group, ctx := errgroup.WithContext(ctx)
+		for i, name := range []string{"left", "right"} {
+			group.Go(func() (err error) {
+				<-turn[i]
+				result[i], err = executions.Step(executions.Scope(ctx, name), "work", func(context.Context) (string, error) { return name, nil })
+				if i == first {
+					close(turn[1-i])
+				}
+				return err
+			})
+		}
+		err := group.Wait()
+		seen = append(seen, result)
+		return nil, err
+	})
+	want := [2]string{"left", "right"}
+	if diff := cmp.Diff([][2]string{want, want}, seen); diff != "" || got.Status != executions.Completed {
+		t.Errorf("status %s, results (-want +got):\n%s", got.Status, diff)
+	}
+}
+
+func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
+	t.Parallel()
+	cases := map[string]func(ctx context.Context, again bool) error{
+		"another input": func(ctx context.Context, again bool) error {
+			_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil }, executions.Input(again))
+			return err
+		},
+		"another type": func(ctx context.Context, again bool) error {
+			if again {
+				_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil })
+				return err
+			}
+			_, err := executions.Step(ctx, "price", func(context.Context) (string, error) { return "one", nil })
+			return err
+		},
+	}
+	for name, price := range cases {
+		for _, ignore := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s ignored=%v", name, ignore), func(t *testing.T) {
+				t.Parallel()
+				got, _ := replayed(t, func(ctx context.Context, again bool) (any, error) {
+					err := price(ctx, again)
+					if again && !errors.Is(err, executions.ErrChanged) {
+						t.Errorf("the step returned %v, not ErrChanged", err)
+					}
+					if ignore {
+						err = nil
+					}
+					return nil, err
+				})
+				if got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "step price") ||
+					got.FailedStep == nil || *got.FailedStep != "price" {
+					t.Errorf("status %s, error %v, failed step %v", got.Status, str(got.ErrorMessage), str(got.FailedStep))
+				}
+			})
+		}
+	}
+}
+
+func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
+	t.Parallel()
+	cases := map[string]struct {
+		fn   body
+		step string
+		says string
+	}{
+		"in the flow": {func(context.Context) (executions.Result, error) { panic("no map") }, "", "flow flow panicked: no map"},
+		"in a step": {func(ctx context.Context) (executions.Result, error) {
+			return ends(executions.Step(ctx, "look", func(context.Context) (int, error) { panic("no map") }))
+		}, "look", "panic: no map"},
+		"in a transaction": {func(ctx context.Context) (executions.Result, error) {
+			return ends(executions.StepTx(ctx, "look", func(context.Context, pgx.Tx) (int, error) { panic("no map") }))
+		}, "look", "panic: no map"},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			p := start(t, pool, flow(c.fn))
+			got := until(t, pool, p.begin(t, "flow"), executions.Failed)
+			if str(got.ErrorMessage) != c.says || str(got.FailedStep) != c.step {
+				t.Errorf("error %q, failed step %q", str(got.ErrorMessage), str(got.FailedStep))
+			}
+			if n := completions(t, pool, got.ID); n != 1 {
+				t.Errorf("%d AGENT_COMPLETED", n)
+			}
+		})
+	}
+}
+
+func TestWhatTheDatabaseCannotHoldIsAnErrorOrIsMended(t *testing.T) {
+	t.Parallel()
+	nothing := func(ctx context.Context) error { return nil }
+	step := func(v any) func(ctx context.Context) error {
+		return func(ctx context.Context) error {
+			_, err := executions.Step(ctx, "make", func(context.Context) (any, error) { return v, nil })
+			return err
+		}
+	}
+	call := func(ctx context.Context) error {
+		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any, error) { return make(chan int), nil })
+		return err
+	}
+	huge := func(ctx context.Context) error {
+		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any, error) {
+			return json.RawMessage("1e999999"), nil
+		})
+		return err
+	}
+	cases := map[string]struct {
+		before func(ctx context.Context) error
+		result executions.Result
+		err    error
+		status executions.Status
+	}{
+		"NUL in a step":        {step("a\x00b"), executions.Result{}, nil, executions.Completed},
+		"channel in a step":    {step(make(chan int)), executions.Result{}, nil, executions.Failed},
+		"channel from a call":  {call, executions.Result{}, nil, executions.Failed},
+		"number in a step":     {step(json.RawMessage("1e999999")), executions.Result{}, nil, executions.Failed},
+		"number from a call":   {huge, executions.Result{}, nil, executions.Failed},
+		"number in the result": {nothing, executions.Result{Value: json.RawMessage("1e999999")}, nil, executions.Failed},
+		"NUL in the summary":   {nothing, executions.Result{Summary: "a\x00b"}, nil, executions.Completed},
+		"NUL in the result":    {nothing, executions.Result{Value: "a\x00b"}, nil, executions.Completed},
+		"channel in result":    {nothing, executions.Result{Value: make(chan int)}, nil, executions.Failed},
+		"NUL in the error":     {nothing, executions.Result{}, errors.New("a\x00b"), executions.Failed},
+		"not UTF-8 at the end": {nothing, executions.Result{Summary: "a\xffb"}, errors.New("a\xffb"), executions.Failed},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				if err := c.before(ctx); err != nil {
+					return executions.Result{}, err
+				}
+				return c.result, c.err
+			}))
+			got := until(t, pool, p.begin(t, "flow"), c.status)
+			if open := value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
+				t.Errorf("%d activities have no clear end (%v)", open, str(got.ErrorMessage))
+			}
+		})
+	}
+}
+
+func TestAReplayGivesTheStoredFormOfAMendedResult(t *testing.T) {
+	t.Parallel()
+	var seen []string
+	replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		s, err := executions.Step(ctx, "make", func(context.Context) (string, error) { return "a\x00b", nil })
+		seen = append(seen, s)
+		return nil, err
+	})
+	if len(seen) != 2 || seen[0] != seen[1] || strings.Contains(seen[0], "\x00") {
+		t.Errorf("first run and replay saw %q", seen)
+	}
+}
+
+func TestNowIsTheSameInEveryRun(t *testing.T) {
+	t.Parallel()
+	var seen []time.Time
+	replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		now, err := executions.Now(ctx)
+		seen = append(seen, now)
+		return nil, err
+	})
+	if len(seen) != 2 || seen[0] != seen[1] || seen[0].IsZero() {
+		t.Errorf("first run and replay saw %v", seen)
+	}
+}
+
+func TestStepsOutsideAnExecutionSaySo(t *testing.T) {
+	t.Parallel()
+	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err, executions.ErrOutside) {
+		t.Errorf("Step: %v", err)
+	}
+	if _, err := executions.Lane(t.Context(), "x"); !errors.Is(err, executions.ErrOutside) {
+		t.Errorf("Lane: %v", err)
+	}
+}
+
+// effects makes a table for what StepTx does.
+func effects(t *testing.T, db postgres.DB) func() int {
+	t.Helper()
+	exec(t, db, `create table effects (id bigint generated always as identity, by text)`)
+	return func() int { return value[int](t, db, `select count(*) from effects`) }
+}
+
+func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	count := effects(t, pool)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		for _, fail := range []bool{false, true} {
+			_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+				if _, err := tx.Exec(ctx, `insert into effects (by) values ('step')`); err != nil {
+					return 0, err
+				}
+				if fail {
+					return 0, quota{}
+				}
+				return 1, nil
+			})
+			if failure := (*executions.StepError)(nil); fail != errors.As(err, &failure) || fail && failure.Class != "quota" {
+				return executions.Result{}, fmt.Errorf("fail %v: %w", fail, err)
+			}
+		}
+		return ends(executions.Wait(ctx, "pause", executions.Delay(1)))
+	}))
+	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	if n := count(); n != 1 {
+		t.Errorf("%d effects", n)
+	}
+	same := value[bool](t, pool, `
+		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
+		postgres.Strict{"id": got.ID})
+	failed := value[bool](t, pool, `select failed from agent_checkpoints where step = 'write#2'`)
+	if !same || !failed {
+		t.Errorf("effect and checkpoint in one transaction: %v; error recorded: %v", same, failed)
+	}
+}
+
+func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	count := effects(t, pool)
+	between := newGate(t)
+	var calls atomic.Int32
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		by := "second"
+		if between.pass(ctx) {
+			by = "first"
+		}
+		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (string, error) {
+			calls.Add(1)
+			_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": by})
+			return by, err
+		}))
+	})
+	wait := prepare(t, pool, flows).runAside(t)
+	id := between.arrival(t)
+	expire(t, pool, id)
+	start(t, pool, flows)
+	until(t, pool, id, executions.Completed)
+	between.open()
+	got := wait()
+	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
+		t.Errorf("%d effects of %d calls, result %s", n, calls.Load(), got.Result)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write' and step = 'write'`); n != 1 {
+		t.Errorf("%d notes of the refused write", n)
+	}
+}
+
+func TestAGateIsAskedBeforeEachNewStepAndNotBeforeRecordedOnes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var asked, waits atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		gated := executions.Gate(ctx, func(ctx context.Context) error {
+			asked.Add(1)
+			_, err := executions.Wait(ctx, "yield", executions.Delay(1))
+			if errors.Is(err, executions.ErrParked) {
+				waits.Add(1)
+			}
+			return err
+		})
+		for range 2 {
+			if _, err := executions.Step(gated, "work", func(context.Context) (int, error) { return 0, nil }); err != nil {
+				return executions.Result{}, err
+			}
+		}
+		return ends(executions.StepTx(gated, "write", func(context.Context, pgx.Tx) (int, error) { return 0, nil }))
+	}))
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	if asked.Load() != 6 || waits.Load() != 3 {
+		t.Errorf("the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(), waits.Load())
+	}
+}
+
+func TestRunNowReturnsTheRowAsItStands(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "work", func(context.Context) (int, error) { return 7, nil }))
+	}))
+	got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
+	if err != nil || got.Status != executions.Completed || string(got.Result) != "7" || got.Surface != "operate" {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
+func str(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}

@@ -1,0 +1,128 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// StepTx runs fn in a transaction that also holds the fence and the checkpoint: the effect is in the
+// database exactly when the step is recorded. fn may be called again, in a new transaction, when the
+// connection breaks or the transaction had to give way.
+func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option) (T, error) {
+	var zero T
+	s := spec{name: name}
+	for _, o := range opts {
+		o(&s)
+	}
+	r, err := s.begin(ctx)
+	if err != nil {
+		return zero, err
+	}
+	if done, v, err := recorded[T](r, s); done {
+		return v, err
+	}
+	if err := passGate(ctx, s); err != nil {
+		return zero, err
+	}
+	pause := firstPause
+	for again := false; ; again = true {
+		value, err := tryTx(ctx, r, s, again, fn)
+		switch {
+		case err == nil:
+			return value, nil
+		case errors.Is(err, errRecorded):
+			_, value, err := recorded[T](r, s)
+			return value, err
+		case postgres.IsCode(err, "LK001"):
+			r.stop(ErrStale)
+			r.reject(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}, activity.Outcome{Output: value})
+			return zero, ErrStale
+		case ctx.Err() != nil && r.unheard(ctx, s, err, activity.Outcome{}):
+			return zero, r.written(ctx, s, ErrStale, activity.Outcome{Output: value})
+		case ctx.Err() != nil:
+			return zero, context.Cause(ctx)
+		case !transient(err):
+			return keep(ctx, r, s, nil, zero, asStepError(s.key, err))
+		}
+		r.e.log.WarnContext(ctx, "database unavailable, trying again", "step", s.key, "error", err)
+		if !sleep(ctx, pause+rand.N(pause)) {
+			return zero, context.Cause(ctx)
+		}
+		pause = min(2*pause, longestPause)
+	}
+}
+
+// errRecorded ends a transaction that finds its step done: an earlier one's commit had arrived after all.
+var errRecorded = errors.New("step recorded already")
+
+// tryTx is one transaction of a StepTx. The lock makes a second try wait for a first whose connection
+// broke while the server still works on it.
+func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `
+			select fence_agent_execution(@id, @claim), pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))`,
+			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key}); err != nil {
+			return err
+		}
+		if again {
+			if err := r.reread(ctx, tx, s.key); err != nil {
+				return err
+			}
+		}
+		var mended bool
+		var out []byte
+		if value, err = callTx(inside(ctx, s), tx, fn); err != nil {
+			return err
+		}
+		if out, mended, err = encode(value); err != nil {
+			return fmt.Errorf("encode result: %w", err)
+		}
+		b := &pgx.Batch{}
+		r.queueCheckpoint(b, s, out, false)
+		if err := tx.SendBatch(ctx, b).Close(); err != nil {
+			return err
+		}
+		if mended {
+			value, err = decode[T](out)
+		}
+		return err
+	})
+	return value, err
+}
+
+// callTx calls the function of a StepTx. What it returns is its own error unless the database is in
+// trouble: a timeout of something else that it asked must not look like one of the transaction.
+func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+	value, err = protect(ctx, nil, func(ctx context.Context, _ *Effect) (T, error) { return fn(ctx, tx) })
+	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !transient(err)) && !postgres.IsCode(err, "LK001") {
+		return value, asStepError("", err)
+	}
+	return value, err
+}
+
+// reread looks whether a step has been recorded meanwhile; errRecorded then.
+func (r *run) reread(ctx context.Context, tx pgx.Tx, step string) error {
+	rows, err := tx.Query(ctx, `
+		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
+		 where execution_id = @id and step = @step`, postgres.Strict{"id": r.exec.ID, "step": step})
+	if err != nil {
+		return err
+	}
+	point, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Checkpoint])
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	r.checkpoints[step] = point
+	r.mu.Unlock()
+	return errRecorded
+}

@@ -1,0 +1,174 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// body is a durable function without input, as most tests need.
+type body = func(ctx context.Context) (executions.Result, error)
+
+// flow registers one body under the name "flow".
+func flow(fn body) map[string]executions.Func {
+	return map[string]executions.Func{"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return fn(ctx)
+	}}
+}
+
+// ends is the result of a flow that has nothing more to do.
+func ends(value any, err error) (executions.Result, error) {
+	if err != nil {
+		return executions.Result{}, err
+	}
+	return executions.Result{Value: value}, nil
+}
+
+// gate stops the first who passes, until it is opened; others go through.
+type gate struct {
+	passed  atomic.Int32
+	entered chan string // the execution that came first
+	opened  chan struct{}
+	once    sync.Once
+}
+
+func newGate(t *testing.T) *gate {
+	g := &gate{entered: make(chan string, 1), opened: make(chan struct{})}
+	t.Cleanup(g.open)
+	return g
+}
+
+func (g *gate) open() { g.once.Do(func() { close(g.opened) }) }
+
+// pass ignores the end of ctx, like a process that is paused. It says whether the caller was the first.
+func (g *gate) pass(ctx context.Context) bool {
+	if g.passed.Add(1) > 1 {
+		return false
+	}
+	x, _ := executions.Current(ctx)
+	g.entered <- x.ID
+	<-g.opened
+	return true
+}
+
+// arrival waits for the first to come.
+func (g *gate) arrival(t *testing.T) string {
+	t.Helper()
+	return receive(t, g.entered)
+}
+
+// receive waits for a value, for a while.
+func receive[T any](t *testing.T, from <-chan T) (v T) {
+	t.Helper()
+	select {
+	case v = <-from:
+	case <-time.After(patience):
+		t.Fatal("what the test waits for does not come")
+	}
+	return v
+}
+
+// runAside runs the flow in a process that neither renews its lease nor hears of anything, as one that
+// is paused would not. The returned function waits for its end.
+func (p *process) runAside(t *testing.T) (wait func() executions.Execution) {
+	t.Helper()
+	var got executions.Execution
+	var group errgroup.Group
+	group.Go(func() (err error) {
+		got, err = p.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		return err
+	})
+	return func() executions.Execution {
+		t.Helper()
+		if err := group.Wait(); err != nil {
+			t.Errorf("run: %v", err)
+		}
+		return got
+	}
+}
+
+// expire ends the lease of the worker that runs an execution.
+func expire(t *testing.T, db postgres.DB, id string) {
+	t.Helper()
+	exec(t, db, `
+		update agent_workers set expires_at = clock_timestamp() - interval '1 second'
+		 where id = (select claimed_by from agent_executions where id = @id)`, postgres.Strict{"id": id})
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// value reads one value.
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) T {
+	t.Helper()
+	var v T
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+// completions counts the AGENT_COMPLETED events of an execution.
+func completions(t *testing.T, db postgres.DB, id string) int {
+	t.Helper()
+	return value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
+}
+
+// listener runs a notification listener until the test ends.
+func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
+	t.Helper()
+	l := postgres.NewListener(postgres.Dialer(pool), discard())
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return l.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// replayed runs a body, then waits for a moment, so that the body is called again as a replay.
+func replayed(t *testing.T, fn func(ctx context.Context, again bool) (any, error)) (executions.Execution, *pgxpool.Pool) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		v, err := fn(ctx, calls.Add(1) > 1)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "pause", executions.Delay(1)); err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{Value: v}, nil
+	}))
+	id := p.begin(t, "flow")
+	var got executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		got, err = executions.Get(t.Context(), pool, id)
+		return err == nil && got.Status.Ended()
+	}, "the execution ends")
+	return got, pool
+}
+
+func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }

@@ -1,0 +1,168 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// leaderGrace is how long River's leader has for a tick. When it has died, a new one is elected only after
+// some 15 seconds; until then whoever sweeps ticks instead.
+const leaderGrace = 3 * time.Second
+
+// dueTime is when the next timer or schedule is due, as far as this process knows.
+type dueTime struct {
+	mu       sync.Mutex
+	schedule time.Time
+	timer    time.Time
+}
+
+// passed reports whether a schedule is due; River's leader asks once a second.
+func (d *dueTime) passed() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return !d.schedule.IsZero() && !time.Now().Before(d.schedule)
+}
+
+// overdue reports whether a schedule has been due for longer than a tick of River's leader takes.
+func (d *dueTime) overdue() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return !d.schedule.IsZero() && time.Since(d.schedule) > leaderGrace
+}
+
+// sooner brings the next timer forward.
+func (d *dueTime) sooner(t time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.timer.IsZero() || t.Before(d.timer) {
+		d.timer = t
+	}
+}
+
+func (d *dueTime) set(schedule, timer time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.schedule, d.timer = schedule, timer
+}
+
+// pause is how long the sweeper may sleep.
+func (d *dueTime) pause(longest time.Duration) time.Duration {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.timer.IsZero() {
+		return longest
+	}
+	return min(longest, max(time.Until(d.timer), time.Millisecond))
+}
+
+// sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
+func (e *Engine) sweepLoop(ctx context.Context) {
+	var kept time.Time
+	for ctx.Err() == nil {
+		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
+			e.log.WarnContext(ctx, "sweep failed", "error", err)
+		}
+		if e.due.overdue() {
+			if err := e.Tick(ctx); err != nil && ctx.Err() == nil {
+				e.log.WarnContext(ctx, "tick failed", "error", err)
+			}
+		}
+		if time.Since(kept) > time.Hour {
+			if err := e.housekeep(ctx); err != nil && ctx.Err() == nil {
+				e.log.WarnContext(ctx, "housekeeping failed", "error", err)
+			} else {
+				kept = time.Now()
+			}
+		}
+		timer := time.NewTimer(e.due.pause(e.opts.SweepEvery))
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		case <-e.nudge:
+		}
+		timer.Stop()
+	}
+}
+
+// Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
+// may call it at once; one does the work.
+func (e *Engine) Sweep(ctx context.Context) error {
+	var hints []hint
+	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `select id::text, wake, queue, priority from sweep_agent_executions()`)
+		if err != nil {
+			return err
+		}
+		if hints, err = pgx.CollectRows(rows, pgx.RowToStructByPos[hint]); err != nil {
+			return err
+		}
+		return e.sendHints(ctx, tx, hints)
+	})
+	if err != nil {
+		return fmt.Errorf("sweep executions: %w", err)
+	}
+	if len(hints) > 0 {
+		e.log.DebugContext(ctx, "executions hinted", "count", len(hints))
+	}
+	return e.lookAhead(ctx)
+}
+
+// lookAhead learns when the next timer and the next schedule are due. What is asked is how long until
+// then, by the database's clock, so this process's clock may be wrong.
+func (e *Engine) lookAhead(ctx context.Context) error {
+	var schedule, timer *float64
+	err := e.pool.QueryRow(ctx, `
+		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
+		       extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')
+		               - clock_timestamp())::float8`).Scan(&schedule, &timer)
+	if err != nil {
+		return fmt.Errorf("look ahead: %w", err)
+	}
+	e.due.set(after(schedule), after(timer))
+	return nil
+}
+
+// after is the local time that is some seconds away; zero for none.
+func after(seconds *float64) time.Time {
+	if seconds == nil {
+		return time.Time{}
+	}
+	return time.Now().Add(time.Duration(min(*seconds, 1e6) * float64(time.Second)))
+}
+
+// housekeep makes partitions ahead and forgets lanes that nobody uses.
+func (e *Engine) housekeep(ctx context.Context) error {
+	_, first := e.pool.Exec(ctx, `select ensure_agent_activity_partitions()`)
+	_, second := e.pool.Exec(ctx, `select sweep_agent_locks()`)
+	return errors.Join(first, second)
+}
+
+// quiet keeps River's chatter out of the program's log; its warnings and errors stay.
+func quiet(log *slog.Logger) *slog.Logger {
+	return slog.New(&atLeast{log.Handler(), slog.LevelWarn})
+}
+
+type atLeast struct {
+	slog.Handler
+	level slog.Level
+}
+
+func (h *atLeast) Enabled(ctx context.Context, l slog.Level) bool {
+	return l >= h.level && h.Handler.Enabled(ctx, l)
+}
+
+func (h *atLeast) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &atLeast{h.Handler.WithAttrs(attrs), h.level}
+}
+
+func (h *atLeast) WithGroup(name string) slog.Handler {
+	return &atLeast{h.Handler.WithGroup(name), h.level}
+}

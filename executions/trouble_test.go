@@ -1,0 +1,174 @@
+package executions_test
+
+import (
+	"context"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	effects(t, pool)
+	admin, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig.Copy())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = admin.Close(context.WithoutCancel(t.Context())) })
+	const runs, steps = 8, 12
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		for i := range steps {
+			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
+			if err != nil {
+				return executions.Result{}, err
+			}
+			_, err = executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+				_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": fmt.Sprint(x.ID, i)})
+				return i, err
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if i%4 == 3 {
+				if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	ids := make([]string, runs)
+	for i := range ids {
+		ids[i] = p.begin(t, "flow")
+	}
+	breaking, stop := context.WithCancel(t.Context())
+	var group errgroup.Group
+	group.Go(func() error {
+		tick := time.NewTicker(60 * time.Millisecond)
+		defer tick.Stop()
+		for range 40 {
+			select {
+			case <-tick.C:
+			case <-breaking.Done():
+				return nil
+			}
+			_, err := admin.Exec(t.Context(), `
+				select pg_terminate_backend(pid) from pg_stat_activity
+				 where datname = current_database() and pid <> pg_backend_pid()`)
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	pgtest.Eventually(t, 2*patience, func() bool {
+		var left int
+		err := unfinished(t, pool.Config().ConnConfig, &left)
+		return err == nil && left == 0
+	}, "all executions complete")
+	stop()
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
+	for _, id := range ids {
+		if got := get(t, pool, id); got.Status != executions.Completed {
+			t.Errorf("status %s: %s", got.Status, str(got.ErrorMessage))
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from effects`); n != runs*steps {
+		t.Errorf("%d effects, want %d", n, runs*steps)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'success'`); n != runs*steps {
+		t.Errorf("%d finished calls, want %d", n, runs*steps)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
+		t.Errorf("%d rows are running, %d are listed as open", n, open(t, pool))
+	}
+	// A call whose checkpoint had not arrived may be made again, but that is the exception.
+	if n := calls.Load(); n < runs*steps || n > 2*runs*steps {
+		t.Errorf("%d calls", n)
+	}
+}
+
+// unfinished counts what has not ended, over a connection of its own.
+func unfinished(t *testing.T, config *pgx.ConnConfig, left *int) error {
+	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
+	if err != nil {
+		return err
+	}
+	err = conn.QueryRow(t.Context(), `select count(*) from agent_executions where completed_at is null`).Scan(left)
+	if closed := conn.Close(t.Context()); err == nil {
+		err = closed
+	}
+	return err
+}
+
+func TestALostHintIsCoveredByTheSweep(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	id := p.begin(t, "flow")
+	exec(t, pool, `delete from river.river_job`)
+	exec(t, pool, `update agent_executions set hinted_at = clock_timestamp() - interval '6 seconds'`)
+	start(t, pool, flow(nothing))
+	until(t, pool, id, executions.Completed)
+}
+
+func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"}); err != nil {
+		t.Error(err)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if n := value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*) from river.river_job)`); n != 0 {
+		t.Errorf("%d rows are left", n)
+	}
+}
+
+func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := pending(t, pool)
+	n := mustClaim(t, pool, id, worker(t, pool))
+	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
+	one, err := activity.Open(t.Context(), pool, entry)
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := activity.Open(t.Context(), pool, entry)
+	if err != nil || one != two {
+		t.Errorf("opened %s, then %s, %v", one, two, err)
+	}
+	for range 2 {
+		if err := activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}); err != nil {
+			t.Error(err)
+		}
+		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim) on conflict do nothing`,
+			postgres.Strict{"id": id, "claim": n})
+	}
+	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
+		t.Errorf("activity %v", log)
+	}
+}

@@ -1,0 +1,151 @@
+package executions
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// ErrTimedOut returned by a durable function (wrapped or not) ends its execution with status timeout.
+var ErrTimedOut = errors.New("the wait timed out")
+
+// WaitFor describes a wait.
+type WaitFor struct {
+	kind    string
+	key     string
+	timeout time.Duration
+	data    any
+}
+
+// MaxWait is how long any wait may last.
+const MaxWait = 30 * 24 * time.Hour
+
+// eventTimeout is how long a wait for an event lasts unless told otherwise.
+const eventTimeout = 7 * 24 * time.Hour
+
+// Delay waits for time to pass, by the database's clock; at most MaxWait.
+func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
+
+// Event waits for EVENT_COMPLETED with a key; a timeout of 0 is 7 days, the most is MaxWait. An event
+// that came before, and that no other wait took, ends the wait at once.
+func Event(key string, timeout time.Duration) WaitFor {
+	if timeout == 0 {
+		timeout = eventTimeout
+	}
+	return WaitFor{kind: "event", key: key, timeout: timeout}
+}
+
+// Approval waits for the decision on an approval: APPROVAL_DECIDED with its id as key. The outcome's Data is
+// {"status", "by", "reason"}. A timeout of 0 is 7 days, the most is MaxWait.
+func Approval(id string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "approval", key: id, timeout: cmp.Or(timeout, eventTimeout)}
+}
+
+// Agent waits for the end of another execution, normally a child: AGENT_COMPLETED with its id as key. The
+// outcome's Data has its status, result_type and result_summary. A timeout of 0 is 1 hour, the most is a day.
+func Agent(childID string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "agent", key: childID, timeout: min(cmp.Or(timeout, time.Hour), 24*time.Hour)}
+}
+
+// Response waits for a message in a thread, MESSAGE_RECEIVED with the thread as key, that came after the
+// execution's own last one there. A timeout of 0 is 24 hours, the most is 7 days.
+func Response(threadID string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "response", key: threadID, timeout: min(cmp.Or(timeout, 24*time.Hour), 7*24*time.Hour)}
+}
+
+// LaneFree waits until nobody holds a lane, without taking it. Somebody else may take it meanwhile.
+func LaneFree(lane string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "lane", key: lane, timeout: timeout}
+}
+
+// Outcome is how a wait ended.
+type Outcome struct {
+	Event    string          `json:"event"`
+	EventID  string          `json:"event_id,omitempty"`
+	Data     json.RawMessage `json:"data"`
+	TimedOut bool            `json:"timed_out"`
+}
+
+// Wait waits durably. The first time it normally returns ErrParked, which the flow returns in turn: the
+// execution is waiting and holds no process. When the wait has ended, the flow runs again and Wait
+// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it.
+func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
+	s := spec{name: name}
+	if w.timeout <= 0 || w.timeout > MaxWait {
+		return Outcome{}, fmt.Errorf("wait %s: a timeout is more than 0 and at most 30 days, not %s", name, w.timeout)
+	}
+	if w.kind != "delay" && w.key == "" {
+		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)
+	}
+	r, err := s.begin(ctx)
+	if err != nil {
+		return Outcome{}, err
+	}
+	if done, out, err := recorded[Outcome](r, s); done {
+		return out, err
+	}
+	if w.kind == "delay" {
+		w.key = r.exec.ID
+	}
+	data, _, err := encode(w.data)
+	if err != nil {
+		return Outcome{}, fmt.Errorf("wait %s: encode data: %w", name, err)
+	}
+	came, err := r.park(ctx, s.key, w, data)
+	switch {
+	case errors.Is(err, ErrStale), err != nil && r.unheard(ctx, s, err, activity.Outcome{}):
+		return Outcome{}, r.written(ctx, s, ErrStale, activity.Outcome{})
+	case err != nil && ctx.Err() != nil:
+		return Outcome{}, context.Cause(ctx)
+	case err != nil:
+		return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
+	case came != nil:
+		out, err := decode[Outcome](came)
+		if err != nil {
+			return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
+		}
+		return out, nil
+	}
+	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
+	r.stop(ErrParked)
+	r.e.due.sooner(time.Now().Add(w.timeout))
+	r.e.hurry()
+	return Outcome{}, ErrParked
+}
+
+// park makes the execution wait, or returns what it would wait for. It tries again when the connection
+// breaks; a try whose answer was lost is recognised by the wait number.
+func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (came []byte, err error) {
+	pause := firstPause
+	for unsure := false; ; unsure = true {
+		err := r.e.pool.QueryRow(ctx, `
+			select park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
+			postgres.Strict{
+				"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
+				"seconds": w.timeout.Seconds(), "data": data,
+			}).Scan(&came)
+		switch {
+		case err == nil:
+			return came, nil
+		case postgres.IsCode(err, "LK001"):
+			if now, err := Get(ctx, r.e.pool, r.exec.ID); unsure && err == nil && now.WaitNumber > r.exec.WaitNumber {
+				return nil, nil
+			}
+			return nil, ErrStale
+		case ctx.Err() != nil, !transient(err):
+			return nil, err
+		}
+		r.e.log.WarnContext(ctx, "database unavailable, trying again", "step", step, "error", err)
+		if !sleep(ctx, pause+rand.N(pause)) {
+			return nil, context.Cause(ctx)
+		}
+		pause = min(2*pause, longestPause)
+	}
+}

@@ -1,0 +1,82 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Pauses between two tries of a write while the database is away; they double.
+const (
+	firstPause   = 20 * time.Millisecond
+	longestPause = 2 * time.Second
+)
+
+// write is the seam through which every durable write of a run goes: one batch, one commit, awaited.
+// The statements must bear being sent twice, because a connection that breaks does not tell whether the
+// commit took effect: write then sends them again, for as long as ctx lives.
+func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
+	pause := firstPause
+	for {
+		b := &pgx.Batch{}
+		queue(b)
+		err := e.pool.SendBatch(ctx, b).Close()
+		switch {
+		case err == nil:
+			return nil
+		case postgres.IsCode(err, "LK001"):
+			return ErrStale
+		case ctx.Err() != nil, !transient(err):
+			return err
+		}
+		e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		if !sleep(ctx, pause+rand.N(pause)) {
+			return errors.Join(context.Cause(ctx), err)
+		}
+		pause = min(2*pause, longestPause)
+	}
+}
+
+// transient reports an error that another try may not meet: the server is away, starting or stopping, or
+// the transaction was chosen to give way.
+func transient(err error) bool {
+	if code := postgres.Code(err); code != "" {
+		switch code[:2] {
+		case "08", "40", "57":
+			return code != "57014" // a cancelled query was meant
+		case "53":
+			return code == "53300" // too many connections
+		case "23": // a try whose connection broke was still at work: the next sees the row that it opened
+			return postgres.Constraint(err) == "agent_activity_open_step"
+		}
+		return code == "55P03" || code == "25006" // lock timeout; read-only while a failover settles
+	}
+	var connect *pgconn.ConnectError
+	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || brokenPipe(err)
+}
+
+// brokenPipe reports an error of the connection itself.
+func brokenPipe(err error) bool {
+	var network net.Error
+	return errors.As(err, &network) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) ||
+		errors.Is(err, net.ErrClosed) || err.Error() == "conn closed"
+}
+
+// reject notes a refused write in the activity log, without the run's context, which has ended.
+func (r *run) reject(ctx context.Context, entry activity.Entry, out activity.Outcome) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+	defer cancel()
+	r.e.log.ErrorContext(ctx, "stale write rejected", "step", entry.Step, "claim", r.exec.Claim)
+	if err := activity.Reject(ctx, r.e.pool, entry, out); err != nil {
+		r.e.log.ErrorContext(ctx, "stale write not noted", "step", entry.Step, "error", err)
+	}
+}

@@ -1,0 +1,110 @@
+package sqlcheck_test
+
+import (
+	"path/filepath"
+	"regexp"
+	"slices"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// composed are the files whose statements are put together while the program runs, and why. Their other
+// statements are checked like all.
+var composed = map[string]string{
+	"internal/pgserver/ready.go":    "names a database",
+	"internal/pgtest/server.go":     "names databases",
+	"internal/pgtest/template.go":   "names databases",
+	"internal/postgres/listener.go": "names a channel",
+	"migrations/migrations.go":      "runs the embedded migrations",
+	"skills/sql.go":                 "wraps a skill's query",
+}
+
+// utility are statements that PostgreSQL parses without looking at the schema, and that must not be run
+// through a pooled session here.
+var utility = regexp.MustCompile(`(?i)^\s*(listen|unlisten|create|drop|alter|set|begin|commit|rollback|vacuum|do)\b`)
+
+func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var checked int
+	var used []string
+	for _, s := range statements(t, root) {
+		switch {
+		case s.err != nil && composed[s.file] != "":
+			used = append(used, s.file)
+		case s.err != nil:
+			t.Errorf("%s: the statement is put together while the program runs (%v): make it a constant, or list the file here", s.at, s.err)
+		case utility.MatchString(s.sql):
+		default:
+			checked++
+			if err := prepare(t, conn.Conn(), s.sql); err != nil {
+				t.Errorf("%s: %v", s.at, err)
+			}
+		}
+	}
+	if checked < 50 {
+		t.Errorf("only %d statements were found: the search is broken", checked)
+	}
+	for file := range composed {
+		if !slices.Contains(used, file) {
+			t.Errorf("%s has no composed statement any more", file)
+		}
+	}
+}
+
+// prepare lets the server parse a statement, with named arguments as pgx would send them.
+func prepare(t *testing.T, conn *pgx.Conn, sql string) error {
+	t.Helper()
+	text, _, err := pgx.NamedArgs{}.RewriteQuery(t.Context(), conn, sql, nil)
+	if err != nil {
+		return err
+	}
+	_, err = conn.Prepare(t.Context(), "", text)
+	return err
+}
+
+func TestTheCheckSeesWhatIsWrong(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	found := statements(t, filepath.Join("testdata", "wrong"))
+	want := map[string]string{
+		"wrong.go:14": `column "colour" does not exist`,
+		"wrong.go:15": `inconsistent types deduced for parameter $1`,
+		"wrong.go:16": `relation "agent_nothing" does not exist`,
+		"wrong.go:17": `put together`,
+		"wrong.go:18": ``,
+		"wrong.go:19": `column "size" does not exist`,
+	}
+	if len(found) != len(want) {
+		t.Errorf("found %d statements, want %d: %+v", len(found), len(want), found)
+	}
+	for _, s := range found {
+		says := "put together"
+		if s.err == nil {
+			says = ""
+			if err := prepare(t, conn.Conn(), s.sql); err != nil {
+				says = err.Error()
+			}
+		}
+		if expected, known := want[s.at]; !known || (expected == "") != (says == "") || !regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says) {
+			t.Errorf("%s: %q, want %q", s.at, says, expected)
+		}
+	}
+}

@@ -1,0 +1,178 @@
+package lanes
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Acquire tries once to take lane, as an owner of its own. It never waits: a lane that another owner holds
+// is a *BusyError, which matches ErrBusy; a bad lane or TTL is ErrInvalid. The lease runs until
+// Release, for as long as Run renews it. Context of the lease derives from ctx. A ctx that ends while the
+// database answers may still get the lease, whose Context is over then: release it like any other.
+func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
+	return k.AcquireAs(ctx, runOwner(ctx), lane, opts...)
+}
+
+// AcquireAs is Acquire for the claim of an execution. What the owner holds already is
+// granted again: the holds are counted, and the lane is free when the last is released.
+func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
+	lease, busy, err := k.look(ctx, owner, lane, settingsFor(lane, opts).ttl, tryLane)
+	if err != nil {
+		return nil, err
+	}
+	if busy != nil {
+		k.log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner.name, "holder", busy.Holder)
+		return nil, busy.err(lane)
+	}
+	return lease, nil
+}
+
+// answer is a row of acquire_agent_lock or await_agent_lock, with what the lane was before.
+type answer struct {
+	Acquired     bool
+	FencingToken int64
+	ExpiresAt    time.Time
+	Holder       string
+	Remaining    float64 // seconds until ExpiresAt by the database's clock
+	WasHolder    string  // whose expired lease was taken over
+	StaleFor     float64 // seconds since that expired
+}
+
+func (a *answer) err(lane string) *BusyError {
+	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt}
+	if a.Holder == "" || a.Remaining > parkedFrom.Seconds() {
+		e.ExpiresAt = time.Time{}
+	}
+	return e
+}
+
+// parkedFrom is longer than any lease: what lasts that long is parked.
+const parkedFrom = 10 * 365 * 24 * time.Hour
+
+// remaining is how long the present lease lasts, at most parkedFrom.
+func (a *answer) remaining() time.Duration {
+	return time.Duration(math.Min(a.Remaining, parkedFrom.Seconds()) * float64(time.Second))
+}
+
+// ask is one statement about a lane: tryLane or awaitLane.
+type ask func(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error)
+
+// look asks once. It returns a lease, or who is in the way, or an error.
+func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Duration, ask ask) (*Lease, *answer, error) {
+	if owner.name == "" {
+		return nil, nil, fmt.Errorf("acquire %s: %w: the owner is not a claim of an execution", lane, ErrInvalid)
+	}
+	if !k.enabled {
+		return localLease(ctx, k, owner, lane), nil, nil
+	}
+	id := key{lane, owner.name}
+	end, err := k.turns.take(ctx, id)
+	if err != nil {
+		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
+	}
+	defer end()
+	ttl, nested := k.longest(id, ttl)
+	before := time.Now()
+	a, err := k.answer(ctx, ask, lane, owner, ttl)
+	switch {
+	case postgres.IsCode(err, codeInvalid):
+		return nil, nil, invalid("acquire", lane, err)
+	case err != nil:
+		if !nested {
+			k.undo(ctx, owner, lane, err)
+		}
+		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
+	case !a.Acquired:
+		return nil, &a, nil
+	}
+	lease := k.enter(ctx, owner, grant{lane: lane, token: a.FencingToken, ttl: ttl, before: before, expires: a.ExpiresAt})
+	k.logGrant(ctx, lease, a, nested)
+	return lease, nil, nil
+}
+
+// answer sends a statement and stays for its answer a while after ctx has ended: a lane that is granted
+// to a caller who went away in that moment would be held by nobody until its lease ends.
+func (k *Keeper) answer(ctx context.Context, ask ask, lane string, owner Owner, ttl time.Duration) (answer, error) {
+	if ctx.Err() != nil {
+		return answer{}, context.Cause(ctx)
+	}
+	patient, leave := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer leave(nil)
+	stop := context.AfterFunc(ctx, func() {
+		enough := time.AfterFunc(answerLimit, func() { leave(context.Cause(ctx)) })
+		context.AfterFunc(patient, func() { enough.Stop() })
+	})
+	defer stop()
+	return ask(patient, k.db, lane, owner, ttl)
+}
+
+// longest keeps a nested hold from shortening the lease of the outer one.
+func (k *Keeper) longest(id key, ttl time.Duration) (_ time.Duration, nested bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if h := k.held[id]; h != nil && ttl > 0 {
+		return max(ttl, h.ttl), true
+	}
+	return ttl, false
+}
+
+func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) {
+	if nested {
+		return
+	}
+	if a.WasHolder != "" {
+		age := time.Duration(a.StaleFor * float64(time.Second)).Round(time.Millisecond)
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", a.WasHolder, "age", age)
+	}
+	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
+}
+
+// undo frees what a statement may have taken whose answer did not arrive. The lanes of an
+// execution are left: they end with it.
+func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error) {
+	if owner.claim || pgconn.SafeToRetry(cause) || postgres.Code(cause) != "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	defer cancel()
+	_, err := k.db.Exec(ctx, `select release_agent_lock(@lane, @owner)`,
+		postgres.Strict{"lane": lane, "owner": owner.name})
+	if err != nil {
+		k.log.WarnContext(ctx, "lane may be held until its lease ends", "lane", lane, "owner", owner.name, "error", err)
+	}
+}
+
+// tryLane asks for a lane without waiting. The join reads the row as it was before the function ran.
+func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+	rows, err := db.Query(ctx, `
+		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
+		       coalesce(a.locked_by, '') as holder,
+		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
+		       coalesce(was.locked_by, '') as was_holder,
+		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for
+		  from acquire_agent_lock(@lane, @owner, @ttl) a
+		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
+		        and was.fencing_token < a.fencing_token`,
+		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
+	if err != nil {
+		return answer{}, err
+	}
+	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
+}
+
+// invalid makes ErrInvalid of SQLSTATE 22023, with the database's words.
+func invalid(verb, lane string, err error) error {
+	text := err.Error()
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		text = pgErr.Message
+	}
+	return fmt.Errorf("%s %.40q: %w: %s", verb, lane, ErrInvalid, text)
+}

@@ -1,0 +1,225 @@
+package lanes_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// listening is a keeper that is woken by notifications.
+func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+	t.Helper()
+	listener := postgres.NewListener(postgres.Dialer(db), slog.New(slog.DiscardHandler))
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() {
+		if err := listener.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() { cancel(); running.Wait() })
+	ready, stop := listener.Subscribe("agent_lanes")
+	t.Cleanup(stop)
+	select {
+	case <-ready:
+	case <-time.After(soon):
+		t.Fatal("the listener does not listen")
+	}
+	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: listener})
+	run(t, k)
+	return k
+}
+
+// queued waits until n waiters stand in the queue of lane.
+func queued(t *testing.T, db postgres.DB, lane string, n int) {
+	t.Helper()
+	pgtest.Eventually(t, soon, func() bool {
+		return get[int](t, db, `select count(*) from agent_lock_waiters where lane = $1`, lane) == n
+	}, "waiters in the queue")
+}
+
+func TestWaitersAreServedInOrder(t *testing.T) {
+	db := pgtest.DB(t)
+	k := listening(t, db)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+
+	const n = 6
+	served := make(chan int, n)
+	var waiting sync.WaitGroup
+	for i := range n {
+		waiting.Go(func() {
+			l, err := k.AcquireWait(t.Context(), "x")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			served <- i
+			if err := l.Release(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+		queued(t, db, "x", i+1)
+	}
+	if err := l.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	waiting.Wait()
+	close(served)
+	if order := slices.Collect(values(served)); !slices.IsSorted(order) || len(order) != n {
+		t.Errorf("served in the order %v", order)
+	}
+	if left := get[int](t, db, `select count(*) from agent_lock_waiters`); left != 0 {
+		t.Errorf("%d places are left in the queue", left)
+	}
+}
+
+func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
+	db := pgtest.DB(t)
+	k := listening(t, db)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+	got := make(chan error, 1)
+	go func() {
+		l, err := k.AcquireWait(t.Context(), "x")
+		if err == nil {
+			err = l.Release(t.Context())
+		}
+		got <- err
+	}()
+	queued(t, db, "x", 1)
+	place := func() time.Time { return get[time.Time](t, db, `select expires_at from agent_lock_waiters`) }
+	first := place()
+	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
+	start := time.Now() // the third is due in 750 ms or more
+	if err := l.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-got; err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(start); took > 600*time.Millisecond {
+		t.Errorf("the waiter got the lane after %s: the notification did not wake it", took)
+	}
+}
+
+func values[T any](c <-chan T) func(func(T) bool) {
+	return func(yield func(T) bool) {
+		for v := range c {
+			if !yield(v) {
+				return
+			}
+		}
+	}
+}
+
+func TestWaitersPollWithoutNotifications(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	k, log := keeper(t, db)
+	mustTry(t, db, "x", "a run that dies", 2)
+	start := time.Now()
+	l, err := k.AcquireWait(t.Context(), "x")
+	acquired(t, l, err)
+	if took := time.Since(start); took < time.Second || took > 4*time.Second {
+		t.Errorf("got the lane of a dead holder after %s, want its 2 s", took)
+	}
+	log.want(t, 1, "level=WARN", `msg="lane busy"`, `holder="a run that dies"`)
+	log.want(t, 1, `msg="lane stale, clearing"`)
+}
+
+func TestNobodyOvertakesAWaiter(t *testing.T) {
+	db := pgtest.DB(t)
+	mustTry(t, db, "x", "a", 60)
+	for _, waiter := range []string{"b", "c"} {
+		if get[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter) {
+			t.Fatal("granted twice")
+		}
+	}
+	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "b" {
+		t.Errorf("a newcomer got %+v, want busy by b", g)
+	}
+	if get[bool](t, db, `select acquired from await_agent_lock('x', 'c')`) {
+		t.Error("c overtook b")
+	}
+	if !get[bool](t, db, `select acquired from await_agent_lock('x', 'b')`) {
+		t.Error("b did not get the lane in its turn")
+	}
+	get[bool](t, db, `select release_agent_lock('x', 'b')`)
+	exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
+	mustTry(t, db, "x", "d", 60)
+}
+
+func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	mustTry(t, db, "x", "a", 60)
+	get[bool](t, db, `select acquired from await_agent_lock('x', 'killed', 60, 1)`)
+	get[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
+	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	if g := try(t, db, "x", "patient", 60); g.acquired {
+		t.Error("overtook a waiter that was there a moment ago")
+	}
+	pgtest.Eventually(t, 3*time.Second, func() bool { return try(t, db, "x", "patient", 60).acquired }, "the next in the queue is served")
+}
+
+func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
+	db := pgtest.DB(t)
+	conn, err := postgres.Dialer(db)(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close(context.Background()) })
+	exec(t, conn, `listen agent_lanes`)
+	for _, lane := range []string{"lonely", "wanted"} {
+		mustTry(t, db, lane, "a", 60)
+		if lane == "wanted" {
+			get[bool](t, db, `select acquired from await_agent_lock($1, 'b')`, lane)
+		}
+		get[bool](t, db, `select release_agent_lock($1, 'a')`, lane)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	n, err := conn.WaitForNotification(ctx)
+	if err != nil || n.Payload != "wanted" {
+		t.Errorf("notification %+v, %v; want only for the lane that is waited for", n, err)
+	}
+}
+
+func TestGivingUpLeavesTheQueue(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+
+	_, err = k.AcquireWait(t.Context(), "x", lanes.WithPatience(300*time.Millisecond))
+	if busy, ok := errors.AsType[*lanes.BusyError](err); !ok || busy.Holder != l.Owner().String() {
+		t.Errorf("out of patience: %v, want the holder", err)
+	}
+	queued(t, db, "x", 0)
+
+	ctx, cancel := context.WithCancelCause(t.Context())
+	gaveUp := make(chan error, 1)
+	go func() {
+		_, err := k.AcquireWait(ctx, "x")
+		gaveUp <- err
+	}()
+	queued(t, db, "x", 1)
+	why := errors.New("shutting down")
+	cancel(why)
+	if err := <-gaveUp; !errors.Is(err, why) && !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: %v", err)
+	}
+	queued(t, db, "x", 0)
+}

@@ -1,0 +1,127 @@
+package lanes
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	renewEvery   = 10 * time.Second // at most between two renewals of a lease
+	answerLimit  = 2 * time.Second  // for the answer to an acquire after its ctx has ended
+	releaseLimit = 5 * time.Second  // for a release or the leaving of a queue, whatever ctx says
+)
+
+// Options tune a Keeper.
+type Options struct {
+	// Listener shortens the waits of AcquireWait; nil to poll only.
+	Listener *postgres.Listener
+	// Logger gets the lane events; nil for none.
+	Logger *slog.Logger
+	// Enabled false (AGENT_LANES=off) grants everything without asking the database: for local use
+	// by one process.
+	Enabled bool
+}
+
+// Keeper acquires lanes for a process and keeps them. There is one per process. All methods may be
+// called from any goroutine.
+type Keeper struct {
+	db       postgres.DB
+	listener *postgres.Listener
+	log      *slog.Logger
+	enabled  bool
+	turns    turns
+	changed  chan struct{} // has room for one: wakes Run when there is a new lease to renew
+
+	mu   sync.Mutex
+	held map[key]*hold
+}
+
+// NewKeeper returns a keeper whose lanes are those of db, which has to be a pool: many
+// goroutines use it at once. Call Run to have leases renewed.
+func NewKeeper(db postgres.DB, opts Options) *Keeper {
+	k := &Keeper{
+		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled,
+		changed: make(chan struct{}, 1), held: make(map[key]*hold),
+	}
+	if k.log == nil {
+		k.log = slog.New(slog.DiscardHandler)
+	}
+	if !k.enabled {
+		k.log.WarnContext(context.Background(), "lanes are off: every lane is granted to everybody; set AGENT_LANES=on")
+	}
+	return k
+}
+
+// Adopt keeps a lease that the database granted without this package: the lane of an execution that
+// was re-owned when it was claimed. startedBefore is a moment before the statement that did it; from
+// there the local end of the lease is counted. The lease counts as one hold of owner.
+func (k *Keeper) Adopt(ctx context.Context, owner Owner, lane string, token int64, ttl time.Duration, startedBefore time.Time) *Lease {
+	if !k.enabled {
+		return localLease(ctx, k, owner, lane)
+	}
+	return k.enter(ctx, owner, grant{
+		lane: lane, token: token, ttl: wholeSeconds(ttl), before: startedBefore, expires: startedBefore.Add(ttl),
+	})
+}
+
+// Drop forgets every lease of owner without a release and without a word, and cancels their
+// contexts. It is for the end or the park of an execution, where SQL releases or parks its lanes: call
+// it before that statement, or a renewal may take the release for a loss.
+func (k *Keeper) Drop(owner Owner) {
+	k.mu.Lock()
+	var dropped []*Lease
+	for id, h := range k.held {
+		if id.owner == owner.name {
+			dropped = append(dropped, k.forget(h)...)
+		}
+	}
+	k.mu.Unlock()
+	endAll(dropped, context.Canceled)
+}
+
+// ReleaseAll ends every lease of the process, at its shutdown: those of executions are dropped, since the
+// next claim takes their lanes over; all others are released with one statement. It works with a ctx
+// that has ended.
+func (k *Keeper) ReleaseAll(ctx context.Context) error {
+	var free batch
+	var ended []*Lease
+	k.mu.Lock()
+	for _, h := range k.held {
+		if !h.owner.claim {
+			free.add(h)
+		}
+		ended = append(ended, k.forget(h)...)
+	}
+	k.mu.Unlock()
+	endAll(ended, context.Canceled)
+	if len(free.lanes) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	defer cancel()
+	_, err := k.db.Exec(ctx, `
+		select release_agent_lock(w.lane, w.owner, w.token)
+		  from (select u.lane, u.owner, u.token
+		          from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) u (lane, owner, token)
+		         order by u.lane) w`,
+		postgres.Strict{"lanes": free.lanes, "owners": free.owners, "tokens": free.tokens})
+	if err != nil {
+		return fmt.Errorf("release %d lanes: %w", len(free.lanes), err)
+	}
+	for i, lane := range free.lanes {
+		k.log.InfoContext(ctx, "lane released", "lane", lane, "owner", free.owners[i])
+	}
+	return nil
+}
+
+func (k *Keeper) wakeRun() {
+	select {
+	case k.changed <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,143 @@
+//go:build unix
+
+// Package lanerun runs a command while it holds a lane, as flock(1) does with a file: the body of
+// `agent lanes run LANE -- CMD…`, for jobs that know nothing of lanes.
+//
+// It promises that the command never runs without the lane: a busy lane skips it, and a lane that is
+// lost ends it, first politely and then not. The lane is released on every way out; when
+// this process is killed the lane ends with its lease, and the command, which nobody then watches, may go
+// on for that long unnoticed (on Linux it is killed with its parent).
+package lanerun
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"os/signal"
+	"runtime"
+	"syscall"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+const (
+	// ExitBusy is the exit code when the lane is held by somebody else.
+	ExitBusy = 75
+	// ExitFailed is the exit code when the command could not be run, or had to be ended with its lane lost.
+	ExitFailed = 1
+	exitSignal = 128 // plus the signal's number, as in a shell
+
+	grace = 10 * time.Second // between the polite end of a command and the other
+)
+
+// Stdio is what the command reads and writes.
+type Stdio struct {
+	In       io.Reader
+	Out, Err io.Writer
+}
+
+// RunCommand runs argv while keeper holds lane, and returns the command's exit code; 128 + n when
+// signal n ended it. Signals that this process gets meanwhile are handed to the command. ttl 0 is
+// the lane's default.
+//
+// A busy lane is exit code 75 and no error, with a warning `already running, skipped` on stdio.Err. An
+// error comes with exit code 1: the lane or the command is not valid, the database did not answer, the
+// lane was lost (lanes.ErrLost) or ctx ended, which ends the command.
+func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
+	if len(argv) == 0 {
+		return ExitFailed, errors.New("run: no command given; write it after --")
+	}
+	var opts []lanes.Option
+	if ttl != 0 {
+		opts = append(opts, lanes.WithTTL(ttl))
+	}
+	lease, err := keeper.Acquire(ctx, lane, opts...)
+	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
+		slog.New(slog.NewTextHandler(stdio.Err, nil)).WarnContext(ctx, "already running, skipped", "lane", lane, "holder", busy.Holder)
+		return ExitBusy, nil
+	}
+	if err != nil {
+		return ExitFailed, err
+	}
+	code, err := runHeld(lease, argv, stdio)
+	released := lease.Release(ctx)
+	if err == nil && released != nil {
+		return code, fmt.Errorf("after %s: %w", argv[0], released)
+	}
+	return code, err
+}
+
+// runHeld runs the command under the lease. Whatever ends it, it has ended when this returns, and with it
+// the processes it started, where they stayed in its group.
+func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
+	cmd := exec.Command(argv[0], argv[1:]...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdio.In, stdio.Out, stdio.Err
+	cmd.WaitDelay = grace
+	group := newGroup(cmd)
+
+	signals := make(chan os.Signal, 8)
+	signal.Notify(signals, forwarded...)
+	defer signal.Stop(signals)
+
+	started, ended := start(cmd)
+	if err := <-started; err != nil {
+		return ExitFailed, fmt.Errorf("run %s: %w", argv[0], err)
+	}
+	stop, lost := lease.Context().Done(), lease.Lost()
+	var kill <-chan time.Time
+	var cause error
+	for {
+		select {
+		case err := <-ended:
+			if cause != nil {
+				group.signal(syscall.SIGKILL) // what the command left behind
+				return ExitFailed, fmt.Errorf("run %s: ended: %w", argv[0], cause)
+			}
+			return exitCode(cmd, err)
+		case s := <-signals:
+			group.signal(s)
+			continue
+		case <-kill:
+			group.signal(syscall.SIGKILL)
+			continue
+		case <-stop:
+			cause = context.Cause(lease.Context())
+		case <-lost:
+			cause = lanes.ErrLost
+		}
+		stop, lost, kill = nil, nil, time.After(grace)
+		group.signal(syscall.SIGTERM)
+	}
+}
+
+// start runs cmd on a thread that lives as long as the command: the kernel kills the command with the thread
+// that started it (see endWithParent).
+func start(cmd *exec.Cmd) (started, ended <-chan error) {
+	began, done := make(chan error, 1), make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		began <- err
+		if err == nil {
+			done <- cmd.Wait()
+		}
+	}()
+	return began, done
+}
+
+// exitCode turns the end of a command into an exit code.
+func exitCode(cmd *exec.Cmd, err error) (int, error) {
+	if cmd.ProcessState == nil {
+		return ExitFailed, fmt.Errorf("run %s: %w", cmd.Path, err)
+	}
+	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); ok && status.Signaled() {
+		return exitSignal + int(status.Signal()), nil
+	}
+	return cmd.ProcessState.ExitCode(), nil
+}

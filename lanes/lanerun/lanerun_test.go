@@ -1,0 +1,195 @@
+//go:build unix
+
+package lanerun_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const soon = 15 * time.Second
+
+func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+	t.Helper()
+	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Logger: slog.New(slog.DiscardHandler)})
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { _ = k.Run(ctx) })
+	t.Cleanup(func() { cancel(); running.Wait() })
+	return k
+}
+
+// result is what a run left.
+type result struct {
+	code     int
+	err      error
+	out, log string
+}
+
+func run(ctx context.Context, k *lanes.Keeper, lane string, ttl time.Duration, argv ...string) result {
+	var out, log bytes.Buffer
+	code, err := lanerun.RunCommand(ctx, k, lane, ttl, argv, lanerun.Stdio{In: strings.NewReader("input"), Out: &out, Err: &log})
+	return result{code, err, out.String(), log.String()}
+}
+
+func free(t *testing.T, db *pgxpool.Pool, lane string) {
+	t.Helper()
+	if held, err := lanes.Held(context.Background(), db, lane); err != nil || held {
+		t.Errorf("after the run %s is held: %v, %v", lane, held, err)
+	}
+}
+
+func TestTheExitCodeIsTheCommands(t *testing.T) {
+	db := pgtest.DB(t)
+	k := keeper(t, db)
+	for name, test := range map[string]struct {
+		argv []string
+		code int
+		fail bool
+	}{
+		"success":         {argv: []string{"sh", "-c", "cat; echo; echo done"}},
+		"failure":         {argv: []string{"sh", "-c", "exit 7"}, code: 7},
+		"signal":          {argv: []string{"sh", "-c", "kill -KILL $$"}, code: 128 + 9},
+		"no such command": {argv: []string{"/no/such/command"}, code: lanerun.ExitFailed, fail: true},
+		"nothing":         {code: lanerun.ExitFailed, fail: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := run(t.Context(), k, "job", time.Minute, test.argv...)
+			if got.code != test.code || (got.err != nil) != test.fail {
+				t.Errorf("code %d, error %v; want %d, %v", got.code, got.err, test.code, test.fail)
+			}
+			if name == "success" && got.out != "input\ndone\n" {
+				t.Errorf("output %q", got.out)
+			}
+			free(t, db, "job")
+		})
+	}
+}
+
+func TestABusyLaneSkipsTheCommand(t *testing.T) {
+	db := pgtest.DB(t)
+	k := keeper(t, db)
+	l, err := k.Acquire(t.Context(), "job")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := run(t.Context(), k, "job", 0, "echo", "ran")
+	if got.code != 75 || got.err != nil || got.out != "" {
+		t.Errorf("busy: %+v, want exit code 75 and no run", got)
+	}
+	for _, want := range []string{"level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String()} {
+		if !strings.Contains(got.log, want) {
+			t.Errorf("stderr lacks %s: %s", want, got.log)
+		}
+	}
+	if cause := context.Cause(l.Context()); cause != nil {
+		t.Errorf("the skipped run ended the holder: %v", cause)
+	}
+	if err := l.Release(t.Context()); err != nil {
+		t.Errorf("the skipped run freed the lane: %v", err)
+	}
+}
+
+func TestBadInputRunsNothing(t *testing.T) {
+	k := keeper(t, pgtest.DB(t))
+	for name, got := range map[string]result{
+		"lane": run(t.Context(), k, "", 0, "echo", "ran"), "ttl": run(t.Context(), k, "job", -time.Second, "echo", "ran"),
+	} {
+		if got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrInvalid) || got.out != "" {
+			t.Errorf("bad %s: %+v", name, got)
+		}
+	}
+}
+
+// start runs a command that first writes its process id to a file, and returns that id.
+func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (pid int, done <-chan result) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "pid")
+	finished := make(chan result, 1)
+	go func() {
+		finished <- run(ctx, k, "job", 2*time.Second, "sh", "-c", "echo $$ > "+file+".new; mv "+file+".new "+file+"; "+script)
+	}()
+	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range strings.TrimSpace(string(text)) {
+		pid = pid*10 + int(c-'0')
+	}
+	return pid, finished
+}
+
+func await(t *testing.T, done <-chan result) result {
+	t.Helper()
+	select {
+	case r := <-done:
+		return r
+	case <-time.After(soon):
+		t.Fatal("the run does not end")
+		return result{}
+	}
+}
+
+// gone checks that no process of the command's group is left.
+func gone(t *testing.T, pid int) {
+	t.Helper()
+	pgtest.Eventually(t, soon, func() bool { return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH) }, "the group is gone")
+}
+
+func TestALostLaneEndsTheCommandAndWhatItStarted(t *testing.T) {
+	db := pgtest.DB(t)
+	pid, done := start(t.Context(), t, keeper(t, db), "sleep 60 & wait")
+	if broken, err := lanes.Break(t.Context(), db, "job", "test"); err != nil || !broken {
+		t.Fatalf("Break: %v, %v", broken, err)
+	}
+	if got := await(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
+		t.Errorf("lost: %+v, want exit code 1 and ErrLost", got)
+	}
+	gone(t, pid)
+}
+
+// A command that ignores SIGTERM is killed after the grace.
+func TestAStubbornCommandIsKilled(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	db := pgtest.DB(t)
+	pid, done := start(ctx, t, keeper(t, db), "trap '' TERM; while :; do sleep 1; done")
+	cancel()
+	if got := await(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, context.Canceled) {
+		t.Errorf("cancelled: %+v", got)
+	}
+	gone(t, pid)
+	free(t, db, "job")
+}
+
+func TestSignalsReachTheCommand(t *testing.T) {
+	db := pgtest.DB(t)
+	ready := filepath.Join(t.TempDir(), "ready")
+	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
+	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
+	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
+		t.Fatal(err)
+	}
+	if got := await(t, done); got.code != 9 || got.err != nil {
+		t.Errorf("signalled: %+v, want exit code 9", got)
+	}
+	free(t, db, "job")
+}

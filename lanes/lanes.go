@@ -1,0 +1,70 @@
+// Package lanes keeps two runs from doing the same work at once.
+//
+// A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The
+// hold is a lease in the table agent_locks: owner, fencing token, end. A holder that dies loses the
+// lane when the lease ends, so nothing has to clean up after it. The rules are SQL functions
+// (migrations/sql/0001_lanes.sql), so any client of the database obeys them; this package is a thin
+// client that adds what only a process can: renewal, cancellation and counting.
+//
+// It promises:
+//
+//   - At most one owner holds a lane at any moment of the database's clock, and the tokens of one
+//     lane grow in the order of its grants.
+//   - A try never waits. AcquireWait keeps a place in a queue: nobody is overtaken or starves.
+//   - The context of a lease is cancelled with cause [ErrLost] when the lane is lost, and at the
+//     latest when the lease ends by the local monotonic clock, started before the call that
+//     acquired or renewed it. So it ends no later than the database's lease, even when the
+//     database cannot be reached.
+//   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one.
+//   - An owner is one claim of one run. The type [Owner] has no constructor from a mere string, so a
+//     constant owner, which would let a second instance in, cannot be written.
+//
+// A paused process can still write after its lease has ended, before it notices. A write that must
+// not happen then begins with [Lease.Fence] in its transaction: it fails with [ErrStale] once the
+// lane has gone to somebody else, and a takeover waits for a fenced transaction that is under way.
+//
+// One [Keeper] per process renews every lease it holds with one statement, see [Keeper.Run].
+package lanes
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+var (
+	// ErrBusy reports a lane that somebody else holds. The error is a *BusyError.
+	ErrBusy = errors.New("lane busy")
+	// ErrLost is the cause of the cancellation of a lease's context: the lane was lost.
+	ErrLost = errors.New("lane lost")
+	// ErrStale reports a fenced write under a token that is no longer its lane's (SQLSTATE LK001).
+	ErrStale = errors.New("lane token is stale")
+	// ErrInvalid reports a lane, owner, TTL or reason that the database refuses (SQLSTATE 22023).
+	ErrInvalid = errors.New("invalid")
+)
+
+// SQLSTATEs that the lane functions raise.
+const (
+	codeStale   = "LK001"
+	codeInvalid = "22023"
+)
+
+// BusyError says who holds a lane. It matches ErrBusy.
+type BusyError struct {
+	Lane      string
+	Holder    string    // owner of the live lease, or who waits first; empty when the row was being changed
+	ExpiresAt time.Time // end of that lease by the database's clock; zero when unknown or parked
+}
+
+func (e *BusyError) Error() string {
+	switch {
+	case e.Holder == "":
+		return fmt.Sprintf("acquire %s: lane busy: somebody takes or releases it right now", e.Lane)
+	case e.ExpiresAt.IsZero():
+		return fmt.Sprintf("acquire %s: lane busy: held by %s", e.Lane, e.Holder)
+	}
+	return fmt.Sprintf("acquire %s: lane busy: held by %s until %s", e.Lane, e.Holder, e.ExpiresAt.UTC().Format(time.RFC3339))
+}
+
+// Is makes errors.Is(err, ErrBusy) true.
+func (e *BusyError) Is(target error) bool { return target == ErrBusy }

@@ -1,0 +1,180 @@
+package lanes
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Lease is a hold of a lane. Its methods may be called from any goroutine.
+type Lease struct {
+	hold *hold
+	ctx  context.Context
+	end  context.CancelCauseFunc
+	off  bool // lanes are switched off
+
+	mu      sync.Mutex
+	settled bool // Release has its answer
+	answer  error
+}
+
+func newLease(ctx context.Context, h *hold) *Lease {
+	l := &Lease{hold: h}
+	l.ctx, l.end = leaseContext(ctx, h.lane)
+	return l
+}
+
+// localLease is what everybody gets while lanes are off.
+func localLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
+	l := newLease(ctx, &hold{keeper: k, owner: owner, lane: lane, lost: make(chan struct{})})
+	l.off = true
+	return l
+}
+
+// Lane is the name of the lane.
+func (l *Lease) Lane() string { return l.hold.lane }
+
+// Owner is who holds it.
+func (l *Lease) Owner() Owner { return l.hold.owner }
+
+// Token is the fencing token: larger than that of every earlier grant of this lane. 0 while lanes are off.
+func (l *Lease) Token() int64 { return l.hold.token }
+
+// ExpiresAt is the end of the lease by the database's clock, as of the last renewal. Zero while
+// lanes are off.
+func (l *Lease) ExpiresAt() time.Time {
+	k := l.hold.keeper
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return l.hold.expires
+}
+
+// Context is the acquirer's context, cancelled when the lease is released and, with a cause that is
+// ErrLost, when the lane is lost. The loss of a thread's lane cancels nothing.
+func (l *Lease) Context() context.Context { return l.ctx }
+
+// Lost is closed when the lane is lost, also a thread's.
+func (l *Lease) Lost() <-chan struct{} { return l.hold.lost }
+
+// Fence guards the writes of tx: it returns ErrStale, and has aborted tx, when the lane is no longer held
+// under this lease's token. Otherwise nobody can take the lane over before tx ends; renewals pass.
+// Call it before the writes.
+func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
+	if l.off {
+		return nil
+	}
+	_, err := tx.Exec(ctx, `select fence_agent_lock(@lane, @token)`,
+		postgres.Strict{"lane": l.hold.lane, "token": l.hold.token})
+	if postgres.IsCode(err, codeStale) {
+		return fmt.Errorf("fence %s: %w: %w", l.hold.lane, ErrStale, err)
+	}
+	if err != nil {
+		return fmt.Errorf("fence %s: %w", l.hold.lane, err)
+	}
+	return nil
+}
+
+// Renew prolongs the lease by its TTL from now. Only lanes that Run does not renew, those of threads, need
+// it. ErrLost once the lane is lost; nil also when the row was being changed and the lease goes on as it was.
+func (l *Lease) Renew(ctx context.Context) error {
+	if l.off {
+		return nil
+	}
+	if err := l.hold.keeper.renew(ctx, []*hold{l.hold}); err != nil {
+		return fmt.Errorf("renew %s: %w", l.hold.lane, err)
+	}
+	select {
+	case <-l.hold.lost:
+		return fmt.Errorf("renew %s: %w", l.hold.lane, ErrLost)
+	default:
+		return nil
+	}
+}
+
+// Release cancels Context and gives the lane back. An inner hold only ends itself. It works with a ctx
+// that has ended, in at most 5 seconds, and may be called again: a release that could not reach the
+// database is tried again, one that could answers the same. ErrLost says that the lane had been lost
+// before, so that the work may not have been alone.
+func (l *Lease) Release(ctx context.Context) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.end(context.Canceled)
+	if l.settled {
+		return l.answer
+	}
+	if l.off {
+		l.settled = true
+		l.hold.keeper.log.InfoContext(ctx, "lane released", "lane", l.hold.lane, "owner", l.hold.owner.name)
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	defer cancel()
+	answer, err := l.hold.keeper.leave(ctx, l)
+	if err != nil {
+		return fmt.Errorf("release %s: %w", l.hold.lane, err)
+	}
+	l.settled = true
+	if answer != nil {
+		l.answer = fmt.Errorf("release %s: %w", l.hold.lane, answer)
+	}
+	return l.answer
+}
+
+// leave ends one lease of a hold, and with the last one the hold. err means that the database did not answer.
+func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
+	h := l.hold
+	end, err := k.turns.take(ctx, h.key())
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	if last, answer := k.depart(l); !last {
+		return answer, nil
+	}
+	var released bool
+	err = k.db.QueryRow(ctx, `select release_agent_lock(@lane, @owner, @token)`,
+		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&released)
+	if err != nil {
+		return nil, err
+	}
+	k.mu.Lock()
+	if released {
+		k.forget(h)
+		k.mu.Unlock()
+		k.log.InfoContext(ctx, "lane released", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token)
+		return nil, nil
+	}
+	if h.state == closing {
+		h.state = live
+	}
+	after := k.loseLocked(h, "it was held no longer when it was released")
+	k.mu.Unlock()
+	after()
+	return h.lossAnswer(), nil
+}
+
+// depart takes l out of its hold. last means that the hold is now to be released.
+func (k *Keeper) depart(l *Lease) (last bool, answer error) {
+	h := l.hold
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(h.leases, l)
+	switch {
+	case h.state == lost:
+		return false, h.lossAnswer()
+	case h.state == gone, len(h.leases) > 0:
+		return false, nil
+	}
+	h.state = closing
+	return true, nil
+}
+
+func (h *hold) lossAnswer() error {
+	if !h.policy.cancels {
+		return nil
+	}
+	return ErrLost
+}

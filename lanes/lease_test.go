@@ -1,0 +1,389 @@
+package lanes_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+const execution = "018f0000-0000-7000-8000-00000000000a"
+
+func TestABusyLaneNamesItsHolder(t *testing.T) {
+	db := pgtest.DB(t)
+	k, log := keeper(t, db)
+	first, err := k.Acquire(t.Context(), "heartbeat")
+	acquired(t, first, err)
+	_, err = k.Acquire(t.Context(), "heartbeat")
+	busy, ok := errors.AsType[*lanes.BusyError](err)
+	if !ok || !errors.Is(err, lanes.ErrBusy) {
+		t.Fatalf("error %v, want a BusyError", err)
+	}
+	if busy.Lane != "heartbeat" || busy.Holder != first.Owner().String() || !busy.ExpiresAt.Equal(first.ExpiresAt()) {
+		t.Errorf("busy is %+v, the holder %s until %s", busy, first.Owner(), first.ExpiresAt())
+	}
+	if !strings.HasPrefix(err.Error(), "acquire heartbeat: lane busy: held by run/") {
+		t.Errorf("error text %q", err)
+	}
+	log.want(t, 1, "level=INFO", `msg="lane acquired"`, "lane=heartbeat", "owner="+first.Owner().String())
+	log.want(t, 1, "level=WARN", `msg="lane busy"`, "lane=heartbeat", "owner=run/", "holder="+first.Owner().String())
+	if err := first.Release(t.Context()); err != nil {
+		t.Error(err)
+	}
+	log.want(t, 1, "level=INFO", `msg="lane released"`, "lane=heartbeat", "owner="+first.Owner().String())
+	log.want(t, 0, "stale")
+}
+
+// A skipped run never frees the lane that it did not get.
+func TestASkippedRunFreesNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	late, err := k.Acquire(t.Context(), "x")
+	acquired(t, late, err)
+	lapse(t, db, "x")
+	holder, err := k.Acquire(t.Context(), "x")
+	acquired(t, holder, err)
+	want := row(t, db, "x")
+	if _, err := k.Acquire(t.Context(), "x"); !errors.Is(err, lanes.ErrBusy) {
+		t.Errorf("error %v", err)
+	}
+	if err := late.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
+		t.Errorf("release of a lost lane: %v, want ErrLost", err)
+	}
+	if got := row(t, db, "x"); got != want {
+		t.Errorf("the lane changed from %s to %s", want, got)
+	}
+}
+
+func TestATakeoverIsLogged(t *testing.T) {
+	db := pgtest.DB(t)
+	k, log := keeper(t, db)
+	mustTry(t, db, "x", "a dead run", 60)
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '90 seconds'`)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=x", `holder="a dead run"`, "age=1m30")
+}
+
+func TestOwnersAreNeverTheSame(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	id := trace.New(trace.Heartbeat)
+	ctx := trace.With(t.Context(), trace.Span{TraceID: id})
+	a, err := k.Acquire(ctx, "a")
+	acquired(t, a, err)
+	b, err := k.Acquire(ctx, "b")
+	acquired(t, b, err)
+	if !strings.HasPrefix(a.Owner().String(), string(id)+"/") || a.Owner() == b.Owner() {
+		t.Errorf("owners %s and %s of trace %s", a.Owner(), b.Owner(), id)
+	}
+	if got := get[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`); got != string(id) {
+		t.Errorf("the live view shows trace %q, want %s", got, id)
+	}
+	for name, owner := range map[string]lanes.Owner{
+		"zero": {}, "constant": lanes.ClaimOwner("heartbeat-cron", 1), "no claim": lanes.ClaimOwner(execution, 0),
+	} {
+		if _, err := k.AcquireAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
+			t.Errorf("%s owner: %v, want ErrInvalid", name, err)
+		}
+		if _, err := k.AwaitAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
+			t.Errorf("%s owner waits: %v, want ErrInvalid", name, err)
+		}
+	}
+	if got := lanes.ClaimOwner(execution, 7).String(); got != execution+"#7" {
+		t.Errorf("claim owner %s", got)
+	}
+}
+
+func TestTTLFollowsTheName(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	for lane, want := range map[string]int{
+		"heartbeat": 300, "operate": 300, "webhook:github:1": 300, "automation:1": 300, "objective:1": 300,
+		"thread:1": 600, "pipeline:prices": 3600, "consolidate:a:2024:11": 3600, "heartbeat:x": 3600, "threads": 3600,
+	} {
+		l, err := k.Acquire(t.Context(), lane)
+		acquired(t, l, err)
+		if got := get[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane); got != want {
+			t.Errorf("%s: %d seconds, want %d", lane, got, want)
+		}
+	}
+	l, err := k.Acquire(t.Context(), "short", lanes.WithTTL(1500*time.Millisecond))
+	acquired(t, l, err)
+	if got := get[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`); got != 2 {
+		t.Errorf("1.5 s became %d seconds, want 2", got)
+	}
+}
+
+func TestBadInputIsErrInvalid(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	for name, err := range map[string]error{
+		"lane":         second(k.Acquire(t.Context(), "")),
+		"long lane":    second(k.Acquire(t.Context(), strings.Repeat("x", 256))),
+		"zero ttl":     second(k.Acquire(t.Context(), "x", lanes.WithTTL(0))),
+		"negative ttl": second(k.Acquire(t.Context(), "x", lanes.WithTTL(-time.Millisecond))),
+		"long ttl":     second(k.Acquire(t.Context(), "x", lanes.WithTTL(31*24*time.Hour))),
+		"endless ttl":  second(k.Acquire(t.Context(), "x", lanes.WithTTL(1<<62))),
+		"waiting":      second(k.AcquireWait(t.Context(), "a\nb")),
+		"reason":       second(lanes.Break(t.Context(), db, "x", " ")),
+	} {
+		if !errors.Is(err, lanes.ErrInvalid) || !strings.Contains(err.Error(), "is not valid: ") && name != "reason" {
+			t.Errorf("%s: %v, want ErrInvalid with the database's words", name, err)
+		}
+	}
+	if n := get[int](t, db, `select count(*) from agent_locks`); n != 0 {
+		t.Errorf("%d rows were written", n)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestNestedHoldsAreCounted(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	owner := lanes.ClaimOwner(execution, 1)
+	outer, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
+	acquired(t, outer, err)
+	inner, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Second))
+	acquired(t, inner, err)
+	if ttl := get[int](t, db, `select ttl_seconds from agent_locks`); ttl != 3600 {
+		t.Errorf("the inner hold shortened the lease to %d s", ttl)
+	}
+	for range 2 { // idempotent: the second must not count for the outer hold
+		if err := inner.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}
+	if inner.Context().Err() == nil || outer.Context().Err() != nil {
+		t.Errorf("after the inner release: inner %v, outer %v", inner.Context().Err(), outer.Context().Err())
+	}
+	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || !held {
+		t.Errorf("after the inner release: held %v, %v", held, err)
+	}
+	if err := outer.Release(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || held {
+		t.Errorf("after the outer release: held %v, %v", held, err)
+	}
+}
+
+func TestReleaseWorksWithACancelledContext(t *testing.T) {
+	db := pgtest.DB(t)
+	k, log := keeper(t, db)
+	ctx, cancel := context.WithCancel(t.Context())
+	l, err := k.Acquire(ctx, "x")
+	acquired(t, l, err)
+	cancel()
+	if l.Context().Err() == nil {
+		t.Error("the lease's context outlives its parent")
+	}
+	for range 2 {
+		if err := l.Release(ctx); err != nil {
+			t.Error(err)
+		}
+	}
+	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+		t.Error("not released")
+	}
+	log.want(t, 1, "lane released")
+}
+
+// A release that did not reach the database can be repeated, and meanwhile its owner can come back.
+func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &wire{DB: db}
+	k, _ := keeper(t, w)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+	w.cut.Store(true)
+	if err := l.Release(t.Context()); err == nil || errors.Is(err, lanes.ErrLost) {
+		t.Errorf("release without a database: %v", err)
+	}
+	if l.Context().Err() == nil {
+		t.Error("work goes on after Release")
+	}
+	w.cut.Store(false)
+	if err := l.Release(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+		t.Error("not released")
+	}
+}
+
+// An acquire whose answer was lost must not keep the lane busy until its TTL.
+func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
+	db := pgtest.DB(t)
+	w := &wire{DB: db}
+	k, _ := keeper(t, w)
+	w.lose.Store(true)
+	if _, err := k.Acquire(t.Context(), "x"); err == nil {
+		t.Fatal("no error although the answer was lost")
+	}
+	w.lose.Store(false)
+	if n := get[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
+		t.Fatal("the statement did not reach the database: the test tests nothing")
+	}
+	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+		t.Error("a lane that nobody knows of is held")
+	}
+}
+
+// A caller who goes away while the database grants the lane must not leave it held by nobody, although the
+// grant commits after the caller's end: the statement here outlives its cancellation.
+func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	exec(t, db, `
+		create function slowly() returns trigger language plpgsql as $$
+		begin
+			begin
+				perform pg_advisory_xact_lock(42);
+			exception when query_canceled then
+				perform pg_sleep(0.5);
+			end;
+			return new;
+		end $$`)
+	exec(t, db, `create trigger slowly before insert on agent_locks for each row execute function slowly()`)
+	gate := begin(t, db)
+	exec(t, gate, `select pg_advisory_xact_lock(42)`)
+
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 2)
+	go func() {
+		lease, err := k.Acquire(ctx, "x")
+		if err == nil {
+			err = lease.Release(ctx)
+		}
+		left <- err
+	}()
+	blocked(t, db, "acquire_agent_lock")
+	leave()
+	select {
+	case err := <-left:
+		t.Errorf("the caller did not stay for the answer: %v", err)
+		left <- nil
+	case <-time.After(200 * time.Millisecond):
+	}
+	commit(t, gate)
+	if err := <-left; err != nil {
+		t.Error(err)
+	}
+	pgtest.Eventually(t, soon, func() bool {
+		return get[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
+	}, "the grant commits")
+	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+		t.Error("a lane that nobody knows of is held")
+	}
+}
+
+func TestFenceStopsStaleWrites(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+	tx := begin(t, db)
+	if err := l.Fence(t.Context(), tx); err != nil {
+		t.Errorf("fence of a live lease: %v", err)
+	}
+	commit(t, tx)
+	lapse(t, db, "x")
+	mustTry(t, db, "x", "another", 60)
+	if err := l.Fence(t.Context(), begin(t, db)); !errors.Is(err, lanes.ErrStale) {
+		t.Errorf("fence after a takeover: %v, want ErrStale", err)
+	}
+}
+
+func TestAdoptAndDrop(t *testing.T) {
+	db := pgtest.DB(t)
+	w := &wire{DB: db}
+	k, log := keeper(t, w)
+	run(t, k)
+	owner := lanes.ClaimOwner(execution, 2)
+	before := time.Now()
+	token := mustTry(t, db, "objective:1", owner.String(), 2)
+	adopted := k.Adopt(t.Context(), owner, "objective:1", token, 2*time.Second, before)
+	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(time.Second))
+	acquired(t, step, err)
+	if step.Token() != token {
+		t.Errorf("token %d, want the adopted %d", step.Token(), token)
+	}
+	if err := step.Release(t.Context()); err != nil {
+		t.Error(err)
+	}
+	ends := get[time.Time](t, db, `select expires_at from agent_locks`)
+	pgtest.Eventually(t, soon, func() bool {
+		return get[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
+	}, "an adopted lease is renewed")
+	want := get[string](t, db, `select locked_by || fencing_token from agent_locks`)
+	k.Drop(owner)
+	if err := context.Cause(adopted.Context()); !errors.Is(err, context.Canceled) || errors.Is(err, lanes.ErrLost) {
+		t.Errorf("a dropped lease ends with %v", err)
+	}
+	if err := adopted.Release(t.Context()); err != nil {
+		t.Errorf("release of a dropped lease: %v", err)
+	}
+	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want || w.count("release_agent_lock") != 0 {
+		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
+	}
+	log.want(t, 0, "lane lost")
+}
+
+func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	ctx, cancel := context.WithCancel(t.Context())
+	var mine []*lanes.Lease
+	for _, lane := range []string{"b", "a", "c"} {
+		l, err := k.Acquire(ctx, lane)
+		mine = append(mine, acquired(t, l, err))
+	}
+	theirs, err := k.AcquireAs(ctx, lanes.ClaimOwner(execution, 1), "theirs")
+	acquired(t, theirs, err)
+	cancel()
+	if err := k.ReleaseAll(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if got := get[string](t, db, `select string_agg(lane, ',') from agent_locks_live`); got != "theirs" {
+		t.Errorf("held after ReleaseAll: %s, want theirs", got)
+	}
+	if err := mine[0].Release(ctx); err != nil {
+		t.Errorf("release after ReleaseAll: %v", err)
+	}
+}
+
+func TestDisabledLanesGrantEverything(t *testing.T) {
+	db := pgtest.DB(t)
+	log := new(logs)
+	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(log, nil))})
+	run(t, k)
+	a, err := k.Acquire(t.Context(), "x")
+	acquired(t, a, err)
+	b, err := k.AcquireWait(t.Context(), "x")
+	acquired(t, b, err)
+	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context()), k.ReleaseAll(t.Context())); err != nil {
+		t.Error(err)
+	}
+	if a.Context().Err() != nil || b.Context().Err() == nil {
+		t.Errorf("contexts: held %v, released %v", a.Context().Err(), b.Context().Err())
+	}
+	if n := get[int](t, db, `select count(*) from agent_locks`); n != 0 {
+		t.Errorf("%d rows were written with lanes off", n)
+	}
+	log.want(t, 1, "level=WARN", "lanes are off")
+}
+
+func TestLoggerMayBeLeftOut(t *testing.T) {
+	k := lanes.NewKeeper(&wire{}, lanes.Options{})
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+}

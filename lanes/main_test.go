@@ -1,0 +1,256 @@
+package lanes_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// soon is within which things happen that need no timeout; long enough for a busy machine.
+const soon = 10 * time.Second
+
+// grant is a row of acquire_agent_lock.
+type grant struct {
+	acquired bool
+	token    int64
+	holder   string
+}
+
+func try(t testing.TB, db postgres.DB, lane, owner string, ttl int) grant {
+	t.Helper()
+	g, err := tryErr(t.Context(), db, lane, owner, ttl)
+	if err != nil {
+		t.Fatalf("acquire_agent_lock(%q, %q): %v", lane, owner, err)
+	}
+	return g
+}
+
+func tryErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g grant, err error) {
+	err = db.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(locked_by, '') from acquire_agent_lock($1, $2, $3)`,
+		lane, owner, ttl).Scan(&g.acquired, &g.token, &g.holder)
+	return g, err
+}
+
+// mustTry takes a lane that has to be free.
+func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
+	t.Helper()
+	g := try(t, db, lane, owner, ttl)
+	if !g.acquired {
+		t.Fatalf("lane %s was not granted to %s; %s holds it", lane, owner, g.holder)
+	}
+	return g.token
+}
+
+func get[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
+	t.Helper()
+	var v T
+	if err := db.QueryRow(t.Context(), query, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+	return v
+}
+
+func exec(t testing.TB, db postgres.DB, query string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), query, args...); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+}
+
+func begin(t testing.TB, db *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
+	return tx
+}
+
+func commit(t testing.TB, tx pgx.Tx) {
+	t.Helper()
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// lapse ends the present lease of a lane now, as time would.
+func lapse(t testing.TB, db postgres.DB, lane string) {
+	t.Helper()
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+}
+
+// row is everything about a lane, with its version: it differs after any write.
+func row(t testing.TB, db postgres.DB, lane string) string {
+	t.Helper()
+	return get[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l where l.lane = $1), 'none')`, lane)
+}
+
+// wantCode fails unless err has the SQLSTATE.
+func wantCode(t testing.TB, err error, code string) {
+	t.Helper()
+	if !postgres.IsCode(err, code) {
+		t.Errorf("error %v, want SQLSTATE %s", err, code)
+	}
+}
+
+// blocked waits until a statement that contains text waits for a lock.
+func blocked(t testing.TB, db postgres.DB, text string) {
+	t.Helper()
+	pgtest.Eventually(t, soon, func() bool {
+		return get[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
+	}, "no statement waits: "+text)
+}
+
+// logs collects log lines.
+type logs struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *logs) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+// find returns the lines that contain all words.
+func (l *logs) find(words ...string) []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var found []string
+lines:
+	for line := range strings.Lines(l.buf.String()) {
+		for _, w := range words {
+			if !strings.Contains(line, w) {
+				continue lines
+			}
+		}
+		found = append(found, line)
+	}
+	return found
+}
+
+// want waits for n lines: the work of a lost lane is told before the log.
+func (l *logs) want(t testing.TB, n int, words ...string) {
+	t.Helper()
+	pgtest.Eventually(t, soon, func() bool { return len(l.find(words...)) >= n }, fmt.Sprintf("%d log lines with %q", n, words))
+	if got := l.find(words...); len(got) != n {
+		t.Errorf("%d log lines with %q, want %d; all:\n%s", len(got), words, n, strings.Join(l.find(), ""))
+	}
+}
+
+// wire is a database that can be cut off, slowed down, or whose answers get lost.
+type wire struct {
+	postgres.DB
+	cut   atomic.Bool
+	lose  atomic.Bool
+	delay time.Duration
+	sent  sync.Map // statements by the function they call → *atomic.Int64
+}
+
+func (w *wire) pass(ctx context.Context, sql string) error {
+	for _, name := range []string{"renew_agent_locks", "acquire_agent_lock", "await_agent_lock", "release_agent_lock"} {
+		if strings.Contains(sql, name) {
+			n, _ := w.sent.LoadOrStore(name, new(atomic.Int64))
+			n.(*atomic.Int64).Add(1)
+		}
+	}
+	if w.cut.Load() {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	if w.delay > 0 {
+		select {
+		case <-time.After(w.delay):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+func (w *wire) count(name string) int64 {
+	n, ok := w.sent.Load(name)
+	if !ok {
+		return 0
+	}
+	return n.(*atomic.Int64).Load()
+}
+
+func (w *wire) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	if err := w.pass(ctx, sql); err != nil {
+		return pgconn.CommandTag{}, err
+	}
+	return w.DB.Exec(ctx, sql, args...)
+}
+
+func (w *wire) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if err := w.pass(ctx, sql); err != nil {
+		return nil, err
+	}
+	rows, err := w.DB.Query(ctx, sql, args...)
+	if err == nil && w.lose.Load() {
+		rows.Close()
+		return nil, context.DeadlineExceeded
+	}
+	return rows, err
+}
+
+func (w *wire) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if err := w.pass(ctx, sql); err != nil {
+		return failedRow{err}
+	}
+	return w.DB.QueryRow(ctx, sql, args...)
+}
+
+type failedRow struct{ err error }
+
+func (r failedRow) Scan(...any) error { return r.err }
+
+// keeper returns a keeper on db, with its log.
+func keeper(t testing.TB, db postgres.DB) (*lanes.Keeper, *logs) {
+	t.Helper()
+	l := new(logs)
+	return lanes.NewKeeper(db, lanes.Options{Enabled: true, Logger: slog.New(slog.NewTextHandler(l, nil))}), l
+}
+
+// run starts the renewals of k until the test ends.
+func run(t testing.TB, k *lanes.Keeper) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() {
+		if err := k.Run(ctx); err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+	t.Cleanup(func() { cancel(); running.Wait() })
+}
+
+// acquired fails the test when the lane was not granted.
+func acquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Release(context.Background()) })
+	return l
+}

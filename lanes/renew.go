@@ -1,0 +1,159 @@
+package lanes
+
+import (
+	"context"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	busyRetry = 250 * time.Millisecond // for a row that somebody had locked
+	failRetry = time.Second            // at most, for a database that did not answer
+	idleLook  = time.Minute            // when there is nothing to renew; a new lease wakes Run
+	renewMost = 5 * time.Second        // for one renewal to be answered
+)
+
+// Run renews every lease of the process until ctx ends, then returns nil: one statement for all of
+// them, each at a third of its TTL but at least every 10 seconds. A lease that is lost is cancelled
+// with ErrLost. Without Run leases end after their TTL.
+func (k *Keeper) Run(ctx context.Context) error {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		case <-k.changed:
+		}
+		due, next := k.due(time.Now())
+		if len(due) > 0 {
+			k.renewDue(ctx, due)
+			_, next = k.due(time.Now())
+		}
+		timer.Reset(next)
+	}
+}
+
+// renewDue renews and, when the database does not answer, plans the next try.
+func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
+	err := k.renew(ctx, due)
+	if err == nil || ctx.Err() != nil {
+		return
+	}
+	k.log.WarnContext(ctx, "lanes not renewed, trying again", "lanes", len(due), "error", err)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, h := range due {
+		h.renewAt = time.Now().Add(min(failRetry, h.interval()/4))
+	}
+}
+
+// due returns the leases to renew now, if any is due: with it go those that would be soon. next
+// is how long nothing is due.
+func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	next = idleLook
+	for _, h := range k.held {
+		if h.state != live || !h.policy.renewed {
+			continue
+		}
+		left := h.renewAt.Sub(now)
+		next = min(next, max(left, 0))
+		if left <= h.interval()/2 {
+			due = append(due, h)
+		}
+	}
+	if next > 0 {
+		return nil, next
+	}
+	return due, 0
+}
+
+// batch is the arrays of a statement about many leases.
+type batch struct {
+	lanes, owners []string
+	tokens        []int64
+	ttls          []int32
+}
+
+func (b *batch) add(h *hold) {
+	b.lanes = append(b.lanes, h.lane)
+	b.owners = append(b.owners, h.owner.name)
+	b.tokens = append(b.tokens, h.token)
+	b.ttls = append(b.ttls, seconds(h.ttl))
+}
+
+type renewal struct {
+	Lane         string
+	FencingToken int64
+	Renewed      bool
+	Busy         bool
+	ExpiresAt    time.Time
+}
+
+// renew asks for all of them in one statement and acts on the answer. An error means that nothing is known.
+func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
+	var b batch
+	limit := renewMost
+	k.mu.Lock()
+	for _, h := range holds {
+		b.add(h)
+		limit = min(limit, h.interval()/2) // leaves time for more tries before the lease ends
+	}
+	k.mu.Unlock()
+	before := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	answers, err := renewLanes(ctx, k.db, b)
+	if err != nil {
+		return err
+	}
+	type grantKey struct {
+		lane  string
+		token int64
+	}
+	byGrant := make(map[grantKey]renewal, len(answers))
+	for _, a := range answers {
+		byGrant[grantKey{a.Lane, a.FencingToken}] = a
+	}
+	for i, h := range holds {
+		ttl := time.Duration(b.ttls[i]) * time.Second
+		k.settle(h, byGrant[grantKey{h.lane, h.token}], before, ttl)
+	}
+	return nil
+}
+
+// settle acts on the answer to one renewal.
+func (k *Keeper) settle(h *hold, a renewal, before time.Time, ttl time.Duration) {
+	k.mu.Lock()
+	after := func() {}
+	switch {
+	case h.state != live: // released or lost meanwhile
+	case a.Renewed && ttl < h.ttl:
+		h.shorten(before, ttl)
+	case a.Renewed:
+		h.extend(before, ttl, a.ExpiresAt)
+	case a.Busy:
+		h.renewAt = time.Now().Add(busyRetry)
+	default:
+		after = k.loseLocked(h, "the database says it ended or was taken")
+	}
+	k.mu.Unlock()
+	after()
+}
+
+func renewLanes(ctx context.Context, db postgres.DB, b batch) ([]renewal, error) {
+	rows, err := db.Query(ctx, `
+		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
+		  from renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,
+		postgres.Strict{"lanes": b.lanes, "owners": b.owners, "tokens": b.tokens, "ttls": b.ttls})
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByName[renewal])
+}

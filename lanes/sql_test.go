@@ -1,0 +1,385 @@
+package lanes_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// The rules of DESIGN.md, by plain SQL: they hold whoever calls.
+
+func TestTryIsTheSameAsAcquire(t *testing.T) {
+	db := pgtest.DB(t)
+	for i, want := range []bool{true, true, false} {
+		owner := []string{"a", "a", "b"}[i]
+		if got := get[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner); got != want {
+			t.Errorf("try %d by %s: %v, want %v", i, owner, got, want)
+		}
+	}
+	if ttl := get[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`); ttl != 300 {
+		t.Errorf("default ttl %d, want 300", ttl)
+	}
+}
+
+func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 10)
+	before := get[time.Time](t, db, `select expires_at from agent_locks`)
+	if again := mustTry(t, db, "x", "a", 60); again != token {
+		t.Errorf("refresh has token %d, want %d", again, token)
+	}
+	if after := get[time.Time](t, db, `select expires_at from agent_locks`); !after.After(before.Add(40 * time.Second)) {
+		t.Errorf("refresh ends at %s, first hold at %s", after, before)
+	}
+}
+
+func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
+	db := pgtest.DB(t)
+	for i, end := range []string{ // in this order: the last makes tokens of the future
+		`select release_agent_lock('x', $1)`,
+		`select break_agent_lock('x', 'breaking ' || $1)`,
+		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1) select count(*) = 1 from e`,
+		`with e as (update agent_locks set expires_at = 'epoch' where locked_by = $1 returning 1) select count(*) = 1 from e`,
+		`select sweep_agent_locks('1 day') = 1 or $1 = ''`, // the row is gone, only the clock is left
+		`with e as (update agent_locks set expires_at = clock_timestamp(), fencing_token = fencing_token + 3600000000
+		             where locked_by = $1 returning 1) select count(*) = 1 from e`, // the clock goes back by an hour
+		`select release_agent_lock('x', $1)`,
+	} {
+		last := get[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
+		if i == 4 { // sweep what the step before has left
+			if !get[bool](t, db, end, "") {
+				t.Error("nothing was swept")
+			}
+			end = `select release_agent_lock('x', $1)`
+		}
+		owner := fmt.Sprint("owner ", i)
+		token := mustTry(t, db, "x", owner, 60)
+		if token <= last || token >= 1<<53 {
+			t.Errorf("%d: token %d after %d", i, token, last)
+		}
+		if !get[bool](t, db, end, owner) {
+			t.Errorf("%s: did nothing", end)
+		}
+	}
+}
+
+func TestBusyTryWritesNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	mustTry(t, db, "held", "a", 60)
+	mustTry(t, db, "promised", "a", 60)
+	get[bool](t, db, `select acquired from await_agent_lock('promised', 'b', 60, 60)`)
+	get[bool](t, db, `select release_agent_lock('promised', 'a')`)
+	mustTry(t, db, "changing", "a", 60)
+	lapse(t, db, "changing")
+	locker := begin(t, db)
+	exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
+	try(t, locker, "new", "a", 60)
+
+	for _, lane := range []string{"held", "promised", "changing", "new"} {
+		tx := begin(t, db)
+		if g := try(t, tx, lane, "c", 60); g.acquired {
+			t.Errorf("%s was granted twice", lane)
+		}
+		if get[bool](t, tx, `select pg_current_xact_id_if_assigned() is not null`) {
+			t.Errorf("a busy try for a lane that is %s has written", lane)
+		}
+		commit(t, tx)
+	}
+}
+
+func TestTryNeverWaits(t *testing.T) {
+	db := pgtest.DB(t)
+	mustTry(t, db, "released", "a", 60)
+	get[bool](t, db, `select release_agent_lock('released', 'a')`)
+	mustTry(t, db, "own", "c", 60)
+	open := begin(t, db)
+	try(t, open, "first", "a", 60)                                         // inserted, not committed
+	try(t, open, "released", "a", 60)                                      // updated, not committed
+	exec(t, open, `select from agent_locks where lane = 'own' for update`) // locked by a stranger
+	exec(t, open, `select await_agent_lock('awaited', 'a', 60)`)           // through the queue
+	for _, lane := range []string{"first", "released", "own", "awaited"} {
+		tx := begin(t, db)
+		exec(t, tx, `set local statement_timeout = '2s'`)
+		if g := try(t, tx, lane, "c", 60); g.acquired {
+			t.Errorf("%s: granted while another transaction changes it", lane)
+		}
+		commit(t, tx)
+	}
+}
+
+func TestFirstHoldHasOneWinner(t *testing.T) {
+	db := pgtest.DB(t)
+	for round := range 20 {
+		lane := "new:" + strings.Repeat("x", round+1)
+		var wins [8]bool
+		var racers sync.WaitGroup
+		for i := range wins {
+			racers.Go(func() {
+				g, err := tryErr(t.Context(), db, lane, "racer"+string(rune('0'+i)), 60)
+				if err != nil {
+					t.Error(err)
+				}
+				wins[i] = g.acquired
+			})
+		}
+		racers.Wait()
+		n := 0
+		for _, w := range wins {
+			if w {
+				n++
+			}
+		}
+		if n != 1 {
+			t.Errorf("%d of 8 racers hold %s", n, lane)
+		}
+	}
+}
+
+func TestOthersAndOldTokensChangeNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	old := mustTry(t, db, "x", "a", 60)
+	lapse(t, db, "x")
+	mustTry(t, db, "x", "a", 60) // the same name again: only the token tells them apart
+	want := row(t, db, "x")
+	for name, query := range map[string]string{
+		"release by another":                `select release_agent_lock('x', 'b')`,
+		"release by another, token known":   `select release_agent_lock('x', 'b', (select fencing_token from agent_locks))`,
+		"release with an old token":         `select release_agent_lock('x', 'a', $1)`,
+		"renewal by another":                `select renew_agent_lock('x', 'b', (select fencing_token from agent_locks), 600)`,
+		"renewal with an old token":         `select renew_agent_lock('x', 'a', $1, 600)`,
+		"renewal of many with an old token": `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[600])`,
+		"renewal of many by another": `select renewed from renew_agent_locks(array['x'], array['b'],
+			array[(select fencing_token from agent_locks)], array[600])`,
+		"try by another": `select try_acquire_agent_lock('x', 'b', 600)`,
+	} {
+		args := []any{}
+		if strings.Contains(query, "$1") {
+			args = append(args, old)
+		}
+		if get[bool](t, db, query, args...) {
+			t.Errorf("%s succeeded", name)
+		}
+		if diff := cmp.Diff(want, row(t, db, "x")); diff != "" {
+			t.Errorf("%s changed the lane: %s", name, diff)
+		}
+	}
+}
+
+func TestAnEndedLeaseIsLostEvenIfNobodyTookIt(t *testing.T) {
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	lapse(t, db, "x")
+	want := row(t, db, "x")
+	for name, query := range map[string]string{
+		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
+		"renewal of many": `select renewed or busy from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"release":         `select release_agent_lock('x', 'a', $1)`,
+	} {
+		if get[bool](t, db, query, token) {
+			t.Errorf("%s of an ended lease succeeded", name)
+		}
+	}
+	if diff := cmp.Diff(want, row(t, db, "x")); diff != "" {
+		t.Error("changed:", diff)
+	}
+	if again := mustTry(t, db, "x", "a", 60); again <= token {
+		t.Errorf("the same owner got token %d again after %d", again, token)
+	}
+}
+
+func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
+	db := pgtest.DB(t)
+	for name, end := range map[string]string{
+		"takeover": `with e as (update agent_locks set expires_at = clock_timestamp() returning 1) select count(*) from e`,
+		"release":  `select release_agent_lock('x', 'a')`,
+		"break":    `select break_agent_lock('x', 'test')`,
+		"expiry":   `with e as (update agent_locks set expires_at = clock_timestamp() returning 1) select count(*) from e`,
+	} {
+		token := mustTry(t, db, "x", "a", 60)
+		exec(t, db, `select fence_agent_lock('x', $1)`, token)
+		exec(t, db, end)
+		if name == "takeover" {
+			mustTry(t, db, "x", "b", 60)
+		}
+		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
+		wantCode(t, err, "LK001")
+		exec(t, db, `select release_agent_lock('x', 'b')`)
+	}
+}
+
+// An insert … select that only mentions the token stored a stale row after a takeover.
+func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	lapse(t, db, "x")
+	takeover := begin(t, db)
+	mustTry(t, takeover, "x", "b", 60)
+	fenced := make(chan error, 1)
+	go func() {
+		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
+		fenced <- err
+	}()
+	blocked(t, db, "fence_agent_lock")
+	commit(t, takeover)
+	wantCode(t, <-fenced, "LK001")
+}
+
+func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	write := begin(t, db)
+	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+
+	hurry := begin(t, db)
+	exec(t, hurry, `set local lock_timeout = '1s'`)
+	for name, query := range map[string]string{
+		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
+		"renewal of many": `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"refresh":         `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
+	} {
+		if !get[bool](t, hurry, query, token) {
+			t.Errorf("%s was held up by a fenced write", name)
+		}
+	}
+	commit(t, hurry)
+	for name, query := range map[string]string{
+		"break":   `select break_agent_lock('x', 'test')`,
+		"release": `select release_agent_lock('x', 'a')`,
+	} {
+		tx := begin(t, db)
+		exec(t, tx, `set local lock_timeout = '100ms'`)
+		if _, err := tx.Exec(t.Context(), query); !postgres.IsCode(err, "55P03") {
+			t.Errorf("%s passed through a fenced write: %v", name, err)
+		}
+		_ = tx.Rollback(t.Context())
+	}
+	lapse(t, db, "x")
+	if g := try(t, db, "x", "b", 60); g.acquired {
+		t.Error("a takeover passed through a fenced write")
+	}
+	commit(t, write)
+	mustTry(t, db, "x", "b", 60)
+}
+
+// A clock that is read before the row lock revives leases that have ended in between.
+func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	for name, query := range map[string]string{
+		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
+		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
+		"release": `select release_agent_lock('x', 'a', $1)`,
+		"many":    `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			token := mustTry(t, db, "x", "a", 1)
+			stranger := begin(t, db)
+			exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
+			revived := make(chan bool, 1)
+			go func() {
+				var ok bool
+				if err := db.QueryRow(t.Context(), query, token).Scan(&ok); err != nil {
+					t.Error(err)
+				}
+				revived <- ok
+			}()
+			if name == "renewal" || name == "release" {
+				blocked(t, db, "_agent_lock(")
+			}
+			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lease ends")
+			commit(t, stranger)
+			if <-revived {
+				t.Errorf("%s revived a lease that had ended", name)
+			}
+			if g := try(t, db, "x", "b", 60); !g.acquired {
+				t.Errorf("the lane of an ended lease is held by %s", g.holder)
+			}
+			exec(t, db, `select release_agent_lock('x', 'b')`)
+		})
+	}
+}
+
+// The lease is measured from the moment of the grant, not from one before a wait.
+func TestAGrantLastsItsWholeTTL(t *testing.T) {
+	db := pgtest.DB(t)
+	tx := begin(t, db)
+	get[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
+	mustTry(t, tx, "x", "a", 60)
+	if left := get[float64](t, tx, `select extract(epoch from expires_at - clock_timestamp())::float8 from agent_locks`); left < 59.8 {
+		t.Errorf("granted with %.2f of 60 seconds left", left)
+	}
+}
+
+func TestARenewalOfManySaysWhatEachIs(t *testing.T) {
+	db := pgtest.DB(t)
+	held := mustTry(t, db, "held", "a", 60)
+	locked := mustTry(t, db, "locked", "a", 60)
+	parked := mustTry(t, db, "parked", "a", 60)
+	exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
+	stranger := begin(t, db)
+	exec(t, stranger, `select from agent_locks where lane = 'locked' for update`)
+	tx := begin(t, db)
+	exec(t, tx, `set local statement_timeout = '2s'`)
+	got := get[string](t, tx, `
+		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000, false), ', ' order by lane)
+		  from renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
+		                         array[60, 60, 60, 60])`, parked, held, locked)
+	want := "held true false false, locked false true false, none false false false, parked true false true"
+	if got != want {
+		t.Errorf("got  %s\nwant %s", got, want)
+	}
+}
+
+// One process may ask for a lease that it has lost beside the one it got since.
+func TestARenewalOfManyTellsLostAndNewHoldOfOneLaneApart(t *testing.T) {
+	db := pgtest.DB(t)
+	old := mustTry(t, db, "x", "a", 60)
+	get[bool](t, db, `select break_agent_lock('x', 'test')`)
+	token := mustTry(t, db, "x", "b", 60)
+	got := get[string](t, db, `
+		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
+		  from renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
+	if want := "false false false, true true false"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}
+
+func TestRenewalsOfManyInAnyOrderNeverDeadlock(t *testing.T) {
+	db := pgtest.DB(t)
+	exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	var renewers sync.WaitGroup
+	for range 6 {
+		renewers.Go(func() {
+			for range 15 {
+				_, err := db.Exec(ctx, `select renew_agent_locks(array_agg(lane), array_agg('a'::text), array_agg(fencing_token), array_agg(60))
+					from (select lane, fencing_token from agent_locks order by random()) l`)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	renewers.Wait()
+}
+
+func TestExecutionIsReadFromTheOwner(t *testing.T) {
+	db := pgtest.DB(t)
+	id := get[string](t, db, `select agent_uuid7()::text`)
+	for owner, want := range map[string]string{id + "#3": id, id: "", "run/x#3": ""} {
+		mustTry(t, db, "lane of "+owner, owner, 60)
+		got := get[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`, "lane of "+owner)
+		if got != want {
+			t.Errorf("owner %s has execution %q, want %q", owner, got, want)
+		}
+	}
+}

@@ -1,0 +1,86 @@
+package lanes_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	mustTry(t, db, "held", "a", 60)
+	bad := map[string]any{
+		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb", "escape": "a\x1bb", "delete": "a\x7fb",
+	}
+	statements := map[string]string{
+		"try lane":      `select try_acquire_agent_lock($1, 'a', 60)`,
+		"try owner":     `select try_acquire_agent_lock('x', $1, 60)`,
+		"acquire lane":  `select acquire_agent_lock($1, 'a', 60)`,
+		"acquire owner": `select acquire_agent_lock('x', $1, 60)`,
+		"await lane":    `select await_agent_lock($1, 'a', 60)`,
+		"await owner":   `select await_agent_lock('x', $1, 60)`,
+		"renew lane":    `select renew_agent_lock($1, 'a', 1, 60)`,
+		"renew owner":   `select renew_agent_lock('x', $1, 1, 60)`,
+		"release lane":  `select release_agent_lock($1, 'a')`,
+		"release owner": `select release_agent_lock('x', $1)`,
+		"break lane":    `select break_agent_lock($1, 'reason')`,
+	}
+	for what, value := range bad {
+		for where, query := range statements {
+			t.Run(where+" "+what, func(t *testing.T) {
+				_, err := db.Exec(t.Context(), query, value)
+				wantCode(t, err, "22023")
+			})
+		}
+	}
+	for what, ttl := range map[string]any{"null": nil, "zero": 0, "negative": -1, "over 30 days": 30*86400 + 1} {
+		for where, query := range map[string]string{
+			"try":        `select try_acquire_agent_lock('x', 'a', $1)`,
+			"refresh":    `select try_acquire_agent_lock('held', 'a', $1)`,
+			"acquire":    `select acquire_agent_lock('x', 'a', $1)`,
+			"await":      `select await_agent_lock('x', 'a', $1)`,
+			"renew":      `select renew_agent_lock('held', 'a', (select fencing_token from agent_locks), $1)`,
+			"renew many": `select renew_agent_locks(array['held'], array['a'], array[(select fencing_token from agent_locks)], array[$1::int])`,
+		} {
+			t.Run(where+" ttl "+what, func(t *testing.T) {
+				_, err := db.Exec(t.Context(), query, ttl)
+				wantCode(t, err, "22023")
+			})
+		}
+	}
+	for what, query := range map[string]string{
+		"no place in the queue":      `select await_agent_lock('held', 'b', 60, null)`,
+		"a place for 0 seconds":      `select await_agent_lock('held', 'b', 60, 0)`,
+		"a place for over 30 days":   `select await_agent_lock('held', 'b', 60, 2592001)`,
+		"fewer ttls than lanes":      `select renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
+		"no ttls":                    `select renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
+		"fewer owners than lanes":    `select renew_agent_locks(array['held'], '{}', array[1], array[60])`,
+		"a sweep of what is held":    `select sweep_agent_locks('-30 days')`,
+		"a sweep without a duration": `select sweep_agent_locks(null)`,
+	} {
+		t.Run(what, func(t *testing.T) {
+			_, err := db.Exec(t.Context(), query)
+			wantCode(t, err, "22023")
+		})
+	}
+	for _, reason := range []any{nil, "", "  "} {
+		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
+		wantCode(t, err, "22023")
+	}
+	got := get[string](t, db, `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'), ', ') ||
+		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
+	if got != "held a true00" {
+		t.Errorf("bad input left %s", got)
+	}
+}
+
+func TestGoodInput(t *testing.T) {
+	db := pgtest.DB(t)
+	for _, lane := range []string{
+		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "'; drop table agent_locks; --",
+	} {
+		mustTry(t, db, lane, lane, 1)
+		mustTry(t, db, lane, lane, 30*86400)
+	}
+}
