@@ -1,0 +1,208 @@
+// Package approvals keeps the leave that only an admin can give: single-use grants for one call each.
+//
+// A call whose skill has trust "approve" is not made; Ask records it, with its exact arguments, as a
+// pending approval and a pending_approval row in the activity log, in one transaction with the step's
+// checkpoint. An admin decides it by compare-and-set, once; of any number of decisions at the same
+// time one has effect. There are two ways to go on:
+//
+//   - Parked (Request.Park): the execution waits for the decision (executions.Approval) and makes the call
+//     itself. The grant is that execution's alone and void when it ends.
+//   - Recorded: the run goes on without the call, as a heartbeat does, which never waits for a person. The
+//     next run that follows through makes it. Asking again for the same call leads to the open approval.
+//
+// A grant is bound to the skill's revision and to the hash of the arguments: what was approved is what
+// runs; changed arguments are another approval, and when the skill changes, an open one is void. Use
+// marks a grant consumed in the transaction that writes the call's intent, for one step of one execution,
+// so that neither a crash nor a second run can use it twice. Nothing a model says reaches Decide.
+package approvals
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Lifetime is how long an approval waits for its decision, and a grant for its use.
+const Lifetime = 7 * 24 * time.Hour
+
+// Errors that callers tell apart.
+var (
+	// ErrDecided reports an approval that was decided already, has expired or is void.
+	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has changed since")
+	// ErrNotFound reports an id without an approval.
+	ErrNotFound = errors.New("no such approval")
+)
+
+// codeUsed is the SQLSTATE of a grant that cannot be used.
+const codeUsed = "LK003"
+
+// IsUsed reports that a call was not made because its grant is used, rejected or expired.
+func IsUsed(err error) bool { return postgres.IsCode(err, codeUsed) }
+
+// Approval is one call that was asked for.
+type Approval struct {
+	ID            string          `json:"id"`
+	TraceID       string          `json:"trace_id"`
+	ExecutionID   *string         `json:"execution_id"`
+	SkillName     string          `json:"skill_name"`
+	SkillRevision int             `json:"skill_revision"`
+	Arguments     json.RawMessage `json:"arguments"`
+	Parked        bool            `json:"parked"` // its execution waits for the decision
+	Status        string          `json:"status"` // pending, approved, rejected, expired or consumed
+	DecidedBy     string          `json:"decided_by"`
+	Reason        string          `json:"reason"`
+	DecidedAt     *time.Time      `json:"decided_at"`
+	ConsumedAt    *time.Time      `json:"consumed_at"`
+	ExpiresAt     time.Time       `json:"expires_at"`
+	CreatedAt     time.Time       `json:"created_at"`
+}
+
+// columns lists what Approval scans. One whose time is over is expired, whatever its row says.
+const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.skill_revision, a.arguments, a.parked,
+	case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end,
+	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at`
+
+// Request is a call that wants leave.
+type Request struct {
+	Skill    string
+	SkillID  string
+	Revision int
+	Args     json.RawMessage
+	// Park says that the execution will wait for the decision and make the call itself.
+	Park bool
+}
+
+// Ask records, as a durable step, that a call wants leave. Asking again, unparked, for the same call while the
+// first is open leads to the first, and adds nothing.
+func Ask(ctx context.Context, r Request) (Approval, error) {
+	hash, err := Hash(r.Args)
+	if err != nil {
+		return Approval{}, fmt.Errorf("ask for approval: %w", err)
+	}
+	return executions.StepTx(ctx, "ask "+r.Skill, func(ctx context.Context, tx pgx.Tx) (Approval, error) {
+		if !r.Park {
+			if err := lapse(ctx, tx, r, hash); err != nil {
+				return Approval{}, err
+			}
+		}
+		asked, fresh, err := insert(ctx, tx, r, hash)
+		if err != nil || !fresh {
+			return asked, err
+		}
+		current, _ := executions.Current(ctx)
+		note, err := activity.Note(ctx, tx, activity.Entry{
+			Skill: r.Skill, SkillID: r.SkillID, Claim: current.Claim, Kind: activity.KindCall, Input: r.Args,
+		}, activity.Outcome{Status: activity.PendingApproval, Output: map[string]string{"approval_id": asked.ID}})
+		if err != nil {
+			return Approval{}, err
+		}
+		_, err = tx.Exec(ctx, `update agent_approvals set activity_id = @note where id = @id`,
+			postgres.Strict{"note": note, "id": asked.ID})
+		return asked, err
+	}, executions.Input(r.Args))
+}
+
+// insert adds the row; fresh is false when an open one stands for the same call.
+func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval, fresh bool, err error) {
+	current, _ := executions.Current(ctx)
+	span, _ := trace.From(ctx)
+	var id string
+	err = tx.QueryRow(ctx, `
+		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+		       arguments_hash, expires_at)
+		values (@trace_id, @execution_id, @step, @parked, @skill, @revision, @arguments, @hash,
+		       clock_timestamp() + make_interval(secs => @life))
+		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
+		do update set skill_revision = agent_approvals.skill_revision
+		returning id::text, xmax = 0`, postgres.Strict{ // no xmax: the row is new
+		"trace_id": string(span.TraceID), "execution_id": current.ID, "step": executions.StepKey(ctx), "parked": r.Park,
+		"skill": r.Skill, "revision": r.Revision, "arguments": r.Args, "hash": hash, "life": Lifetime.Seconds(),
+	}).Scan(&id, &fresh)
+	if err != nil {
+		return Approval{}, false, fmt.Errorf("ask for approval of %s: %w", r.Skill, err)
+	}
+	asked, err := Get(ctx, tx, id)
+	return asked, fresh, err
+}
+
+// lapse closes the open approval of a call that has expired or was for another revision of the skill, so
+// that it does not stand in the way of a new one.
+func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
+	_, err := tx.Exec(ctx, `
+		update agent_approvals set status = 'expired'
+		 where skill_name = @skill and arguments_hash = @hash and status in ('pending', 'approved') and not parked
+		   and (expires_at <= clock_timestamp() or skill_revision <> @revision)`,
+		postgres.Strict{"skill": r.Skill, "hash": hash, "revision": r.Revision})
+	if err != nil {
+		return fmt.Errorf("close expired approvals of %s: %w", r.Skill, err)
+	}
+	return nil
+}
+
+// Decide approves or rejects, and lets the execution that waits for it go on; the decision is an activity
+// under an op_ trace, or the one that ctx has. ErrDecided when it is too late for that, ErrNotFound for an unknown
+// id. by says who decided.
+func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, by, reason string) (Approval, error) {
+	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
+		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
+	}
+	var decided Approval
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`,
+			postgres.Strict{"id": id, "approve": approve, "by": by, "reason": reason})
+		if decided, err = collectOne(rows, err); err != nil {
+			return err
+		}
+		_, err = activity.Note(ctx, tx, activity.Entry{
+			Skill: "decide_approval", Input: map[string]string{"approval_id": id, "skill": decided.SkillName, "by": by, "reason": reason},
+		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
+		return err
+	})
+	if errors.Is(err, ErrNotFound) {
+		if _, known := Get(ctx, db, id); known == nil {
+			err = ErrDecided
+		}
+	}
+	if err != nil {
+		return Approval{}, fmt.Errorf("decide approval %s: %w", id, err)
+	}
+	return decided, nil
+}
+
+// Use queues the consumption of a grant beside the intent of the call it allows; give it to
+// executions.Call.Also. The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another
+// execution's.
+func Use(id, executionID, step string) func(b *pgx.Batch) {
+	return func(b *pgx.Batch) {
+		b.Queue(`select use_agent_approval(@id, @execution_id, @step)`,
+			postgres.Strict{"id": id, "execution_id": executionID, "step": step})
+	}
+}
+
+// Hash identifies arguments, whatever the order of their keys.
+func Hash(args json.RawMessage) (string, error) {
+	decoder := json.NewDecoder(bytes.NewReader(args))
+	decoder.UseNumber()
+	var v any
+	if err := decoder.Decode(&v); err != nil {
+		return "", fmt.Errorf("decode arguments: %w", err)
+	}
+	canonical, err := json.Marshal(v) // maps are marshalled with sorted keys
+	if err != nil {
+		return "", fmt.Errorf("encode arguments: %w", err)
+	}
+	sum := sha256.Sum256(canonical)
+	return hex.EncodeToString(sum[:]), nil
+}

@@ -1,0 +1,293 @@
+package approvals_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// setUp is a database with the skill drop, which needs leave.
+func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	return pool, put(t, pool, "drops a table")
+}
+
+func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
+	t.Helper()
+	d := skills.Definition{Name: "drop", Description: description, Handler: "builtin:drop", Trust: skills.TrustApprove}
+	if _, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	s, err := skills.Get(t.Context(), pool, "drop")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// inside runs fn as an execution.
+func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
+	t.Helper()
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = e.Register("flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return executions.Result{}, fn(ctx)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := e.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	if err != nil {
+		t.Error(err)
+	}
+	return x
+}
+
+func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id string) {
+	t.Helper()
+	inside(t, pool, func(ctx context.Context) error {
+		asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(args)})
+		if err != nil {
+			t.Error(err)
+		}
+		id = asked.ID
+		return err
+	})
+	return id
+}
+
+func approve(t *testing.T, pool *pgxpool.Pool, id string) error {
+	t.Helper()
+	_, err := approvals.Decide(t.Context(), pool, id, true, "admin", "looks right")
+	return err
+}
+
+// use makes the approved call in an execution of its own; the error is the call's.
+func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error) {
+	t.Helper()
+	inside(t, pool, func(ctx context.Context) error {
+		x, _ := executions.Current(ctx)
+		_, result = executions.Do(ctx, "approved "+id, executions.Call{
+			Entry: activity.Entry{Skill: "drop"}, Also: approvals.Use(id, x.ID, "approved "+id),
+		}, func(context.Context, *executions.Effect) (bool, error) {
+			act()
+			return true, nil
+		})
+		return nil
+	})
+	return result
+}
+
+func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
+	t.Helper()
+	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&n); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	if _, err := pool.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestTheSameCallIsAskedForOnce(t *testing.T) {
+	pool, s := setUp(t)
+	first := ask(t, pool, s, `{"table":"x","n":1}`)
+	if again := ask(t, pool, s, `{"n": 1, "table": "x"}`); again != first {
+		t.Errorf("the same call led to %s and %s", first, again)
+	}
+	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
+		t.Error("another call led to the same approval")
+	}
+	if n := count(t, pool, `select count(*) from agent_activity where status = 'pending_approval' and skill_name = 'drop'`); n != 2 {
+		t.Errorf("%d rows await approval, want 2", n)
+	}
+	pending, err := approvals.Pending(t.Context(), pool, 10)
+	if err != nil || len(pending) != 2 || pending[0].ID != first {
+		t.Errorf("pending are %+v, %v", pending, err)
+	}
+}
+
+func TestADecisionIsMadeOnce(t *testing.T) {
+	pool, s := setUp(t)
+	id := ask(t, pool, s, `{}`)
+	var won atomic.Int32
+	var group errgroup.Group
+	for i := range 8 {
+		group.Go(func() error {
+			_, err := approvals.Decide(t.Context(), pool, id, i%2 == 0, "admin", "")
+			if err == nil {
+				won.Add(1)
+			} else if !errors.Is(err, approvals.ErrDecided) {
+				return err
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil || won.Load() != 1 {
+		t.Errorf("%d of 8 decided: %v", won.Load(), err)
+	}
+	for _, unknown := range []string{"01890000-0000-7000-8000-000000000000", "no id"} {
+		if err := approve(t, pool, unknown); !errors.Is(err, approvals.ErrNotFound) {
+			t.Errorf("decide %s: %v", unknown, err)
+		}
+	}
+}
+
+func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
+	pool, s := setUp(t)
+	id := ask(t, pool, s, `{}`)
+	if err := approve(t, pool, id); err != nil {
+		t.Fatal(err)
+	}
+	var acted, refused atomic.Int32
+	var all sync.WaitGroup
+	for range 6 {
+		all.Go(func() {
+			if err := use(t, pool, id, func() { acted.Add(1) }); approvals.IsUsed(err) {
+				refused.Add(1)
+			} else if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	if acted.Load() != 1 || refused.Load() != 5 {
+		t.Errorf("%d acted, %d were refused", acted.Load(), refused.Load())
+	}
+	if n := count(t, pool, `select count(*) from agent_activity where skill_name = 'drop' and status = 'success'`); n != 1 {
+		t.Errorf("%d rows of calls", n)
+	}
+	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
+		t.Errorf("left are %+v, %v", left, err)
+	}
+}
+
+func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
+	for name, spoil := range map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
+		"pending": func(*testing.T, *pgxpool.Pool, string) {},
+		"rejected": func(t *testing.T, pool *pgxpool.Pool, id string) {
+			if _, err := approvals.Decide(t.Context(), pool, id, false, "admin", "no"); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"expired": func(t *testing.T, pool *pgxpool.Pool, id string) {
+			if err := approve(t, pool, id); err != nil {
+				t.Fatal(err)
+			}
+			exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, id)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool, s := setUp(t)
+			id := ask(t, pool, s, `{}`)
+			spoil(t, pool, id)
+			if err := use(t, pool, id, func() { t.Error("acted") }); !approvals.IsUsed(err) {
+				t.Errorf("err = %v", err)
+			}
+			if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
+				t.Errorf("offered: %+v, %v", left, err)
+			}
+		})
+	}
+}
+
+func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
+	pool, s := setUp(t)
+	first := ask(t, pool, s, `{}`)
+	exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
+	if err := approve(t, pool, first); !errors.Is(err, approvals.ErrDecided) {
+		t.Errorf("an expired approval was decided: %v", err)
+	}
+	second := ask(t, pool, s, `{}`)
+	if second == first {
+		t.Fatal("asking again led to an approval that nobody can decide")
+	}
+	if err := approve(t, pool, second); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
+	pool, s := setUp(t)
+	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
+	if err := approve(t, pool, granted); err != nil {
+		t.Fatal(err)
+	}
+	changed := put(t, pool, "drops the whole schema")
+	if changed.Revision == s.Revision {
+		t.Fatal("the skill has not changed")
+	}
+	if err := approve(t, pool, pending); !errors.Is(err, approvals.ErrDecided) {
+		t.Errorf("a call of the old skill was approved: %v", err)
+	}
+	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
+		t.Errorf("offered: %+v, %v", left, err)
+	}
+	if again := ask(t, pool, changed, `{"n":2}`); again == granted {
+		t.Error("the new skill took over the old one's grant")
+	}
+}
+
+func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
+	pool, s := setUp(t)
+	id := ask(t, pool, s, `{}`)
+	if err := approve(t, pool, id); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
+		t.Errorf("offered while disabled: %+v, %v", left, err)
+	}
+	if _, err := skills.Enable(t.Context(), pool, "drop", "admin", "again"); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 1 {
+		t.Errorf("offered: %+v, %v", left, err)
+	}
+}
+
+func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
+	hash := func(args string) string {
+		h, err := approvals.Hash(json.RawMessage(args))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h
+	}
+	if hash(`{"a":1,"b":{"c":[1,2],"d":null}}`) != hash(` {"b":{"d":null,"c":[1,2]},"a":1}`) {
+		t.Error("the order of keys matters")
+	}
+	for _, other := range []string{`{"a":2}`, `{"a":"1"}`, `{"a":1.0}`, `{"a":9007199254740993}`, `{}`} {
+		if hash(other) == hash(`{"a":1}`) || hash(other) == hash(`{"a":9007199254740992}`) {
+			t.Errorf("%s has another's hash", other)
+		}
+	}
+	if _, err := approvals.Hash(json.RawMessage(`{"a":`)); err == nil {
+		t.Error("what is no JSON has a hash")
+	}
+}

@@ -1,0 +1,233 @@
+package approvals_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// patience is how long a test waits for what must come.
+const patience = 20 * time.Second
+
+// parked is a running process with a flow that asks for leave, waits, and makes the call if it may.
+type parked struct {
+	t      *testing.T
+	pool   *pgxpool.Pool
+	engine *executions.Engine
+	acted  atomic.Int32
+}
+
+func park(t *testing.T, args string, change ...func(*executions.Options)) *parked {
+	t.Helper()
+	pool, s := setUp(t)
+	p := &parked{t: t, pool: pool}
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond}
+	for _, c := range change {
+		c(&opts)
+	}
+	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
+	opts.Listener = listener
+	var err error
+	if p.engine, err = executions.New(pool, opts); err != nil {
+		t.Fatal(err)
+	}
+	err = p.engine.Register("flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return p.flow(ctx, s, json.RawMessage(args))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return p.engine.Run(ctx) })
+	group.Go(func() error { return listener.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
+func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
+	asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args, Park: true})
+	if err != nil {
+		return executions.Result{}, err
+	}
+	out, err := executions.Wait(ctx, "leave", executions.Approval(asked.ID, approvals.Lifetime))
+	if err != nil {
+		return executions.Result{}, err
+	}
+	var decision struct{ Status, By, Reason string }
+	if err := json.Unmarshal(out.Data, &decision); err != nil {
+		return executions.Result{}, err
+	}
+	if decision.Status != "approved" {
+		return executions.Result{Summary: decision.Status + " by " + decision.By + ": " + decision.Reason}, nil
+	}
+	x, _ := executions.Current(ctx)
+	_, err = executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "drop"}, Also: approvals.Use(asked.ID, x.ID, "call")},
+		func(context.Context, *executions.Effect) (bool, error) {
+			p.acted.Add(1)
+			return true, nil
+		})
+	return executions.Result{Summary: "called"}, err
+}
+
+// begin starts the flow and waits until it is parked; it returns the execution and the approval.
+func (p *parked) begin() (executionID, approvalID string) {
+	p.t.Helper()
+	x, _, err := p.engine.Start(p.t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	return x.ID, *p.until(x.ID, executions.Waiting).WaitingKey
+}
+
+func (p *parked) until(id string, want executions.Status) executions.Execution {
+	p.t.Helper()
+	var x executions.Execution
+	pgtest.Eventually(p.t, patience, func() bool {
+		var err error
+		if x, err = executions.Get(p.t.Context(), p.pool, id); err != nil {
+			p.t.Fatal(err)
+		}
+		return x.Status == want
+	}, "execution becomes "+string(want))
+	return x
+}
+
+func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
+	p := park(t, `{"table":"x"}`)
+	id, approval := p.begin()
+	var won atomic.Int32
+	var group errgroup.Group
+	for i := range 50 {
+		group.Go(func() error {
+			_, err := approvals.Decide(t.Context(), p.pool, approval, i%2 == 0, fmt.Sprint("admin ", i), "")
+			if err == nil {
+				won.Add(1)
+			} else if !errors.Is(err, approvals.ErrDecided) {
+				return err
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	x := p.until(id, executions.Completed)
+	decided, err := approvals.Get(t.Context(), p.pool, approval)
+	if err != nil {
+		t.Fatal(err)
+	}
+	called := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
+	if won.Load() != 1 || p.acted.Load() != called || (called == 1) != (x.ResultSummary == "called") {
+		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(), x.ResultSummary)
+	}
+	if n := count(t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
+		t.Errorf("%d events of one decision", n)
+	}
+	if n := count(t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval' and trace_id like 'op\_%'`); n != 1 {
+		t.Errorf("%d rows tell of the decision", n)
+	}
+}
+
+func TestOneDenialEndsIt(t *testing.T) {
+	p := park(t, `{}`)
+	id, approval := p.begin()
+	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
+	if !approvals.IsUsed(err) {
+		t.Errorf("what is asked for can be changed: %v", err)
+	}
+	if _, err := approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today"); err != nil {
+		t.Fatal(err)
+	}
+	if x := p.until(id, executions.Completed); x.ResultSummary != "rejected by admin: not today" || p.acted.Load() != 0 {
+		t.Errorf("ended with %q, %d calls", x.ResultSummary, p.acted.Load())
+	}
+}
+
+// Whoever decides, by plain SQL too: who waits goes on at once, not at the next sweep, which here never comes.
+func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
+	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
+	id, approval := p.begin()
+	exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
+	if x := p.until(id, executions.Completed); x.ResultSummary != "called" {
+		t.Errorf("ended with %q", x.ResultSummary)
+	}
+}
+
+// The same call asked for by two executions is two approvals: neither can use the other's.
+func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
+	p := park(t, `{"table":"x"}`)
+	first, one := p.begin()
+	second, other := p.begin()
+	if one == other {
+		t.Fatal("two executions wait for one approval")
+	}
+	if _, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	p.until(first, executions.Completed)
+	if err := use(t, p.pool, one, func() { t.Error("acted") }); !approvals.IsUsed(err) {
+		t.Errorf("a used grant: %v", err)
+	}
+	if left, err := approvals.Approved(t.Context(), p.pool, 5); err != nil || len(left) != 0 {
+		t.Errorf("a heartbeat would follow through %+v, %v", left, err)
+	}
+	exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved, but not told
+	if err := use(t, p.pool, other, func() { t.Error("acted with another execution's grant") }); !approvals.IsUsed(err) {
+		t.Errorf("another's grant: %v", err)
+	}
+	if x, err := executions.Get(t.Context(), p.pool, second); err != nil || x.Status != executions.Waiting {
+		t.Errorf("the second is %s, %v", x.Status, err)
+	}
+}
+
+func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
+	p := park(t, `{}`)
+	id, approval := p.begin()
+	if _, err := p.engine.Cancel(t.Context(), id, "admin", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := approvals.Decide(t.Context(), p.pool, approval, true, "admin", ""); !errors.Is(err, approvals.ErrDecided) {
+		t.Errorf("decided although nobody waits: %v", err)
+	}
+	if got, err := approvals.Get(t.Context(), p.pool, approval); err != nil || got.Status != "expired" {
+		t.Errorf("the approval is %s, %v", got.Status, err)
+	}
+}
+
+func TestListingsTellWhatHasExpired(t *testing.T) {
+	p := park(t, `{}`)
+	_, approval := p.begin()
+	exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
+	for status, want := range map[string]int{"": 1, "pending": 0, "expired": 1, "approved": 0} {
+		got, err := approvals.List(t.Context(), p.pool, approvals.Filter{Status: status})
+		if err != nil || len(got) != want {
+			t.Errorf("%q lists %+v, %v; want %d", status, got, err, want)
+		}
+		if len(got) == 1 && got[0].Status != "expired" {
+			t.Errorf("%q lists it as %s", status, got[0].Status)
+		}
+	}
+}

@@ -1,0 +1,415 @@
+package automations_test
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const traceID = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+
+func put(t *testing.T, pool *pgxpool.Pool, d automations.Definition) automations.Automation {
+	t.Helper()
+	if d.Skill == "" && d.Prompt == "" {
+		d.Skill = "sizes"
+	}
+	if d.Cron == "" && d.Event == "" && d.Signal == "" {
+		d.Cron = "*/30 * * * *"
+	}
+	if _, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	return get(t, pool, d.Name)
+}
+
+func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
+	t.Helper()
+	a, err := automations.Get(t.Context(), pool, name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+// putDue declares an automation and sets its next time back, as if nobody had been there since.
+func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago string) automations.Automation {
+	t.Helper()
+	put(t, pool, d)
+	_, err := pool.Exec(t.Context(), `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) - $2::text::interval where name = $1`, d.Name, ago)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return get(t, pool, d.Name)
+}
+
+func claim(t *testing.T, pool *pgxpool.Pool, a automations.Automation) automations.Run {
+	t.Helper()
+	run, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID)
+	if !ok || err != nil {
+		t.Fatalf("claim: %v, %v", ok, err)
+	}
+	return run
+}
+
+func finish(t *testing.T, pool *pgxpool.Pool, run automations.Run, result automations.Result) automations.Run {
+	t.Helper()
+	run, ok, err := automations.Finish(t.Context(), pool, run.ID, run.Attempt, result)
+	if !ok || err != nil {
+		t.Fatalf("finish: %v, %v", ok, err)
+	}
+	return run
+}
+
+func exec(t *testing.T, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	if _, err := pool.Exec(t.Context(), sql); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func due(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	list, err := automations.Due(t.Context(), pool, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, a := range list {
+		names = append(names, a.Name)
+	}
+	return strings.Join(names, " ")
+}
+
+func TestValidate(t *testing.T) {
+	ok := automations.Definition{Name: "a", Cron: "@daily", Skill: "s"}
+	with := func(change func(*automations.Definition)) automations.Definition {
+		d := ok
+		change(&d)
+		return d
+	}
+	for name, test := range map[string]struct {
+		d    automations.Definition
+		want []string
+	}{
+		"nothing": {automations.Definition{}, []string{"name: ", "cron: ", "skill: "}},
+		"all at once": {
+			automations.Definition{Name: "a\x00", Cron: "61 * * * *", Timezone: "Mars/Base", Event: "e", Trigger: "cron", Skill: "a b", MaxAttempts: -1},
+			[]string{"name: ", "cron: ", "timezone: ", "event: ", "skill: ", "max_attempts: "},
+		},
+		"never fires":   {with(func(d *automations.Definition) { d.Cron = "0 0 31 2 *" }), []string{"cron: "}},
+		"zone alone":    {with(func(d *automations.Definition) { d.Cron = "TZ=UTC" }), []string{"cron: "}},
+		"negative":      {with(func(d *automations.Definition) { d.Cron = "@every -1s" }), []string{"cron: "}},
+		"local zone":    {with(func(d *automations.Definition) { d.Timezone = "Local" }), []string{"timezone: "}},
+		"trigger":       {with(func(d *automations.Definition) { d.Trigger = "moon" }), []string{"trigger: "}},
+		"cron on event": {with(func(d *automations.Definition) { d.Event = "e" }), []string{"cron: "}},
+		"no event":      {automations.Definition{Name: "a", Trigger: "event", Skill: "s"}, []string{"event: "}},
+		"no signal":     {automations.Definition{Name: "a", Trigger: "signal", Skill: "s"}, []string{"signal: "}},
+		"signal + cron": {with(func(d *automations.Definition) { d.Signal = "true" }), []string{"cron: "}},
+		"when + cron":   {with(func(d *automations.Definition) { d.When = "true" }), []string{"when: "}},
+		"both actions":  {with(func(d *automations.Definition) { d.Prompt = "do" }), []string{"prompt: "}},
+		"prompt args":   {automations.Definition{Name: "a", Cron: "@daily", Prompt: "p", Arguments: map[string]any{"a": 1}}, []string{"arguments: "}},
+		"NUL argument":  {with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": "\x00"} }), []string{"arguments: "}},
+		"not JSON":      {with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": map[any]any{}} }), []string{"arguments: "}},
+		"attempts":      {with(func(d *automations.Definition) { d.MaxAttempts = 99 }), []string{"max_attempts: "}},
+	} {
+		err := automations.Validate(test.d)
+		for _, want := range test.want {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: no %q in:\n%v", name, want, err)
+			}
+		}
+	}
+	for _, d := range []automations.Definition{
+		ok,
+		{Name: "a", Event: "DOCUMENT_UPLOADED", Prompt: "read it"},
+		{Name: "a", Signal: "pending_approvals > 3 and failures_24h >= 5", Skill: "s"},
+		{Name: "a", Event: "e", When: `payload.action == "opened" and key startsWith "repo/" and memories < 10`, Skill: "s"},
+		{Name: "a", Cron: "0 9 * * 1-5", Timezone: "Europe/Madrid", Skill: "s", Arguments: map[string]any{"a": 1}},
+	} {
+		if err := automations.Validate(d); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestPutKeepsWhatWasLearned(t *testing.T) {
+	pool := pgtest.DB(t)
+	d := automations.Definition{Name: "a", Cron: "0 9 * * *", Timezone: "Europe/Madrid", Skill: "s"}
+	a := put(t, pool, d)
+	madrid, err := time.LoadLocation("Europe/Madrid")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if at := a.NextRunAt.In(madrid); at.Hour() != 9 || at.Minute() != 0 || !at.After(time.Now()) || a.MaxAttempts != 3 {
+		t.Errorf("next at %s, %+v", at, a)
+	}
+	if changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); changed || err != nil {
+		t.Errorf("the same again: %v, %v", changed, err)
+	}
+	if _, err := automations.Pause(t.Context(), pool, "s", "3 failures"); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_automations set next_run_at = '2020-01-01'`)
+	d.Description = "other"
+	if a := put(t, pool, d); a.Enabled || a.PausedFor != "s" || a.NextRunAt.Year() != 2020 || a.Description != "other" {
+		t.Errorf("got %+v", a)
+	}
+	d.Timezone = "UTC"
+	if a := put(t, pool, d); a.NextRunAt.UTC().Hour() != 9 || a.NextRunAt.Before(time.Now()) {
+		t.Errorf("the new schedule does not count: %s", a.NextRunAt)
+	}
+	d.Cron, d.Timezone, d.Event = "", "", "e"
+	if a := put(t, pool, d); a.NextRunAt != nil || a.Trigger != "event" {
+		t.Errorf("got %+v", a)
+	}
+}
+
+func TestDueAndRemove(t *testing.T) {
+	pool := pgtest.DB(t)
+	putDue(t, pool, automations.Definition{Name: "late"}, "1 hour")
+	putDue(t, pool, automations.Definition{Name: "later"}, "2 hours")
+	putDue(t, pool, automations.Definition{Name: "off"}, "3 hours")
+	put(t, pool, automations.Definition{Name: "not yet", Cron: "0 0 1 1 *"})
+	put(t, pool, automations.Definition{Name: "on event", Event: "e"})
+	if ok, err := automations.Disable(t.Context(), pool, "off", "admin", "r"); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	if got := due(t, pool); got != "later late" {
+		t.Errorf("got %s", got)
+	}
+	removed, err := automations.Remove(t.Context(), pool, automations.SourceWorkspace, []string{"late", "off", "on event"})
+	if err != nil || !slices.Equal(removed, []string{"later", "not yet"}) {
+		t.Errorf("removed %v, %v", removed, err)
+	}
+	if list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2}); err != nil || len(list) != 2 || list[0].Name != "on event" {
+		t.Errorf("got %+v, %v", list, err)
+	}
+}
+
+func TestOneOfManyClaimersGetsARun(t *testing.T) {
+	pool := pgtest.DB(t)
+	for _, d := range []automations.Definition{{Name: "cron"}} {
+		a := putDue(t, pool, d, "5 hours")
+		at := *a.NextRunAt
+		var wins atomic.Int32
+		var wg sync.WaitGroup
+		for range 16 {
+			wg.Go(func() {
+				run, ok, err := automations.Claim(t.Context(), pool, a.ID, at, "00000000-0000-0000-0000-00000000000a", traceID)
+				if err != nil {
+					t.Error(err)
+				}
+				if ok {
+					wins.Add(1)
+					if run.Status != automations.Claimed || run.Attempt != 1 || !run.ScheduledFor.Equal(at) || run.TraceID != traceID || run.ExecutionID == nil {
+						t.Errorf("got %+v", run)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		if wins.Load() != 1 {
+			t.Errorf("%s: %d claimers won", d.Name, wins.Load())
+		}
+		if after := get(t, pool, d.Name); after.LastTraceID != traceID || after.LastRunAt == nil {
+			t.Errorf("%s: got %+v", d.Name, after)
+		}
+	}
+}
+
+func TestMissedTimesAreRunOnce(t *testing.T) {
+	pool := pgtest.DB(t)
+	for name, cron := range map[string]string{"minutely": "* * * * *", "interval": "@every 7m", "secondly": "@every 1s"} {
+		a := putDue(t, pool, automations.Definition{Name: name, Cron: cron}, "1 day")
+		claim(t, pool, a)
+		after := get(t, pool, name)
+		var ahead bool
+		if err := pool.QueryRow(t.Context(), `select next_run_at > last_run_at from agent_automations where name = $1`, name).Scan(&ahead); err != nil || !ahead {
+			t.Errorf("%s: next at %s, last at %s, %v", name, after.NextRunAt, after.LastRunAt, err)
+		}
+		if name == "interval" && after.NextRunAt.Sub(*a.NextRunAt)%(7*time.Minute) != 0 {
+			t.Errorf("the interval lost its beat: %s after %s", after.NextRunAt, a.NextRunAt)
+		}
+	}
+}
+
+func TestClaimRefuses(t *testing.T) {
+	pool := pgtest.DB(t)
+	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
+	future := put(t, pool, automations.Definition{Name: "future", Cron: "0 0 1 1 *"})
+	for name, test := range map[string]struct {
+		id string
+		at time.Time
+	}{"another time": {a.ID, a.NextRunAt.Add(time.Second)}, "before its time": {future.ID, *future.NextRunAt}} {
+		if _, ok, err := automations.Claim(t.Context(), pool, test.id, test.at, "", traceID); ok || err != nil {
+			t.Errorf("%s: %v, %v", name, ok, err)
+		}
+	}
+	if _, err := automations.Disable(t.Context(), pool, "a", "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
+		t.Errorf("a disabled one: %v, %v", ok, err)
+	}
+	if _, _, err := automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "", ""); !errors.Is(err, automations.ErrNotFound) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
+	pool := pgtest.DB(t)
+	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
+	claim(t, pool, a)
+	exec(t, pool, `update agent_automations set next_run_at = '`+a.NextRunAt.Format(time.RFC3339Nano)+`'`)
+	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
+		t.Errorf("run twice: %v, %v", ok, err)
+	}
+	if due(t, pool) != "" {
+		t.Error("due for ever")
+	}
+}
+
+func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
+	pool := pgtest.DB(t)
+	a := putDue(t, pool, automations.Definition{Name: "a", MaxAttempts: 3}, "1 hour")
+	run := claim(t, pool, a)
+	for attempt, wait := range []time.Duration{time.Minute, 4 * time.Minute} {
+		run = finish(t, pool, run, automations.Result{Error: "no luck\x00"})
+		if run.Status != automations.Error || run.Attempt != attempt+1 || run.RetryAt == nil || run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) != wait {
+			t.Fatalf("attempt %d: %+v", attempt+1, run)
+		}
+		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
+			t.Error("retried before its time")
+		}
+		exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+		retries, err := automations.Ready(t.Context(), pool, 0)
+		if err != nil || len(retries) != 1 {
+			t.Fatalf("retries %+v, %v", retries, err)
+		}
+		run = retry(t, pool, retries[0])
+	}
+	run = finish(t, pool, run, automations.Result{Error: "no luck"})
+	if run.Status != automations.Dead || run.RetryAt != nil || run.Attempt != 3 || *run.ErrorMessage != "no luck" {
+		t.Errorf("got %+v", run)
+	}
+	dead, err := automations.Runs(t.Context(), pool, automations.RunFilter{Status: automations.Dead, AutomationID: a.ID})
+	if err != nil || len(dead) != 1 {
+		t.Errorf("dead letters %+v, %v", dead, err)
+	}
+	if ok, err := automations.Redrive(t.Context(), pool, run.ID); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	run = finish(t, pool, retry(t, pool, run), automations.Result{Output: map[string]int{"n": 1}})
+	if run.Status != automations.Success || string(run.Output) != `{"n": 1}` || run.ErrorMessage != nil {
+		t.Errorf("got %+v", run)
+	}
+	if ok, err := automations.Redrive(t.Context(), pool, run.ID); ok || err != nil {
+		t.Errorf("redrove a success: %v, %v", ok, err)
+	}
+}
+
+// retry claims the next attempt, by many at once.
+func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations.Run {
+	t.Helper()
+	var mu sync.Mutex
+	var won []automations.Run
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			run, ok, err := automations.Take(t.Context(), pool, failed.ID, failed.Attempt, "", traceID)
+			if err != nil {
+				t.Error(err)
+			}
+			if ok {
+				mu.Lock()
+				defer mu.Unlock()
+				won = append(won, run)
+			}
+		})
+	}
+	wg.Wait()
+	if len(won) != 1 {
+		t.Fatalf("%d callers retry", len(won))
+	}
+	return won[0]
+}
+
+func TestFinishIsComparedAndSet(t *testing.T) {
+	pool := pgtest.DB(t)
+	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
+	if got := finish(t, pool, run, automations.Result{Skipped: true, Error: "lane busy"}); got.Status != automations.Skipped || got.RetryAt != nil {
+		t.Errorf("got %+v", got)
+	}
+	if _, ok, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{}); ok || err != nil {
+		t.Errorf("finished twice: %v, %v", ok, err)
+	}
+	run = claim(t, pool, putDue(t, pool, automations.Definition{Name: "b"}, "1 hour"))
+	if _, ok, _ := automations.Finish(t.Context(), pool, run.ID, 2, automations.Result{}); ok {
+		t.Error("finished another attempt")
+	}
+	if _, _, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"}); err == nil {
+		t.Error("a NUL character was taken")
+	}
+	if got := finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)}); !strings.Contains(string(got.Output), "omitted") {
+		t.Errorf("got %.100s", got.Output)
+	}
+}
+
+func TestResumeRestoresExactlyWhatWasPaused(t *testing.T) {
+	pool := pgtest.DB(t)
+	for _, name := range []string{"one", "two", "admins", "taken over"} {
+		putDue(t, pool, automations.Definition{Name: name, Skill: "broken"}, "1 hour")
+	}
+	put(t, pool, automations.Definition{Name: "other", Skill: "fine"})
+	disable := func(name string, want bool) {
+		t.Helper()
+		if ok, err := automations.Disable(t.Context(), pool, name, "admin", "mine"); ok != want || err != nil {
+			t.Fatalf("disable %s: %v, %v", name, ok, err)
+		}
+	}
+	run := finish(t, pool, claim(t, pool, get(t, pool, "one")), automations.Result{Error: "x"})
+	exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	disable("admins", true)
+	paused, err := automations.Pause(t.Context(), pool, "broken", "3 failures in a row")
+	if err != nil || !slices.Equal(paused, []string{"one", "taken over", "two"}) {
+		t.Fatalf("paused %v, %v", paused, err)
+	}
+	if a := get(t, pool, "one"); a.Enabled || a.DisabledBy != automations.SelfHeal || a.PausedFor != "broken" || a.DisabledReason != "3 failures in a row" {
+		t.Errorf("got %+v", a)
+	}
+	if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
+		t.Error("a paused automation goes on")
+	}
+	if _, ok, _ := automations.Take(t.Context(), pool, run.ID, 1, "", traceID); ok {
+		t.Error("a paused automation was retried")
+	}
+	disable("taken over", true)
+	disable("taken over", false)
+	resumed, err := automations.Resume(t.Context(), pool, "broken")
+	if err != nil || !slices.Equal(resumed, []string{"one", "two"}) {
+		t.Errorf("resumed %v, %v", resumed, err)
+	}
+	if again, err := automations.Resume(t.Context(), pool, "broken"); err != nil || len(again) != 0 {
+		t.Errorf("resumed %v again, %v", again, err)
+	}
+	if ok, err := automations.Enable(t.Context(), pool, "taken over"); !ok || err != nil {
+		t.Errorf("enable: %v, %v", ok, err)
+	}
+	if _, err := automations.Enable(t.Context(), pool, "nobody"); !errors.Is(err, automations.ErrNotFound) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := automations.Disable(t.Context(), pool, "one", automations.SelfHeal, ""); err == nil {
+		t.Error("an admin passed as self-heal")
+	}
+}

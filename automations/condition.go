@@ -1,0 +1,195 @@
+package automations
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/expr-lang/expr"
+	"github.com/expr-lang/expr/ast"
+	"github.com/expr-lang/expr/file"
+	"github.com/expr-lang/expr/vm"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Bounds of a condition. Loops over a payload (all, any, map, …) are not offered at all, so that what a
+// condition costs grows with its own length only.
+const (
+	maxCondition = 1000    // bytes
+	maxNodes     = 200     // of its syntax tree
+	maxMemory    = 100_000 // values it may make
+)
+
+// Counters are what conditions and signals may ask about the agent, by the names under which they do. Those that
+// end in 24h look at the last 24 hours.
+type Counters struct {
+	PendingApprovals   int     `expr:"pending_approvals" json:"pending_approvals"`
+	Failures24h        int     `expr:"failures_24h" json:"failures_24h"` // failed calls of skills
+	Calls24h           int     `expr:"calls_24h" json:"calls_24h"`
+	Tokens24h          int     `expr:"tokens_24h" json:"tokens_24h"`
+	CostUSD24h         float64 `expr:"cost_usd_24h" json:"cost_usd_24h"`
+	ExecutionsPending  int     `expr:"executions_pending" json:"executions_pending"`
+	ExecutionsRunning  int     `expr:"executions_running" json:"executions_running"`
+	ExecutionsWaiting  int     `expr:"executions_waiting" json:"executions_waiting"`
+	SkillsDisabled     int     `expr:"skills_disabled" json:"skills_disabled"`
+	ObjectivesActive   int     `expr:"objectives_active" json:"objectives_active"`
+	ObjectivesOverdue  int     `expr:"objectives_overdue" json:"objectives_overdue"` // due for over an hour
+	ObjectivesProposed int     `expr:"objectives_proposed" json:"objectives_proposed"`
+	AutomationsDead    int     `expr:"automations_dead" json:"automations_dead"` // runs in the dead letter box
+	Memories           int     `expr:"memories" json:"memories"`
+}
+
+// Cause is what a condition of an event automation looks at: the event, and the counters at that moment.
+type Cause struct {
+	Event    string `expr:"event"`
+	Key      string `expr:"key"`
+	Payload  any    `expr:"payload"` // the event's data
+	Counters        // by their own names
+}
+
+// Count reads the counters, at one moment.
+func Count(ctx context.Context, db postgres.DB) (Counters, error) {
+	rows, err := db.Query(ctx, `
+		with a as (
+		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call') as calls,
+		         coalesce(sum((token_usage ->> 'total_tokens')::bigint) filter (where kind = 'model'), 0)::bigint as tokens,
+		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
+		    from agent_activity where id >= (select agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
+		x as (
+		  select count(*) filter (where status = 'pending') as pending, count(*) filter (where status = 'running') as running,
+		         count(*) filter (where status = 'waiting') as waiting
+		    from agent_executions where status in ('pending', 'running', 'waiting')),
+		o as (
+		  select count(*) filter (where status = 'active') as active, count(*) filter (where status = 'proposed') as proposed,
+		         count(*) filter (where status = 'active' and due_at < clock_timestamp() - interval '1 hour') as overdue
+		    from agent_objectives where status in ('active', 'proposed'))
+		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp()) as pending_approvals,
+		       a.failures as failures_24h, a.calls as calls_24h, a.tokens as tokens_24h, a.cost as cost_usd_24h,
+		       x.pending as executions_pending, x.running as executions_running, x.waiting as executions_waiting,
+		       (select count(*) from agent_skills where not enabled) as skills_disabled,
+		       o.active as objectives_active, o.overdue as objectives_overdue, o.proposed as objectives_proposed,
+		       (select count(*) from agent_automation_runs where status = 'dead') as automations_dead,
+		       (select count(*) from agent_memory where expires_at is null or expires_at > clock_timestamp()) as memories
+		  from a, x, o`)
+	if err != nil {
+		return Counters{}, fmt.Errorf("count: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Counters])
+	if err != nil {
+		return Counters{}, fmt.Errorf("count: %w", err)
+	}
+	return got, nil
+}
+
+// compile reads a condition over env, which is Cause{} or Counters{}: an expression with a truth value. The error
+// names the place.
+func compile(text string, env any) (*vm.Program, error) {
+	if len(text) > maxCondition {
+		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
+	}
+	options := []expr.Option{expr.Env(env), expr.AsBool(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins()}
+	for _, name := range []string{"len", "lower", "upper", "trim", "int", "float", "string", "abs", "hasPrefix", "hasSuffix"} {
+		options = append(options, expr.EnableBuiltin(name))
+	}
+	loops := &loopFinder{}
+	program, err := expr.Compile(text, append(options, expr.Patch(loops))...)
+	if err == nil && loops.found {
+		letters := []rune(text)
+		before := string(letters[:min(loops.at, len(letters))])
+		return nil, fmt.Errorf("loops over lists and ranges are not offered (line %d, column %d)",
+			1+strings.Count(before, "\n"), utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:])+1)
+	}
+	if at, ok := errors.AsType[*file.Error](err); ok {
+		return nil, fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
+	}
+	return program, err
+}
+
+// loopFinder looks for what would make a condition's cost depend on more than its length.
+type loopFinder struct {
+	found bool
+	at    int // letters before it
+}
+
+// Visit is called for every node.
+func (f *loopFinder) Visit(node *ast.Node) {
+	if f.found {
+		return
+	}
+	switch n := (*node).(type) {
+	case *ast.PredicateNode:
+		f.found = true
+	case *ast.BinaryNode:
+		f.found = n.Operator == ".."
+	}
+	f.at = (*node).Location().From
+}
+
+// holds evaluates a condition over env.
+func holds(text string, env any) (bool, error) {
+	program, err := compile(text, env)
+	if err != nil {
+		return false, err
+	}
+	machine := vm.VM{MemoryBudget: maxMemory}
+	value, err := machine.Run(program, env)
+	if at, ok := errors.AsType[*file.Error](err); ok {
+		err = fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
+	}
+	if err != nil {
+		return false, err
+	}
+	truth, ok := value.(bool)
+	if !ok {
+		return false, fmt.Errorf("is %T, not true or false", value)
+	}
+	return truth, nil
+}
+
+// Meant reports whether a run of an event automation is meant: whether its condition holds for the event and
+// the counters. One without a condition always is.
+func Meant(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
+	if a.Condition == "" {
+		return true, nil
+	}
+	raw, err := Payload(ctx, db, runID)
+	if err != nil {
+		return false, err
+	}
+	var cause struct {
+		Event, Key string
+		Data       any
+	}
+	if err := json.Unmarshal(raw, &cause); err != nil {
+		return false, fmt.Errorf("read payload of run %s: %w", runID, err)
+	}
+	counters, err := Count(ctx, db)
+	if err != nil {
+		return false, err
+	}
+	ok, err := holds(a.Condition, Cause{cause.Event, cause.Key, cause.Data, counters})
+	if err != nil {
+		return false, &ConditionError{a.Name, err}
+	}
+	return ok, nil
+}
+
+// ConditionError reports a condition that cannot be decided, such as one that compares what an event does not
+// have. It is the run's failure, not the database's.
+type ConditionError struct {
+	Automation string
+	Err        error
+}
+
+// Error says which automation's condition it is, and why.
+func (e *ConditionError) Error() string {
+	return fmt.Sprintf("decide condition of automation %q: %s", e.Automation, e.Err)
+}
+
+// Unwrap is the cause.
+func (e *ConditionError) Unwrap() error { return e.Err }

@@ -1,0 +1,164 @@
+package automations_test
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
+	for text, want := range map[string]string{
+		`pending_aprovals > 3`:                    "unknown name pending_aprovals (line 1, column 1)",
+		`true and failures_24h > "many"`:          "mismatched types int and string) (line 1, column 23)",
+		`pending_approvals + 1`:                   "expected bool",
+		`pending_approvals >`:                     "unexpected token EOF",
+		`payload.x == 1`:                          "unknown name payload", // a signal has none
+		`all(1..1000000, # > 0)`:                  "(line 1, column",      // no loops
+		`repeat("x", 1000000000) == ""`:           "(line 1, column",
+		strings.Repeat("true and ", 300) + "true": "at most 1000 bytes",
+		strings.Repeat("not ", 240) + "true":      "exceeds maximum allowed nodes",
+		`memories == 1; let x = 1`:                "(line 1, column",
+	} {
+		err := automations.Validate(automations.Definition{Name: "a", Signal: text, Skill: "s"})
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "signal: ") || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%.40s: %v, want %q", text, err, want)
+		}
+	}
+	d := automations.Definition{Name: "a", Event: "e", When: "payload.a ==\n  nope", Skill: "s"}
+	if err := automations.Validate(d); err == nil || err.Error() != "when: unknown name nope (line 2, column 3)" {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
+	pool := pgtest.DB(t)
+	if err := automations.Raise(t.Context(), pool, "E", "repo/1", []byte(`{}`), "", ""); err != nil {
+		t.Fatal(err)
+	}
+	for when, want := range map[string]string{
+		``: "true",
+		`payload.action == "opened" and payload.issue.labels[0] == "bug"`: "true",
+		`payload.issue.number > 6.5 and len(payload.issue.labels) == 2`:   "true",
+		`"bug" in payload.issue.labels and memories == 0`:                 "true",
+		`event == "E" and key startsWith "repo/" and calls_24h == 0`:      "true",
+		`payload.nothing == nil`:                                          "true",
+		`payload.action matches "^clo"`:                                   "false",
+		`payload.nothing.more == 1`:                                       `decide condition of automation "a"`,
+		`payload.action > 3`:                                              `decide condition of automation "a"`,
+		`payload`:                                                         "invalid operation: bool",
+	} {
+		d := automations.Definition{Name: "a", Event: "E", When: when, Skill: "s"}
+		if err := automations.Validate(d); err != nil {
+			if !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: %v", when, err)
+			}
+			continue
+		}
+		a := put(t, pool, d)
+		data := `{"action": "opened", "issue": {"number": 7, "labels": ["bug", "ui"]}}`
+		if err := automations.Raise(t.Context(), pool, "E", "repo/1", []byte(data), "", ""); err != nil {
+			t.Fatal(err)
+		}
+		runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{AutomationID: a.ID, Limit: 1})
+		if err != nil || len(runs) != 1 {
+			t.Fatal(runs, err)
+		}
+		meant, err := automations.Meant(t.Context(), pool, a, runs[0].ID)
+		got := fmt.Sprint(meant)
+		if err != nil {
+			got = err.Error()
+		}
+		if !strings.Contains(got, want) {
+			t.Errorf("%s: got %s, want %s", when, got, want)
+		}
+	}
+}
+
+func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
+	pool := pgtest.DB(t)
+	d := automations.Definition{Name: "watch", Cron: "*/5 * * * *", Prompt: "look"}
+	var wg sync.WaitGroup
+	for range 32 {
+		wg.Go(func() {
+			if _, err := automations.Propose(t.Context(), pool, d, "flowpilot", traceID); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	a := get(t, pool, "watch")
+	if a.Enabled || a.DisabledBy != automations.Proposal || a.NextRunAt != nil || a.LastTraceID != traceID {
+		t.Errorf("got %+v", a)
+	}
+	other := d
+	other.Prompt = "do something else"
+	if _, err := automations.Propose(t.Context(), pool, other, "flowpilot", traceID); !errors.Is(err, automations.ErrTaken) {
+		t.Errorf("a proposal was replaced: %v", err)
+	}
+	if ok, err := automations.Enable(t.Context(), pool, "watch"); ok || !errors.Is(err, automations.ErrProposal) {
+		t.Errorf("enabled: %v, %v", ok, err)
+	}
+	if _, err := pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`); !postgres.IsCode(err, "23514") {
+		t.Errorf("the database let it pass: %v", err)
+	}
+	var wins atomic.Int32
+	for range 32 {
+		wg.Go(func() {
+			ok, err := automations.Accept(t.Context(), pool, "watch", "ana")
+			if err != nil {
+				t.Error(err)
+			}
+			if ok {
+				wins.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	if a = get(t, pool, "watch"); wins.Load() != 1 || !a.Enabled || a.DecidedBy != "ana" || a.NextRunAt == nil {
+		t.Errorf("%d accepted it, %+v", wins.Load(), a)
+	}
+	var open atomic.Int32
+	for i := range 32 {
+		wg.Go(func() {
+			_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: fmt.Sprint("p", i), Cron: "@daily", Prompt: "x"}, "flowpilot", traceID)
+			switch {
+			case err == nil:
+				open.Add(1)
+			case !errors.Is(err, automations.ErrTooMany):
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if open.Load() != 20 {
+		t.Errorf("%d proposals were taken", open.Load())
+	}
+}
+
+func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
+	pool := pgtest.DB(t)
+	put(t, pool, automations.Definition{Name: "a", Cron: "30 2 * * *", Timezone: "Europe/Madrid"})
+	if _, err := pool.Exec(t.Context(), `update agent_automations set next_run_at = '2027-03-27T01:30:00Z'`); err != nil {
+		t.Fatal(err)
+	}
+	a := get(t, pool, "a")
+	var got []string
+	for _, at := range a.Upcoming(3) {
+		got = append(got, at.Format(time.RFC3339))
+	}
+	if len(got) != 3 || got[0] != "2027-03-27T02:30:00+01:00" || !strings.HasSuffix(got[2], "+02:00") {
+		t.Errorf("got %v", got)
+	}
+	a.Enabled = false
+	if n := len(a.Upcoming(3)); n != 0 {
+		t.Errorf("a disabled one has %d times", n)
+	}
+}

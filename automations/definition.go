@@ -1,0 +1,259 @@
+package automations
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+)
+
+const (
+	maxName         = 255
+	maxText         = 8192
+	defaultAttempts = 3
+	maxAttempts     = 20
+)
+
+var skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+
+// Definition is what a workspace file declares about an automation. It has a skill with arguments,
+// or a prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the
+// fields of [Cause] and [Counters]; a misspelt name or a comparison of unlike things is a problem found here.
+type Definition struct {
+	Name        string         `yaml:"name" json:"name"`
+	Description string         `yaml:"description" json:"description,omitempty"`
+	Trigger     string         `yaml:"trigger" json:"trigger,omitempty"`           // cron, event, signal; empty: by what else is there
+	Cron        string         `yaml:"cron" json:"cron,omitempty"`                 // five fields, @daily, @every 30m
+	Timezone    string         `yaml:"timezone" json:"timezone,omitempty"`         // of the cron expression; UTC when empty
+	Event       string         `yaml:"event" json:"event,omitempty"`               // the event's name
+	When        string         `yaml:"when" json:"when,omitempty"`                 // of an event: a condition, such as payload.action == "opened"
+	Signal      string         `yaml:"signal" json:"signal,omitempty"`             // a condition, such as pending_approvals > 3
+	Skill       string         `yaml:"skill" json:"skill,omitempty"`               // its name
+	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill
+	Prompt      string         `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
+	MaxAttempts int            `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
+}
+
+// Validate reports everything that is wrong with d, each problem as "field path: what is wrong",
+// joined as by [errors.Join].
+func Validate(d Definition) error {
+	_, err := resolve(d)
+	return err
+}
+
+// resolved is a valid definition as it is stored.
+type resolved struct {
+	Definition
+	arguments json.RawMessage
+	schedule  schedule.Schedule // of cron
+}
+
+func resolve(d Definition) (resolved, error) {
+	r := resolved{Definition: d}
+	if r.Trigger == "" {
+		r.Trigger = Cron
+		if d.Event != "" {
+			r.Trigger = Event
+		} else if d.Signal != "" {
+			r.Trigger = Signal
+		}
+	}
+	if r.Timezone == "" {
+		r.Timezone = "UTC"
+	}
+	if r.MaxAttempts == 0 {
+		r.MaxAttempts = defaultAttempts
+	}
+	problems := r.checkTexts()
+	problems = append(problems, r.checkTrigger()...)
+	problems = append(problems, r.checkAction()...)
+	if r.MaxAttempts < 1 || r.MaxAttempts > maxAttempts {
+		problems = append(problems, fmt.Errorf("max_attempts: must be between 1 and %d", maxAttempts))
+	}
+	return r, errors.Join(problems...)
+}
+
+func (r *resolved) checkTexts() []error {
+	var problems []error
+	if strings.TrimSpace(r.Name) == "" {
+		problems = append(problems, errors.New("name: is empty"))
+	}
+	for _, text := range []struct {
+		field, value string
+		most         int
+	}{{"name", r.Name, maxName}, {"description", r.Description, maxText}, {"prompt", r.Prompt, maxText}, {"event", r.Event, maxName}} {
+		if len(text.value) > text.most || strings.ContainsRune(text.value, 0) {
+			problems = append(problems, fmt.Errorf("%s: must have at most %d bytes and no NUL character", text.field, text.most))
+		}
+	}
+	return problems
+}
+
+func (r *resolved) checkTrigger() []error {
+	r.When, r.Signal = strings.TrimSpace(r.When), strings.TrimSpace(r.Signal)
+	var problems []error
+	for _, field := range []struct{ name, value, trigger string }{
+		{"cron", r.Cron, Cron}, {"event", r.Event, Event}, {"when", r.When, Event}, {"signal", r.Signal, Signal},
+	} {
+		if field.value != "" && r.Trigger != field.trigger && slices.Contains([]string{Cron, Event, Signal}, r.Trigger) {
+			problems = append(problems, fmt.Errorf("%s: an automation with trigger %s has none", field.name, r.Trigger))
+		}
+	}
+	switch r.Trigger {
+	case Cron:
+		problems = append(problems, r.checkSchedule()...)
+	case Event:
+		if strings.TrimSpace(r.Event) == "" {
+			problems = append(problems, errors.New("event: name the event it waits for"))
+		}
+		if r.When != "" {
+			problems = append(problems, checkCondition("when", r.When, Cause{})...)
+		}
+	case Signal:
+		if r.Signal == "" {
+			problems = append(problems, errors.New("signal: write the condition it waits for, such as pending_approvals > 3"))
+		}
+		if r.Signal != "" {
+			problems = append(problems, checkCondition("signal", r.Signal, Counters{})...)
+		}
+	default:
+		problems = append(problems, fmt.Errorf("trigger: %q is not one of cron, event, signal", r.Trigger))
+	}
+	return problems
+}
+
+func (r *resolved) checkSchedule() (problems []error) {
+	zone, err := schedule.Location(r.Timezone)
+	if err != nil {
+		problems = append(problems, fmt.Errorf("timezone: %w", err))
+	}
+	if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
+		problems = append(problems, fmt.Errorf("cron: %w", err))
+	}
+	return problems
+}
+
+func checkCondition(field, text string, env any) []error {
+	if _, err := compile(text, env); err != nil {
+		return []error{fmt.Errorf("%s: %w", field, err)}
+	}
+	return nil
+}
+
+func (r *resolved) checkAction() []error {
+	var problems []error
+	r.Prompt = strings.TrimSpace(r.Prompt)
+	switch {
+	case r.Skill == "" && r.Prompt == "":
+		problems = append(problems, errors.New("skill: name a skill, or write a prompt"))
+	case r.Skill != "" && r.Prompt != "":
+		problems = append(problems, errors.New("prompt: there is a skill too; keep one"))
+	case r.Skill != "" && !skillName.MatchString(r.Skill):
+		problems = append(problems, fmt.Errorf("skill: %q must be 1 to 64 of the characters a-z A-Z 0-9 _ -", r.Skill))
+	case r.Prompt != "" && len(r.Arguments) > 0:
+		problems = append(problems, errors.New("arguments: only a skill has them"))
+	}
+	r.arguments = json.RawMessage(`{}`)
+	if len(r.Arguments) > 0 {
+		raw, err := json.Marshal(r.Arguments)
+		if err == nil && strings.Contains(strings.ReplaceAll(string(raw), `\\`, ""), `\u0000`) {
+			err = errors.New("has a NUL character")
+		}
+		if err != nil {
+			problems = append(problems, fmt.Errorf("arguments: %w", err))
+		}
+		r.arguments = raw
+	}
+	return problems
+}
+
+// Put makes the automation d.Name say what d declares and reports whether anything changed. When its
+// schedule changed it is next due at the schedule's first time from now on. What was learned
+// (enabled, paused, last run) stays.
+func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	r, err := resolve(d)
+	if err != nil {
+		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
+	}
+	next, err := firstTime(ctx, db, r)
+	if err != nil {
+		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
+	}
+	// People who declare what the agent had proposed have accepted it.
+	tag, err := db.Exec(ctx, `
+		insert into agent_automations as a
+		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, max_attempts,
+		        next_run_at, source)
+		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @max_attempts,
+		        @next, @source)
+		on conflict (name) do update
+		   set description = excluded.description, trigger = excluded.trigger, cron = excluded.cron, timezone = excluded.timezone,
+		       event = excluded.event, condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
+		       arguments = excluded.arguments, prompt = excluded.prompt, max_attempts = excluded.max_attempts,
+		       source = excluded.source, updated_at = clock_timestamp(),
+		       armed = a.armed or a.signal <> excluded.signal,
+		       enabled = a.enabled or a.disabled_by = 'proposal',
+		       disabled_reason = case when a.disabled_by = 'proposal' then '' else a.disabled_reason end,
+		       disabled_at = case when a.disabled_by = 'proposal' then null else a.disabled_at end,
+		       disabled_by = case when a.disabled_by = 'proposal' then '' else a.disabled_by end,
+		       decided_by = case when a.disabled_by = 'proposal' then excluded.source else a.decided_by end,
+		       next_run_at = case when (a.trigger, a.cron, a.timezone) = (excluded.trigger, excluded.cron, excluded.timezone)
+		                               and a.disabled_by <> 'proposal'
+		                          then a.next_run_at else excluded.next_run_at end
+		 where (a.description, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name, a.arguments, a.prompt,
+		       a.max_attempts, a.source)
+		       is distinct from (excluded.description, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
+		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.max_attempts,
+		       excluded.source)`,
+		pgx.StrictNamedArgs{
+			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
+			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
+			"max_attempts": r.MaxAttempts, "next": next, "source": source,
+		})
+	if err != nil {
+		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, error) {
+	if r.Trigger != Cron {
+		return nil, nil
+	}
+	var now time.Time
+	if err := db.QueryRow(ctx, `select clock_timestamp()`).Scan(&now); err != nil {
+		return nil, err
+	}
+	next := r.schedule.Next(now)
+	return &next, nil
+}
+
+// Remove deletes the automations of source that are not among keep, with their runs, and returns their
+// names.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_automations where source = @source and name <> all(@keep::text[]) returning name`,
+		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+	return sortedNames(rows, err, "remove automations of source "+source)
+}
+
+func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	slices.Sort(names)
+	return names, nil
+}

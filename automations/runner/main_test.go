@@ -1,0 +1,186 @@
+package runner_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/automations/runner"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+const patience = 40 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database, a model, and the skill look, which does what the test says.
+type world struct {
+	pool  *pgxpool.Pool
+	model *modeltest.Server
+	loop  *reason.Loop
+
+	mu    sync.Mutex
+	calls int
+	look  func(ctx context.Context, n int) error
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t)}
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Done.") })
+	d := skills.Definition{Name: "look", Handler: "builtin:look", Idempotent: true}
+	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	quiet := slog.New(slog.DiscardHandler)
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet, Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}, Pool: w.pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: quiet}
+	return w
+}
+
+func (w *world) called(ctx context.Context, _ skills.Call) (any, error) {
+	w.mu.Lock()
+	w.calls++
+	n, look := w.calls, w.look
+	w.mu.Unlock()
+	if look != nil {
+		return map[string]int{"call": n}, look(ctx, n)
+	}
+	return map[string]int{"call": n}, nil
+}
+
+func (w *world) count() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.calls
+}
+
+// process is one that dispatches and takes executions until the test ends.
+func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
+	t.Helper()
+	r, e, keeper := w.idle(t)
+	listener := postgres.NewListener(postgres.Dialer(w.pool), r.Logger)
+	r.Listener = listener
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	group, working := errgroup.WithContext(ctx)
+	group.Go(func() error { return e.Run(working) })
+	group.Go(func() error { return r.Run(working) })
+	group.Go(func() error { return keeper.Run(ctx) })
+	group.Go(func() error { return listener.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	})
+	return r, e
+}
+
+// idle is a process that does nothing by itself.
+func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.Keeper) {
+	t.Helper()
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &runner.Runner{
+		Pool: w.pool, Loop: w.loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "flowpilot",
+		PollEvery: 200 * time.Millisecond, SignalsEvery: 200 * time.Millisecond,
+	}
+	if err := r.Register(); err != nil {
+		t.Fatal(err)
+	}
+	return r, e, keeper
+}
+
+func (w *world) put(t *testing.T, d automations.Definition) automations.Automation {
+	t.Helper()
+	if d.Skill == "" && d.Prompt == "" {
+		d.Skill = "look"
+	}
+	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	a, err := automations.Get(t.Context(), w.pool, d.Name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+func (w *world) exec(t *testing.T, sql string, args ...any) {
+	t.Helper()
+	if _, err := w.pool.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func (w *world) raise(t *testing.T, event, key, data string) {
+	t.Helper()
+	w.exec(t, `select * from raise_agent_event($1, $2, $3, null, '')`, event, key, data)
+}
+
+// states is the runs' states with their numbers.
+func (w *world) states(t *testing.T) string {
+	t.Helper()
+	rows, err := w.pool.Query(t.Context(), `select status || ' ' || count(*) from agent_automation_runs group by status order by status`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rows.Close()
+	var all []string
+	for rows.Next() {
+		var text string
+		if err := rows.Scan(&text); err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, text)
+	}
+	return strings.Join(all, ", ")
+}
+
+func (w *world) until(t *testing.T, want string) {
+	t.Helper()
+	got := ""
+	defer func() {
+		if t.Failed() {
+			t.Logf("runs are %s", got)
+		}
+	}()
+	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want }, fmt.Sprintf("runs become %s", want))
+}
+
+func (w *world) value(t *testing.T, sql string, args ...any) (text string) {
+	t.Helper()
+	if err := w.pool.QueryRow(t.Context(), sql, args...).Scan(&text); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return text
+}

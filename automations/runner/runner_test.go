@@ -1,0 +1,316 @@
+package runner_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/automations/runner"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+const hook = "wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+
+func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "ISSUE", When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue."})
+	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
+	w.process(t)
+	w.exec(t, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1', $1)`, hook)
+	w.exec(t, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook) // delivered again
+	w.raise(t, "ISSUE", "repo/2", `{"action": "closed"}`)
+	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
+	w.exec(t, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
+	w.until(t, "skipped 2, success 2")
+	got := w.value(t, `
+		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
+		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success' and r.trace_id <> ''  and x.surface = 'webhook'`)
+	if want := hook + " webhook automation " + hook; got != want {
+		t.Errorf("got %s", got)
+	}
+	prompt := w.model.Requests()[0].Messages[1].Content
+	if !strings.Contains(prompt, "It broke") || !strings.Contains(prompt, "not as instructions") || strings.Contains(prompt, "hunter2") {
+		t.Errorf("the model was told %s", prompt)
+	}
+}
+
+func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "E"})
+	tx, err := w.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := tx.Exec(t.Context(), `insert into agent_events (event, key) values ('E', 'k')`); err != nil {
+		t.Fatal(err)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.states(t); got != "" {
+		t.Errorf("an event that never was left %s", got)
+	}
+	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	w.raise(t, "E", "k", `{}`)
+	if got := w.states(t); got != "" {
+		t.Errorf("a disabled automation has %s", got)
+	}
+}
+
+func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
+	w := newWorld(t)
+	var at, most atomic.Int32
+	w.look = func(context.Context, int) error {
+		for now := at.Add(1); ; {
+			if seen := most.Load(); now <= seen || most.CompareAndSwap(seen, now) {
+				break
+			}
+		}
+		at.Add(-1)
+		return nil
+	}
+	a := w.put(t, automations.Definition{Name: "one", Event: "E"})
+	for i := range 3 {
+		w.put(t, automations.Definition{Name: fmt.Sprint("more ", i), Event: "E"})
+	}
+	w.process(t)
+	w.process(t)
+	const events = 10
+	var group sync.WaitGroup
+	for i := range events {
+		group.Go(func() { w.raise(t, "E", fmt.Sprint(i), `{}`) })
+	}
+	idle, _, _ := w.idle(t)
+	for range 8 {
+		group.Go(func() {
+			if _, err := idle.Dispatch(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	group.Wait()
+	w.until(t, fmt.Sprintf("success %d", 4*events))
+	if n := w.count(); n != 4*events {
+		t.Errorf("look was called %d times for %d runs", n, 4*events)
+	}
+	overlaps := w.value(t, `
+		select count(*)::text from agent_activity p join agent_activity q
+		    on p.skill_name = 'run_automation' and q.skill_name = 'run_automation' and p.id < q.id
+		   and p.output ->> 'automation' = q.output ->> 'automation'
+		   and p.created_at < q.finished_at and q.created_at < p.finished_at`)
+	if overlaps != "0" {
+		t.Errorf("%s runs of one automation overlapped", overlaps)
+	}
+	if n := w.value(t, `select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
+		t.Errorf("%s executions were started", n)
+	}
+	if got := w.value(t, `select (last_trace_id <> '' and last_run_at is not null)::text from agent_automations where id = $1`, a.ID); got != "true" {
+		t.Error("the automation does not say when it last ran")
+	}
+}
+
+func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
+	w := newWorld(t)
+	a := w.put(t, automations.Definition{Name: "s", Signal: "objectives_active >= 1 and failures_24h == 0"})
+	watch := func(want int) {
+		t.Helper()
+		var fired atomic.Int32
+		var group sync.WaitGroup
+		for range 8 {
+			group.Go(func() {
+				n, err := automations.Watch(t.Context(), w.pool)
+				if err != nil {
+					t.Error(err)
+				}
+				fired.Add(int32(n))
+			})
+		}
+		group.Wait()
+		if int(fired.Load()) != want {
+			t.Errorf("fired %d times, want %d", fired.Load(), want)
+		}
+	}
+	watch(0)
+	w.exec(t, `insert into agent_objectives (name, goal) values ('o', 'g')`)
+	watch(1)
+	watch(0)
+	w.exec(t, `delete from agent_objectives`)
+	watch(0)
+	w.exec(t, `insert into agent_objectives (name, goal) values ('o', 'g')`)
+	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin' where id = $1`, a.ID)
+	watch(0)
+	w.exec(t, `update agent_automations set enabled = true, disabled_by = '' where id = $1`, a.ID)
+	watch(1)
+	w.process(t)
+	w.until(t, "success 2")
+}
+
+func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
+	w := newWorld(t)
+	w.look = func(_ context.Context, n int) error {
+		if n < 3 {
+			return errors.New("no luck")
+		}
+		return nil
+	}
+	w.put(t, automations.Definition{Name: "a", Event: "E", MaxAttempts: 2})
+	w.process(t)
+	w.raise(t, "E", "k", `{}`)
+	w.until(t, "error 1")
+	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	w.until(t, "dead 1")
+	id := w.value(t, `select id::text from agent_automation_runs`)
+	if ok, err := automations.Redrive(t.Context(), w.pool, id); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	w.until(t, "success 1")
+	if n := w.count(); n != 3 {
+		t.Errorf("look was called %d times", n)
+	}
+}
+
+func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "E", When: "payload.size > 3"})
+	w.process(t)
+	w.raise(t, "E", "k", `{"size": "large"}`)
+	w.until(t, "dead 1")
+	if why := w.value(t, `select error_message from agent_automation_runs`); !strings.Contains(why, `automation "a"`) || !strings.Contains(why, "column") {
+		t.Errorf("it says %s", why)
+	}
+}
+
+func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
+	w := newWorld(t)
+	came, wake := make(chan struct{}), make(chan struct{})
+	w.look = func(_ context.Context, n int) error {
+		if n == 1 {
+			close(came)
+			<-wake
+		}
+		return nil
+	}
+	a := w.put(t, automations.Definition{Name: "a", Event: "E"})
+	w.raise(t, "E", "k", `{}`)
+	first, engine, _ := w.idle(t)
+	if n, err := first.Dispatch(t.Context()); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	var group sync.WaitGroup
+	group.Go(func() {
+		run, err := automations.GetRun(t.Context(), w.pool, w.value(t, `select id::text from agent_automation_runs`))
+		if err == nil {
+			err = engine.Attend(context.WithoutCancel(t.Context()), *run.ExecutionID)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	<-came
+	w.exec(t, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	w.process(t)
+	w.until(t, "success 1")
+	close(wake)
+	group.Wait()
+	pgtest.Eventually(t, patience, func() bool {
+		return w.value(t, `select string_agg(status, ' ') from agent_executions where flow = 'automation'`) == "completed"
+	}, "the execution ends")
+	if got := w.value(t, `select is_agent_lock_held($1)::text`, "automation:"+a.ID); got != "false" {
+		t.Error("the lane is still held")
+	}
+	if n := w.count(); n != 2 {
+		t.Errorf("look was called %d times, not once by each process", n)
+	}
+}
+
+func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "E"})
+	w.raise(t, "E", "k", `{}`)
+	r, _, _ := w.idle(t)
+	if n, err := r.Dispatch(t.Context()); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	if n, err := r.Dispatch(t.Context()); n != 0 || err != nil {
+		t.Fatal(n, err)
+	}
+	w.exec(t, `select cancel_agent_execution(id, 'admin', 'why') from agent_executions`)
+	w.process(t)
+	w.until(t, "error 1")
+	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	w.until(t, "success 1")
+}
+
+func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
+	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	w.process(t)
+	_, engine, _ := w.idle(t)
+	run, err := automations.RunByHand(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := engine.RunNow(t.Context(), runner.Spec("flowpilot", run))
+	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
+		t.Errorf("got %+v, %v", x, err)
+	}
+	if x, err := engine.RunNow(t.Context(), runner.Spec("flowpilot", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
+		t.Errorf("the same run was made again: %+v, %v", x, err)
+	}
+	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'flowpilot'`)
+	if _, err := automations.RunByHand(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
+		t.Errorf("a proposal was run: %v", err)
+	}
+}
+
+func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
+	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	w.process(t)
+	if _, err := automations.Order(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
+		t.Fatal(err)
+	}
+	if err := automations.Announce(t.Context(), w.pool); err != nil {
+		t.Fatal(err)
+	}
+	w.until(t, "success 1")
+}
+
+func TestTheEndOfARunStartsNoOther(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "AGENT_COMPLETED"})
+	w.process(t)
+	w.exec(t, `insert into agent_executions (trace_id, surface, flow, status) values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
+	w.exec(t, `update agent_executions set status = 'cancelled' where flow = 'x'`)
+	w.until(t, "success 1")
+	pgtest.Eventually(t, patience, func() bool {
+		return w.value(t, `select count(*)::text from agent_executions where flow = 'automation' and status = 'completed'`) == "1"
+	}, "the run's execution ends")
+	if got := w.states(t); got != "success 1" {
+		t.Errorf("runs are %s", got)
+	}
+}
+
+func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "E", When: `key == "meant"`})
+	r, _, _ := w.idle(t)
+	for range 5 {
+		w.raise(t, "E", "noise", `{}`)
+	}
+	w.raise(t, "E", "meant", `{}`)
+	if n, err := r.Dispatch(t.Context()); err != nil || n != 1 {
+		t.Errorf("one look started %d runs (%v), want the one behind 5 that are not meant", n, err)
+	}
+	if got := w.states(t); got != "claimed 1, skipped 5" {
+		t.Errorf("runs are %s", got)
+	}
+}

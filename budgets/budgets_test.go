@@ -1,0 +1,330 @@
+package budgets_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestAGrantIsWhatIsWantedOrWhatTheLimitHasLeft(t *testing.T) {
+	for name, test := range map[string]struct {
+		limit   budgets.Limit
+		price   float64
+		spent   int64
+		granted int64
+		unit    string // of the refusal
+	}{
+		"no limit":                     {budgets.Limit{}, 0, 1_000_000, 1000, ""},
+		"room":                         {budgets.Limit{Tokens: 5000}, 0, 0, 1000, ""},
+		"exactly":                      {budgets.Limit{Tokens: 1100}, 0, 0, 1000, ""},
+		"a small rest":                 {budgets.Limit{Tokens: 1100}, 0, 800, 200, ""},
+		"the least":                    {budgets.Limit{Tokens: 1100}, 0, 950, 50, ""},
+		"one less":                     {budgets.Limit{Tokens: 1100}, 0, 951, 0, budgets.Tokens},
+		"overspent":                    {budgets.Limit{Tokens: 1100}, 0, 9000, 0, budgets.Tokens},
+		"money":                        {budgets.Limit{USD: 11}, 0.01, 0, 1000, ""},
+		"little money":                 {budgets.Limit{USD: 3}, 0.01, 0, 200, ""},
+		"no money":                     {budgets.Limit{USD: 1.49}, 0.01, 0, 0, budgets.USD},
+		"what is free needs no money":  {budgets.Limit{USD: 0.0001}, 0, 100, 1000, ""},
+		"the narrower of both decides": {budgets.Limit{Tokens: 400, USD: 3}, 0.01, 0, 200, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.DB(t)
+			id := running(t, db)
+			before := call(id, 0, scope("s", 0, 0))
+			if _, err := reserve(t, db, before); err != nil {
+				t.Fatal(err)
+			}
+			settle(t, db, before, test.spent, 0)
+			r := call(id, 1, scope("s", test.limit.Tokens, test.limit.USD))
+			r.Need.PromptUSD, r.Need.TokenUSD = 100*test.price, test.price
+			got, err := reserve(t, db, r)
+			var refused *budgets.Error
+			switch {
+			case test.unit == "" && (err != nil || got != test.granted):
+				t.Errorf("granted %d (%v), want %d", got, err, test.granted)
+			case test.unit != "" && (!errors.As(err, &refused) || refused.Unit != test.unit || refused.Kind != budgets.Spent):
+				t.Errorf("granted %d (%v), want the %s to be spent", got, err, test.unit)
+			}
+		})
+	}
+}
+
+func TestTheScopeThatRefusesIsNamed(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	limits := budgets.Limits{Day: budgets.Limit{Tokens: 5000}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}}}
+	_, err := reserve(t, db, call(id, 0, limits.Scopes(trace.Chat, scope("run:ch_1", 9000, 0))...))
+	var refused *budgets.Error
+	if !errors.As(err, &refused) || !strings.HasSuffix(refused.Scope, ":chat") || refused.Limit != 120 {
+		t.Fatalf("err = %v", err)
+	}
+	if text := err.Error(); !strings.Contains(text, "120 tokens for the surface chat on 20") {
+		t.Errorf("the refusal reads %q", text)
+	}
+	if got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...)); err != nil || got != 1000 {
+		t.Errorf("another surface was granted %d (%v)", got, err)
+	}
+	if n := value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`); n != 2 {
+		t.Errorf("%d of today's scopes have the reservation, want the day and the surface", n)
+	}
+}
+
+func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	r := call(id, 0, scope("s", 1500, 0))
+	for range 2 { // an answer that was lost on the way
+		if got, err := reserve(t, db, r); err != nil || got != 1000 {
+			t.Fatalf("granted %d (%v)", got, err)
+		}
+	}
+	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
+	again := call(id, 0, scope("s", 1500, 0))
+	again.Claim = 2
+	if got, err := reserve(t, db, again); err != nil || got != 1000 {
+		t.Errorf("after a crash the call was granted %d (%v)", got, err)
+	}
+	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 unsettled" {
+		t.Errorf("s has %s", got)
+	}
+	for range 2 {
+		settle(t, db, again, 400, 0.25)
+	}
+	if got := standing(t, db, "s"); got != "400 0.25$ spent, 0 0$ set aside, 0 unsettled" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+func TestAStaleClaimReservesNothing(t *testing.T) {
+	db := pgtest.DB(t)
+	r := call(running(t, db), 0, scope("s", 0, 0))
+	r.Claim = 0
+	if err := send(t, db, r.Reserve); !postgres.IsCode(err, "LK001") {
+		t.Errorf("err = %v, want SQLSTATE LK001", err)
+	}
+	if n := value[int](t, db, `select count(*) from agent_budget_reservations`); n != 0 {
+		t.Errorf("%d reservations", n)
+	}
+}
+
+func TestOthersReservationsAreWaitedFor(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	first, second := call(id, 1, scope("s", 1220, 0)), call(id, 2, scope("s", 1220, 0))
+	if _, err := reserve(t, db, first); err != nil {
+		t.Fatal(err)
+	}
+	_, err := reserve(t, db, second)
+	var refused *budgets.Error
+	if !errors.As(err, &refused) || refused.Kind != budgets.Reserved || refused.Reserved != 1100 {
+		t.Fatalf("err = %v, want the reservation of the first to be in the way", err)
+	}
+	second.Patience = time.Minute
+	if err := send(t, db, second.Reserve); err != nil {
+		t.Fatal(err)
+	}
+	settled := make(chan error, 1)
+	go func() {
+		_, err := db.Exec(t.Context(), `select settle_agent_budget($1, 'model 1', 150, 0)`, id)
+		settled <- err
+	}()
+	got, err := second.Await(t.Context(), db)
+	if err != nil || got != 970 {
+		t.Errorf("granted %d (%v) once the first was settled", got, err)
+	}
+	if err := <-settled; err != nil {
+		t.Error(err)
+	}
+}
+
+// Two that look at the same time must not both find the room: the second looks when the first has decided.
+func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	earlier := call(id, 0, scope("s", 0, 0))
+	if _, err := reserve(t, db, earlier); err != nil {
+		t.Fatal(err)
+	}
+	settle(t, db, earlier, 0, 0)
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
+	second := call(running(t, db), 2, scope("s", 1220, 0))
+	second.Patience = 1
+	sent := make(chan error, 1)
+	go func() { sent <- send(t, db, second.Reserve) }()
+	pgtest.Eventually(t, 10*time.Second, func() bool {
+		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and query like '%from reserve_agent_budget%'`) == 1
+	}, "the second waits for the first")
+	if got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0))); err != nil || got != 1000 {
+		t.Fatalf("the first was granted %d (%v)", got, err)
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
+	}
+	if got, err := second.Await(t.Context(), db); err == nil {
+		t.Errorf("the second was granted %d beside the first", got)
+	}
+	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 unsettled" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+// Scopes named in another order, as by two surfaces, must not make two calls wait for each other.
+func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
+	db := pgtest.DB(t)
+	var group errgroup.Group
+	for n := range 16 {
+		id := running(t, db)
+		scopes := []budgets.Scope{scope("a", 0, 0), scope("b", 0, 0), scope("c", 0, 0)}
+		if n%2 == 1 {
+			slices.Reverse(scopes)
+		}
+		group.Go(func() error {
+			for i := range 20 {
+				r := call(id, i, scopes...)
+				b := &pgx.Batch{}
+				r.Reserve(b)
+				if i%3 != 0 {
+					r.Settle(b, 10, 0)
+				}
+				if err := db.SendBatch(t.Context(), b).Close(); err != nil {
+					return err
+				}
+			}
+			_, err := db.Exec(t.Context(), `select finish_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range []string{"a", "b", "c"} {
+		if got := standing(t, db, s); got != "125280 0$ spent, 0 0$ set aside, 112 unsettled" {
+			t.Errorf("%s has %s", s, got)
+		}
+	}
+}
+
+func TestAfterItsPatienceACallTakesTheLittleThatIsLeft(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	if _, err := reserve(t, db, call(id, 1, scope("s", 1500, 0))); err != nil {
+		t.Fatal(err)
+	}
+	second := call(id, 2, scope("s", 1500, 0))
+	second.Need.PromptTokens = 200
+	if got, err := reserve(t, db, second); err != nil || got != 200 {
+		t.Errorf("granted %d (%v), want the 200 that are left", got, err)
+	}
+}
+
+func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	r := call(id, 1, scope("s", 0, 0), scope("r", 0, 0))
+	r.Need.PromptUSD, r.Need.TokenUSD = 1, 0.001
+	if _, err := reserve(t, db, r); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
+	for _, s := range []string{"s", "r"} {
+		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1 unsettled" {
+			t.Errorf("%s has %s", s, got)
+		}
+	}
+	settle(t, db, r, 400, 0.25) // too late
+	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1 unsettled" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	r := call(id, 1, scope("s", 1500, 0))
+	if _, err := reserve(t, db, r); err != nil {
+		t.Fatal(err)
+	}
+	settle(t, db, r, 9000, 0)
+	if got := standing(t, db, "s"); got != "9000 0$ spent, 0 0$ set aside, 0 unsettled" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+func TestNonsenseIsRefused(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	for name, change := range map[string]func(r *budgets.Reservation){
+		"no scope":        func(r *budgets.Reservation) { r.Scopes = nil },
+		"no step":         func(r *budgets.Reservation) { r.Step = "" },
+		"negative prompt": func(r *budgets.Reservation) { r.Need.PromptTokens = -1 },
+		"negative price":  func(r *budgets.Reservation) { r.Need.TokenUSD = -1 },
+	} {
+		r := call(id, 1, scope("s", 0, 0))
+		change(r)
+		if err := send(t, db, r.Reserve); !postgres.IsCode(err, "22023") {
+			t.Errorf("%s: %v, want SQLSTATE 22023", name, err)
+		}
+	}
+	for _, sql := range []string{
+		`select settle_agent_budget(gen_random_uuid(), 's', -1, 0)`, `select settle_agent_budget(gen_random_uuid(), 's', 0, null)`,
+	} {
+		if _, err := db.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
+			t.Errorf("%s: %v, want SQLSTATE 22023", sql, err)
+		}
+	}
+}
+
+func TestOldScopesAreForgotten(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	for n, name := range []string{"old", "busy", "new"} {
+		r := call(id, n, scope(name, 0, 0))
+		if _, err := reserve(t, db, r); err != nil {
+			t.Fatal(err)
+		}
+		if name != "busy" {
+			settle(t, db, r, 1, 0)
+		}
+	}
+	exec(t, db, `update agent_budgets set created_at = created_at - interval '61 days' where scope <> 'new'`)
+	if n, err := budgets.Prune(t.Context(), db); err != nil || n != 1 {
+		t.Errorf("pruned %d (%v), want the old one", n, err)
+	}
+}
+
+func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
+	db := pgtest.DB(t)
+	if err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
+		exec(t, tx, `set local timezone = 'Pacific/Kiritimati'`)
+		_, err := reserve(t, tx, call(running(t, db), 0, budgets.Limits{}.Scopes(trace.Chat)...))
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	got, err := budgets.Today(t.Context(), db)
+	day := "day:" + time.Now().UTC().Format(time.DateOnly)
+	if err != nil || len(got) != 2 || got[0].Scope != day || got[1].Scope != day+":chat" || got[1].ReservedTokens != 1100 {
+		t.Errorf("today is %+v (%v)", got, err)
+	}
+}

@@ -1,0 +1,178 @@
+package budgets
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Patience is how long a call waits for others' reservations.
+const Patience = 30 * time.Second
+
+// Pauses between two tries; they double.
+const (
+	firstPause   = 20 * time.Millisecond
+	longestPause = time.Second
+)
+
+// Need is the worst case of a call.
+type Need struct {
+	PromptTokens int64
+	PromptUSD    float64
+	TokenUSD     float64 // of one completion token; 0 for a model without a price
+	Wanted       int64   // completion tokens
+	Least        int64   // below which an answer is of no use
+}
+
+// Reservation is one call's. Its fields are set before it is used and not changed after, but Need by Reckon; it serves one call
+// and is not safe for concurrent use.
+//
+//	r := &budgets.Reservation{…}
+//	executions.Do(ctx, "model", executions.Call{Entry: …, Also: r.Reserve}, func(ctx context.Context, effect *executions.Effect) (T, error) {
+//		tokens, err := r.Await(ctx, pool)
+//		if err != nil { … } // *Error: a limit
+//		effect.Settle = func(b *pgx.Batch) { r.Settle(b, used, cost) }
+//		…
+//	})
+type Reservation struct {
+	ExecutionID string
+	Claim       int64
+	Step        string // the call's name in its execution: the same in every run of it
+	Scopes      []Scope
+	Need        Need
+	// Reckon, where given, is asked for the need before each try after the first: a call that waits for others learns from them.
+	Reckon func() Need
+	// Patience is how long Await waits for others; the constant of that name when zero.
+	Patience time.Duration
+
+	answer verdict
+}
+
+// verdict is an answer of reserve_agent_budget.
+type verdict struct {
+	Granted  *int64
+	Scope    *string
+	Unit     *string
+	Kind     *string
+	Bound    *float64
+	Spent    *float64
+	Reserved *float64
+}
+
+const reserve = `
+	select granted, scope, unit, kind, bound::float8, spent::float8, reserved::float8
+	  from reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
+	         @prompt_usd, @token_usd, @wanted, @enough, @least)`
+
+// Reserve queues the reservation; give it to executions.Call.Also. A refusal does not fail the
+// transaction: Await tells of it.
+func (r *Reservation) Reserve(b *pgx.Batch) {
+	r.answer = verdict{}
+	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
+}
+
+// Await returns how many completion tokens are granted. Where calls under way hold what is missing it asks
+// again, with growing pauses, for as long as its patience lasts; what is left then is taken even if it is little.
+// The error is an *Error when a limit refuses.
+func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) {
+	deadline := time.Now().Add(r.patience())
+	last := false
+	for pause := firstPause; ; pause = min(2*pause, longestPause) {
+		switch {
+		case r.answer.Granted != nil:
+			return *r.answer.Granted, nil
+		case r.answer.Kind == nil: // Reserve was not sent
+		case *r.answer.Kind == Spent || last:
+			return 0, r.answer.refusal()
+		case !sleep(ctx, min(pause/2+rand.N(pause), time.Until(deadline))):
+			return 0, context.Cause(ctx)
+		}
+		enough := r.enough()
+		if last = !time.Now().Before(deadline); last {
+			enough = r.Need.Least
+		}
+		if err := r.ask(ctx, db, enough); err != nil {
+			return 0, err
+		}
+	}
+}
+
+// ask reserves in a transaction of its own.
+func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) error {
+	if r.Reckon != nil {
+		r.Need = r.Reckon()
+	}
+	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
+		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
+	})
+	if err != nil {
+		return fmt.Errorf("reserve budget: %w", err)
+	}
+	return nil
+}
+
+// Settle queues what the call has used in all, its lost attempts included; give it to executions.Effect.Settle. A
+// call that reserved nothing settles nothing.
+func (r *Reservation) Settle(b *pgx.Batch, tokens int64, costUSD float64) {
+	b.Queue(`select settle_agent_budget(@execution_id, @step, @tokens, @usd)`, postgres.Strict{
+		"execution_id": r.ExecutionID, "step": r.Step, "tokens": max(tokens, 0), "usd": max(costUSD, 0),
+	})
+}
+
+func (r *Reservation) arguments(enough int64) postgres.Strict {
+	names := make([]string, len(r.Scopes))
+	tokens := make([]int64, len(r.Scopes))
+	usd := make([]float64, len(r.Scopes))
+	for i, s := range r.Scopes {
+		names[i], tokens[i], usd[i] = s.Name, max(s.Tokens, 0), max(s.USD, 0)
+	}
+	least := max(r.Need.Least, 1)
+	enough = max(enough, least)
+	return postgres.Strict{
+		"execution_id": r.ExecutionID, "claim": r.Claim, "step": r.Step, "scopes": names, "token_limits": tokens,
+		"usd_limits": usd, "prompt_tokens": r.Need.PromptTokens, "prompt_usd": r.Need.PromptUSD, "token_usd": r.Need.TokenUSD,
+		"wanted": max(r.Need.Wanted, enough), "enough": enough, "least": least,
+	}
+}
+
+// enough is how long an answer must be allowed to be while others hold what is missing: half of what is wanted. It
+// is better to wait for them than to have an answer cut short.
+func (r *Reservation) enough() int64 { return max(r.Need.Wanted/2, r.Need.Least, 1) }
+
+func (r *Reservation) patience() time.Duration {
+	if r.Patience > 0 {
+		return r.Patience
+	}
+	return Patience
+}
+
+func (v *verdict) scan(row pgx.Row) error {
+	var got verdict
+	err := row.Scan(&got.Granted, &got.Scope, &got.Unit, &got.Kind, &got.Bound, &got.Spent, &got.Reserved)
+	if err == nil {
+		*v = got
+	}
+	return err
+}
+
+func (v *verdict) refusal() *Error {
+	return &Error{Scope: *v.Scope, Unit: *v.Unit, Kind: *v.Kind, Limit: *v.Bound, Spent: *v.Spent, Reserved: *v.Reserved}
+}
+
+// sleep waits; false when ctx ended first.
+func sleep(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

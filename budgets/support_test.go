@@ -1,0 +1,84 @@
+package budgets_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// running is an execution under its first claim, by a worker that lives.
+func running(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	return value[string](t, db, `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
+		select 'fl_x', 'flow', 'test', 'running', 1, id from w returning id::text`)
+}
+
+// call is the reservation of one call of a run: a prompt of 100 tokens and up to 1,000 more, at least 50.
+func call(id string, n int, scopes ...budgets.Scope) *budgets.Reservation {
+	return &budgets.Reservation{
+		ExecutionID: id, Claim: 1, Step: fmt.Sprintf("model %d", n), Scopes: scopes,
+		Need: budgets.Need{PromptTokens: 100, Wanted: 1000, Least: 50},
+	}
+}
+
+func scope(name string, tokens int64, usd float64) budgets.Scope {
+	return budgets.Scope{Name: name, Limit: budgets.Limit{Tokens: tokens, USD: usd}}
+}
+
+func send(t *testing.T, db postgres.DB, queue func(b *pgx.Batch)) error {
+	t.Helper()
+	b := &pgx.Batch{}
+	queue(b)
+	return db.SendBatch(t.Context(), b).Close()
+}
+
+// reserve sends a reservation and returns what it was granted, without waiting for others.
+func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
+	t.Helper()
+	r.Patience = 1
+	if err := send(t, db, r.Reserve); err != nil {
+		t.Fatalf("Reserve: %v", err)
+	}
+	return r.Await(t.Context(), db)
+}
+
+func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, usd float64) {
+	t.Helper()
+	if err := send(t, db, func(b *pgx.Batch) { r.Settle(b, tokens, usd) }); err != nil {
+		t.Fatalf("Settle: %v", err)
+	}
+}
+
+// standing is a scope as text: spent, set aside, unsettled.
+func standing(t *testing.T, db postgres.DB, name string) string {
+	t.Helper()
+	return value[string](t, db, `
+		select format('%s %s$ spent, %s %s$ set aside, %s unsettled', tokens, trim_scale(cost_usd), reserved_tokens,
+		              trim_scale(reserved_usd), unsettled)
+		  from agent_budgets where scope = $1`, name)
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}

@@ -1,0 +1,143 @@
+package builtins
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// definitions are the rows, by name: whoever puts them in one transaction locks them in this order.
+func definitions() []skills.Definition {
+	all := slices.Concat(aboutMemory(), aboutObjectives(), aboutWork())
+	for i := range all {
+		all[i].Handler, all[i].Scope = "builtin:"+all[i].Name, skills.ScopeInternal
+		all[i].Idempotent, all[i].Timeout = true, "10s"
+		if all[i].Trust == "" {
+			all[i].Trust = skills.TrustAuto
+		}
+	}
+	slices.SortFunc(all, func(a, b skills.Definition) int { return strings.Compare(a.Name, b.Name) })
+	return all
+}
+
+func aboutMemory() []skills.Definition {
+	search := object(map[string]any{
+		"query":    text("Words to look for, as in a web search."),
+		"category": text("Only this category, such as observation."),
+		"limit":    limit(),
+	})
+	return []skills.Definition{
+		{
+			Name: "recall",
+			Description: "Read-only: search the agent's own memory, which earlier work has filled. " +
+				"Without anything to search for, what was kept last.",
+			Parameters: search,
+		},
+		{
+			Name:        "memory_search",
+			Description: "Read-only: search the agent's own memory by words, the best match first. The same as recall.",
+			Parameters:  search,
+		},
+		{
+			Name: "memory_write",
+			Description: "Save a fact in the agent's memory, at once. The same category and key replace it. " +
+				"Secrets are refused. Name the revision you have read to be sure that nobody changed it since; 0 if there was none.",
+			Parameters: needed(map[string]any{
+				"category":        words("What sort of fact, such as observation, lesson, report; general when left out.", 60),
+				"key":             words("A short stable name.", 200),
+				"value":           map[string]any{"description": "The fact, as text or JSON."},
+				"expires_in_days": number("When to drop it; never when left out.", 1, 3650),
+				"revision":        number("The revision that was read.", 0, 1<<30),
+			}, "key", "value"),
+		},
+		{
+			Name: "memory_forget", Trust: skills.TrustNotify,
+			Description: "Delete one fact from the agent's memory, for good.",
+			Parameters: needed(map[string]any{
+				"category": words("Its category; general when left out.", 255),
+				"key":      words("Its key.", 255),
+			}, "key"),
+		},
+	}
+}
+
+func aboutObjectives() []skills.Definition {
+	return []skills.Definition{
+		{
+			Name: "objectives_list",
+			Description: "Read-only: the agent's own objectives with the progress of their steps, newest first. " +
+				"With a name, that one and its steps.",
+			Parameters: object(map[string]any{"status": oneOf(objectiveStates()...), "objective": text("Only this one, by name.")}),
+		},
+		{
+			Name: "objective_propose", Trust: skills.TrustNotify,
+			Description: "Submit a new objective to the administrators, as a proposal. Nothing is done about it until one of them accepts it.",
+			Parameters: needed(map[string]any{
+				"name":             words("A short unique name.", 200),
+				"goal":             words("What to reach, and why.", 4000),
+				"success_criteria": words("How to tell that it is reached.", 4000),
+				"steps":            titles("What to do, in order; may be planned later."),
+				"priority":         number("1 comes first; 2 when left out.", 1, 9),
+				"review_every":     words("Do it again and again: 12h, 7d. Once when left out.", 20),
+			}, "name", "goal"),
+		},
+		{
+			Name:        "objective_update",
+			Description: "Update an objective: note how far it is, or plan further steps for it. To report a step as done use objective_advance.",
+			Parameters: needed(map[string]any{
+				"objective": words("Its name.", 500),
+				"note":      words("How it stands, in a few sentences; replaces the last note.", 4000),
+				"add_steps": titles("Titles of further steps."),
+				"revision":  number("The revision that was read, to be sure that nobody changed it since.", 0, 1<<30),
+			}, "objective"),
+		},
+		{
+			Name: "objective_advance",
+			Description: "Submit that a step of an active objective is done. It counts only when a call that you made before, in this " +
+				"same run, succeeded and has shown no other step; calls that failed or await approval do not count.",
+			Parameters: needed(map[string]any{
+				"objective": words("Its name.", 500),
+				"step":      words("The step's title, exactly, or its id.", 500),
+				"result":    words("What was found or done, with figures.", 8000),
+			}, "objective", "step", "result"),
+		},
+	}
+}
+
+func aboutWork() []skills.Definition {
+	return []skills.Definition{
+		{
+			Name: "automation_propose", Trust: skills.TrustNotify,
+			Description: "Submit a proposal to the administrators: that something be done on a schedule (cron), when an event comes (event, with a " +
+				"condition in when), or when a condition over the agent's counters becomes true (signal). Name a skill or write a " +
+				"prompt. Nothing runs until an administrator accepts it.",
+			Parameters: needed(map[string]any{
+				"name":        words("A short unique name.", 200),
+				"description": words("What it is for.", 2000),
+				"cron":        words("Five fields, @daily or @every 30m.", 200),
+				"timezone":    words("Of the schedule, such as Europe/Madrid; UTC when left out.", 100),
+				"event":       words("The name of the event.", 200),
+				"when":        words(`A condition, such as payload.action == "opened".`, 1000),
+				"signal":      words("A condition, such as pending_approvals > 3 and failures_24h >= 5.", 1000),
+				"skill":       words("The skill to call.", 64),
+				"arguments":   map[string]any{"type": "object", "description": "Its arguments."},
+				"prompt":      words("Or what to do, in words.", 8000),
+			}, "name"),
+		},
+		{
+			Name:        "skill_list",
+			Description: "Read-only: the skills there are, with what they do, whom they are for and whether they are in service.",
+			Parameters:  object(map[string]any{"words": text("Only skills that have all these words in name or description.")}),
+		},
+		{
+			Name:        "recent_activity",
+			Description: "Read-only: what the agent itself did lately, newest first, with durations and errors.",
+			Parameters: object(map[string]any{
+				"skill":  text("Only this skill or phase."),
+				"status": oneOf(activityStates()...),
+				"limit":  limit(),
+			}),
+		},
+	}
+}

@@ -1,0 +1,220 @@
+package builtins
+
+import (
+	"context"
+	"encoding/json"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+const (
+	defaultLimit = 10
+	maxLimit     = 50
+	searched     = 500       // matches among which those of a category are looked for
+	maxRecalled  = 128 << 10 // bytes of remembered values in one answer; one entry has at most half of it
+	maxGoal      = 400
+	maxError     = 300
+	maxSkills    = 100
+)
+
+// recallArgs may name nothing: then it is what was remembered last.
+type recallArgs struct {
+	Query    string `json:"query"`
+	Category string `json:"category"`
+	Limit    int    `json:"limit"`
+}
+
+// recalled is an entry of the memory as the agent gets to see it.
+type recalled struct {
+	Category  string          `json:"category"`
+	Key       string          `json:"key"`
+	Value     json.RawMessage `json:"value"`
+	Revision  int             `json:"revision"`
+	ExpiresAt *time.Time      `json:"expires_at,omitempty"`
+	UpdatedAt time.Time       `json:"updated_at"`
+	TraceID   string          `json:"trace_id"`
+}
+
+// memories is recall's answer.
+type memories struct {
+	Memories []recalled `json:"memories"`
+	LeftOut  int        `json:"left_out,omitempty"` // found, but too long to be shown beside the others
+}
+
+func recall(ctx context.Context, db postgres.DB, args recallArgs) (any, error) {
+	found, err := lookUp(ctx, db, args)
+	if err != nil {
+		return nil, err
+	}
+	said, size := memories{Memories: []recalled{}}, 0
+	for _, e := range found[:min(len(found), bounded(args.Limit))] {
+		if size += len(e.Value); size > maxRecalled {
+			said.LeftOut++
+			continue
+		}
+		said.Memories = append(said.Memories, recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
+	}
+	return said, nil
+}
+
+func lookUp(ctx context.Context, db postgres.DB, args recallArgs) ([]memory.Entry, error) {
+	switch {
+	case args.Query == "":
+		return memory.Recent(ctx, db, args.Category, bounded(args.Limit))
+	case args.Category == "":
+		return memory.Search(ctx, db, args.Query, bounded(args.Limit))
+	}
+	found, err := memory.Search(ctx, db, args.Query, searched)
+	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
+}
+
+type objectivesArgs struct {
+	Status    string `json:"status"`
+	Objective string `json:"objective"`
+}
+
+// pursued is an objective as the agent gets to see it.
+type pursued struct {
+	Name     string    `json:"name"`
+	Status   string    `json:"status"`
+	Done     int       `json:"done"`
+	Failed   int       `json:"failed"`
+	Pending  int       `json:"pending"`
+	Round    int       `json:"round"`
+	Priority int       `json:"priority"`
+	DueAt    time.Time `json:"due_at"`
+	Goal     string    `json:"goal"`
+	Note     string    `json:"note,omitempty"`
+	Revision int       `json:"revision"`
+	TraceID  string    `json:"last_trace_id"`
+	Steps    []taken   `json:"steps,omitempty"` // when one objective was asked for
+}
+
+// taken is a step as the agent gets to see it.
+type taken struct {
+	Title  string `json:"title"`
+	Status string `json:"status"`
+	Result string `json:"result,omitempty"`
+}
+
+func objectivesList(ctx context.Context, db postgres.DB, args objectivesArgs) (any, error) {
+	if args.Objective != "" {
+		return oneObjective(ctx, db, args.Objective)
+	}
+	all, err := objectives.List(ctx, db, objectives.Filter{Status: args.Status, Limit: 100})
+	if err != nil {
+		return nil, err
+	}
+	list := make([]pursued, len(all))
+	for i, o := range all {
+		list[i] = pursuedOf(o)
+	}
+	return map[string]any{"objectives": list}, nil
+}
+
+func pursuedOf(o objectives.Objective) pursued {
+	return pursued{
+		Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round, Priority: o.Priority,
+		DueAt: o.DueAt, Goal: clip(o.Goal, maxGoal), Note: clip(o.Note, maxGoal), Revision: o.Revision, TraceID: o.LastTraceID,
+	}
+}
+
+// oneObjective shows one with its steps.
+func oneObjective(ctx context.Context, db postgres.DB, name string) (any, error) {
+	o, err := objectives.Get(ctx, db, name)
+	if err != nil {
+		return nil, mistake(err, objectives.ErrNotFound)
+	}
+	steps, err := objectives.Steps(ctx, db, o.ID)
+	if err != nil {
+		return nil, err
+	}
+	one := pursuedOf(o)
+	for _, s := range steps {
+		one.Steps = append(one.Steps, taken{s.Title, s.Status, clip(s.Result, maxGoal)})
+	}
+	return map[string]any{"objectives": []pursued{one}}, nil
+}
+
+type skillsArgs struct {
+	Words string `json:"words"`
+}
+
+// offered is a skill as the agent gets to see it.
+type offered struct {
+	Name        string `json:"name"`
+	Description string `json:"description"`
+	Scope       string `json:"scope"`
+	Trust       string `json:"trust"`
+	Enabled     bool   `json:"enabled"`
+}
+
+// skillList names the skills, those that have all the words in name or description.
+func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error) {
+	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
+	if err != nil {
+		return nil, err
+	}
+	list, left := []offered{}, 0
+	for _, s := range all {
+		text := strings.ToLower(s.Name + " " + s.Description)
+		missing := func(word string) bool { return !strings.Contains(text, word) }
+		switch {
+		case slices.ContainsFunc(strings.Fields(strings.ToLower(args.Words)), missing):
+		case len(list) == maxSkills:
+			left++
+		default:
+			list = append(list, offered{s.Name, clip(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
+		}
+	}
+	slices.SortFunc(list, func(a, b offered) int { return strings.Compare(a.Name, b.Name) })
+	return map[string]any{"skills": list, "left_out": left}, nil
+}
+
+type activityArgs struct {
+	Skill  string `json:"skill"`
+	Status string `json:"status"`
+	Limit  int    `json:"limit"`
+}
+
+// acted is an activity as the agent gets to see it: that it happened and how it went, not what was said.
+type acted struct {
+	Time       time.Time `json:"time"`
+	TraceID    string    `json:"trace_id"`
+	Skill      string    `json:"skill"`
+	Status     string    `json:"status"`
+	DurationMS *int64    `json:"duration_ms"` // null while it runs
+	Error      string    `json:"error,omitempty"`
+}
+
+func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any, error) {
+	rows, _, err := activity.Recent(ctx, db, activity.Filter{
+		Skill: args.Skill, Status: activity.Status(args.Status), Limit: bounded(args.Limit),
+		Kinds: []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // and no model calls
+	})
+	if err != nil {
+		return nil, err
+	}
+	list := make([]acted, len(rows))
+	for i, r := range rows {
+		list[i] = acted{Time: r.CreatedAt, TraceID: r.TraceID, Skill: r.SkillName, Status: string(r.Status), DurationMS: r.DurationMS}
+		if r.ErrorMessage != nil {
+			list[i].Error = clip(*r.ErrorMessage, maxError)
+		}
+	}
+	return map[string]any{"activities": list}, nil
+}
+
+func bounded(limit int) int {
+	if limit <= 0 {
+		return defaultLimit
+	}
+	return min(limit, maxLimit)
+}

@@ -1,0 +1,250 @@
+package mcp
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Options are what a client is made of. Pool is required.
+type Options struct {
+	Pool *pgxpool.Pool
+	// AllowPrivate lists what may be reached over HTTP besides public addresses, as for http: skills.
+	AllowPrivate []string
+	TLS          *tls.Config         // for a certificate authority of one's own; nil for the system's
+	Getenv       func(string) string // resolves ${NAME}, and what children inherit; os.Getenv when nil
+	Logger       *slog.Logger        // nil for none
+	Agent        string              // whose activity a sync is
+	Version      string              // told to servers
+}
+
+// Client keeps the connections of one process to MCP servers: one each, made when first needed. It may be used from
+// many goroutines. [Client.Close] ends them.
+type Client struct {
+	opts Options
+	log  *slog.Logger
+
+	mu     sync.Mutex
+	slots  map[string]*slot
+	closed bool
+	under  sync.WaitGroup // connections that are being closed
+}
+
+// slot is the place of one server's connection.
+type slot struct {
+	turn chan struct{} // held by who looks at or makes the connection
+	conn *connection
+	// After a failure the next connection is made no sooner than retryAt.
+	failures int
+	retryAt  time.Time
+	failure  error
+}
+
+// NewClient returns a client. It connects to nothing yet.
+func NewClient(o Options) *Client {
+	if o.Getenv == nil {
+		o.Getenv = os.Getenv
+	}
+	o.Version = cmp.Or(o.Version, "dev")
+	return &Client{opts: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), slots: map[string]*slot{}}
+}
+
+// errClosed reports a client that was closed.
+var errClosed = errors.New("the MCP client is closed")
+
+// Call calls a mounted tool; it is the [skills.RemoteCall] of this package. The tool must look, on the connection that is
+// used, as it did when it was accepted: else it is quarantined and the call refused. A call is
+// sent once, unless the server said that it does not know the session and so did not take it.
+func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call, args map[string]any) (any, error) {
+	for try := 0; ; try++ {
+		conn, err := c.trusted(ctx, t)
+		if err != nil {
+			return nil, err
+		}
+		result, err := conn.call(ctx, &sdk.CallToolParams{Meta: meta(ctx, call), Name: t.Tool, Arguments: args})
+		switch {
+		case err == nil:
+			return readResult(t, result, conn.hide)
+		case errors.Is(err, sdk.ErrSessionMissing) && try == 0 && ctx.Err() == nil:
+			conn.stale.Store(true) // the server began anew and did not take the call
+		default:
+			return nil, c.failed(ctx, t, conn, err)
+		}
+	}
+}
+
+// trusted is a connection on which the tool shows the hash that was accepted. A connection that shows another may be
+// older than what was accepted last, so a new one is asked before the tool is taken for changed.
+func (c *Client) trusted(ctx context.Context, t skills.RemoteTool) (*connection, error) {
+	for try := 0; ; try++ {
+		conn, err := c.connection(ctx, t.Server)
+		if err != nil {
+			return nil, err
+		}
+		if conn.listed[t.Tool].pin == t.Pin {
+			return conn, nil
+		}
+		if try == 0 && time.Since(conn.made) > time.Second {
+			conn.stale.Store(true)
+			continue
+		}
+		if err := c.quarantine(ctx, conn); err != nil {
+			c.log.WarnContext(ctx, "changed MCP tool not recorded", "server", t.Server, "tool", t.Tool, "error", err)
+		}
+		return nil, &skills.CallError{Class: skills.ClassRefused, Message: fmt.Sprintf(
+			"tool %s of the MCP server %s is no longer what was accepted; see agent mcp show %s %s", t.Tool, t.Server, t.Server, t.Tool)}
+	}
+}
+
+// quarantine settles the server's tools by what a connection lists.
+func (c *Client) quarantine(ctx context.Context, conn *connection) error {
+	return postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
+		_, err := settle(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed)
+		return err
+	})
+}
+
+// failed gives a broken call its class, and a broken connection back.
+func (c *Client) failed(ctx context.Context, t skills.RemoteTool, conn *connection, err error) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.hide(cleanText(err.Error(), 500)))
+	if refused, ok := protocolError(err); ok {
+		return &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool,
+			conn.hide(cleanText(refused, 500)))}
+	}
+	conn.stale.Store(true)
+	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
+}
+
+// connection returns the server's connection, made anew where there is none that can be used.
+func (c *Client) connection(ctx context.Context, server string) (*connection, error) {
+	r, err := Get(ctx, c.opts.Pool, server)
+	if errors.Is(err, ErrNotFound) {
+		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("there is no MCP server %s any more", server)}
+	}
+	if err != nil {
+		return nil, err
+	}
+	s, err := c.slot(server)
+	if err != nil {
+		return nil, unavailable(server, err)
+	}
+	select {
+	case s.turn <- struct{}{}:
+		defer func() { <-s.turn }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	if s.conn != nil && s.conn.usable(r) {
+		return s.conn, nil
+	}
+	if s.conn != nil {
+		c.retire(s.conn)
+		s.conn = nil
+	}
+	if wait := time.Until(s.retryAt); wait > 0 {
+		return nil, unavailable(server, fmt.Errorf("%w; the next try is in %s", s.failure, wait.Round(100*time.Millisecond)))
+	}
+	conn, err := c.connect(ctx, r, c.under.Go)
+	if err != nil {
+		return nil, s.fail(ctx, server, err)
+	}
+	if !c.keep(s, conn) {
+		conn.close()
+		return nil, unavailable(server, errClosed)
+	}
+	return conn, nil
+}
+
+// slot is the place of a server's connection.
+func (c *Client) slot(server string) (*slot, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, errClosed
+	}
+	if c.slots[server] == nil {
+		c.slots[server] = &slot{turn: make(chan struct{}, 1)}
+	}
+	return c.slots[server], nil
+}
+
+// keep puts a new connection into its place; false when the client was closed meanwhile.
+func (c *Client) keep(s *slot, conn *connection) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false
+	}
+	s.conn, s.failures, s.retryAt = conn, 0, time.Time{}
+	return true
+}
+
+// retire closes a connection in the background; Close waits for it.
+func (c *Client) retire(conn *connection) { c.under.Go(conn.close) }
+
+// fail notes that no connection could be made. The first failure is followed at once by another try.
+func (s *slot) fail(ctx context.Context, server string, err error) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	s.failure = err
+	if s.failures++; s.failures > 1 {
+		s.retryAt = time.Now().Add(min(time.Second<<min(s.failures-2, 10), longestPause))
+	}
+	return unavailable(server, err)
+}
+
+func unavailable(server string, err error) error {
+	if refused, ok := errors.AsType[*skills.CallError](err); ok {
+		return refused
+	}
+	return &skills.CallError{Class: skills.ClassUnavailable, Message: fmt.Sprintf("MCP server %s: %s", server, cleanText(err.Error(), 500))}
+}
+
+// Close ends all connections, and the children behind them, and waits until they are gone. Calls that come later fail.
+func (c *Client) Close() {
+	c.mu.Lock()
+	c.closed = true
+	slots := c.slots
+	c.slots = map[string]*slot{}
+	c.mu.Unlock()
+	for _, s := range slots {
+		c.under.Go(func() {
+			s.turn <- struct{}{} // whoever connects now finds the client closed
+			if s.conn != nil {
+				s.conn.close()
+			}
+		})
+	}
+	c.under.Wait()
+}
+
+// meta is what a server is told beside the arguments: the key that is the same for every try of the call, and the
+// trace, as W3C Trace Context has it.
+func meta(ctx context.Context, call skills.Call) sdk.Meta {
+	m := sdk.Meta{}
+	if call.IdempotencyKey != "" {
+		m["lanekeeper/idempotency-key"] = call.IdempotencyKey
+	}
+	if span, ok := trace.From(ctx); ok && span.TraceID.OTel() != "" {
+		m["traceparent"] = "00-" + span.TraceID.OTel() + "-" + spanID(span.ActivityID, call.IdempotencyKey) + "-01"
+	}
+	return m
+}

@@ -1,0 +1,265 @@
+package mcp_test
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
+	for name, definition := range map[string]func(t *testing.T) mcp.Definition{
+		"http":  func(t *testing.T) mcp.Definition { return httpServer(serve(t, tools("")...).URL) },
+		"stdio": func(t *testing.T) mcp.Definition { return stdioServer(t, nil) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, nil)
+			w.put(definition(t))
+			report := w.sync()
+			if report.Tools != 4 || !slices.Equal(report.Mounted, []string{"echo", "hang", "meta", "pid"}) {
+				t.Errorf("the sync found %+v", report)
+			}
+			s := w.skill("echo")
+			if s.Trust != skills.TrustApprove || s.Scope != skills.ScopeInternal || s.Idempotent || s.Source != "mcp" || s.Handler != "mcp:test/echo" ||
+				!strings.Contains(s.Description, "Says it again.") || !strings.Contains(string(s.Parameters()), `"times"`) {
+				t.Errorf("the skill is %+v", s)
+			}
+			if got := w.must("echo", `{"text":"ab"}`); got != `"ab"` {
+				t.Errorf("echo answers %s", got)
+			}
+			if _, err := w.call("echo", `{"text":1,"other":2}`); err == nil || !strings.Contains(err.Error(), "/text") || !strings.Contains(err.Error(), "other") {
+				t.Errorf("wrong arguments: %v", err)
+			}
+			if again := w.sync(); len(again.Mounted) != 0 || w.skill("echo").Revision != s.Revision {
+				t.Errorf("a second sync changed %+v", again)
+			}
+		})
+	}
+}
+
+func TestACallCarriesItsKeyAndTrace(t *testing.T) {
+	w := newWorld(t, nil)
+	w.put(httpServer(serve(t, tools("")...).URL))
+	w.sync()
+	id := trace.New(trace.Flow)
+	ctx := trace.With(t.Context(), trace.Span{TraceID: id, ActivityID: "a"})
+	raw, err := w.registry.Invoke(ctx, skills.Call{Skill: w.skill("meta"), IdempotencyKey: "k1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got map[string]any
+	if err := json.Unmarshal(raw, &got); err != nil {
+		t.Fatal(err)
+	}
+	parent, _ := got["traceparent"].(string)
+	if got["lanekeeper/idempotency-key"] != "k1" || !strings.HasPrefix(parent, "00-"+id.OTel()+"-") || len(parent) != 55 {
+		t.Errorf("the server got %v", got)
+	}
+}
+
+func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
+	cancelled := make(chan struct{})
+	s := serve(t, tool{
+		sdk.Tool{Name: "hang", InputSchema: json.RawMessage(`{"type":"object"}`)},
+		func(ctx context.Context, _ *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+			<-ctx.Done()
+			close(cancelled)
+			return nil, ctx.Err()
+		},
+	})
+	for name, d := range map[string]mcp.Definition{"http": httpServer(s.URL), "stdio": stdioServer(t, nil)} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, nil)
+			d.TimeoutMS = 200
+			w.put(d)
+			w.sync()
+			began := time.Now()
+			w.fails("hang", `{}`, skills.ClassTimeout, "200ms")
+			if took := time.Since(began); took > 5*time.Second {
+				t.Errorf("the call took %s", took)
+			}
+		})
+	}
+	select {
+	case <-cancelled:
+	case <-time.After(soon):
+		t.Error("the server was not told")
+	}
+}
+
+func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
+	w := newWorld(t, nil)
+	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
+	d.TimeoutMS = 500
+	w.put(d)
+	w.sync()
+	began := time.Now()
+	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "500ms")
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("the call took %s", took)
+	}
+	if got := w.must("echo", `{"text":"back"}`); got != `"back"` {
+		t.Errorf("a new child answers %s", got)
+	}
+}
+
+// pid is the process behind the test's stdio server.
+func (w *world) pid() (pid int, env []string) {
+	w.t.Helper()
+	var got struct {
+		PID int
+		Env []string
+	}
+	if err := json.Unmarshal([]byte(w.must("pid", `{}`)), &got); err != nil {
+		w.t.Fatal(err)
+	}
+	return got.PID, got.Env
+}
+
+func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
+	t.Setenv("SHELL_SECRET", "not for children")
+	w := newWorld(t, func(name string) string {
+		return map[string]string{"PATH": os.Getenv("PATH"), "HOME": "/home/x", "TOKEN": "tok-12345", "OTHER": "o"}[name]
+	})
+	w.put(stdioServer(t, map[string]any{"GIVEN": "${TOKEN}"}))
+	w.sync()
+	first, env := w.pid()
+	slices.Sort(env)
+	want := []string{"GIVEN=[secret]", "HOME=/home/x", childVariable + "=1", "PATH=" + os.Getenv("PATH")}
+	if !slices.Equal(env, want) {
+		t.Errorf("the child's environment is %q, want %q", env, want)
+	}
+	if again, _ := w.pid(); again != first {
+		t.Errorf("the second call went to child %d, want %d", again, first)
+	}
+	if err := syscall.Kill(first, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	var second int
+	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may still meet the dead child
+		if _, err := w.call("pid", `{}`); err != nil {
+			return false
+		}
+		second, _ = w.pid()
+		return true
+	}, "another child answers")
+	if second == first {
+		t.Error("the dead child answered")
+	}
+	w.client.Close()
+	if err := syscall.Kill(second, 0); err == nil {
+		t.Errorf("child %d runs after Close", second)
+	}
+	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
+}
+
+func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
+	s := serve(t, tools("")...)
+	w := newWorld(t, nil)
+	w.put(httpServer(s.URL))
+	w.sync()
+	address := strings.TrimPrefix(s.URL, "http://")
+	s.Close()
+	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "test")
+	if report, err := w.client.Sync(t.Context(), "test"); err == nil || report.Error == "" {
+		t.Errorf("a sync of a server that is down: %+v, %v", report, err)
+	}
+	r, err := mcp.Get(t.Context(), w.pool, "test")
+	if err != nil || r.SyncError == "" || !w.skill("echo").Enabled {
+		t.Errorf("after a failed sync: %+v, %v", r, err)
+	}
+	back := serveAt(t, address, tools("")...)
+	defer back.Close()
+	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil }, "the server is used again")
+}
+
+func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
+	s := serve(t, tools("")...)
+	w := newWorld(t, nil)
+	w.put(httpServer(s.URL))
+	w.sync()
+	guarded := mcp.NewClient(mcp.Options{Pool: w.pool})
+	defer guarded.Close()
+	registry, err := skills.New(skills.Options{MCP: guarded.Call})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.registry = registry
+	before := len(s.headers)
+	w.fails("echo", `{"text":"a"}`, skills.ClassRefused, "AGENT_ALLOW_PRIVATE_HTTP")
+	if len(s.headers) != before {
+		t.Error("the server was reached")
+	}
+}
+
+func TestSecretsAreSentAndBlottedOut(t *testing.T) {
+	s := serve(t, tools("")...)
+	w := newWorld(t, func(name string) string { return map[string]string{"TOKEN": "tok-12345"}[name] })
+	d := httpServer(s.URL)
+	d.Headers = map[string]any{"Authorization": "Bearer ${TOKEN}"}
+	w.put(d)
+	w.sync()
+	if got := w.must("echo", `{"text":"is it tok-12345?"}`); got != `"is it [secret]?"` {
+		t.Errorf("echo answers %s", got)
+	}
+	if !s.sawHeader("Authorization", "Bearer tok-12345") {
+		t.Error("the server did not get the header")
+	}
+	w.restart(func(string) string { return "" })
+	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "set the environment variable TOKEN")
+}
+
+func TestResultsOfEveryKind(t *testing.T) {
+	results := map[string]*sdk.CallToolResult{
+		"texts":      {Content: []sdk.Content{&sdk.TextContent{Text: "a"}, &sdk.TextContent{Text: "b"}}},
+		"structured": {StructuredContent: map[string]any{"n": 1}, Content: []sdk.Content{&sdk.TextContent{Text: `{"n":1}`}}},
+		"image":      {Content: []sdk.Content{&sdk.TextContent{Text: "see"}, &sdk.ImageContent{Data: []byte("png!"), MIMEType: "image/png"}}},
+		"resource":   {Content: []sdk.Content{&sdk.EmbeddedResource{Resource: &sdk.ResourceContents{URI: "file:///a", Text: "inside"}}}},
+		"failed":     {IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: "no such city"}}},
+		"large":      text(strings.Repeat("x", 300<<10)),
+		"huge":       text(strings.Repeat("x", 9<<20)),
+		"empty":      {},
+		"nul":        text("a\x00b"),
+	}
+	var all []tool
+	for name, r := range results {
+		all = append(all, tool{
+			sdk.Tool{Name: name, InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) { return r, nil },
+		})
+	}
+	w := newWorld(t, nil)
+	w.put(httpServer(serve(t, all...).URL))
+	w.sync()
+	for name, want := range map[string]string{
+		"texts": `"a\nb"`, "structured": `{"n":1}`, "empty": `""`, "nul": "\"a\uFFFDb\"",
+		"image":    `{"attached":[{"bytes":4,"mime":"image/png","sha256":"39c2a9a2be5b5c1b4f6ba5f3d6e5c2bd9a3c9ae1c5a7b61f4e3b40bb4b6c0b6c","type":"image"}],"text":"see"}`,
+		"resource": `{"attached":[{"mime":"","text":"inside","type":"resource","uri":"file:///a"}]}`,
+	} {
+		got := w.must(name, `{}`)
+		if name == "image" { // the hash is not the point
+			got, _, _ = strings.Cut(got, `"sha256"`)
+			want, _, _ = strings.Cut(want, `"sha256"`)
+		}
+		if got != want {
+			t.Errorf("%s: %s, want %s", name, got, want)
+		}
+	}
+	w.fails("failed", `{}`, skills.ClassHandler, "no such city")
+	w.fails("large", `{}`, skills.ClassTooLarge, "bytes")
+	w.fails("huge", `{}`, skills.ClassUnavailable, "test/huge")
+	if got := w.must("texts", `{}`); got != `"a\nb"` {
+		t.Errorf("after a huge answer: %s", got)
+	}
+}

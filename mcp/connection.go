@@ -1,0 +1,210 @@
+package mcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// maxTimeouts is how many calls in a row may get no answer before a connection is made anew.
+const maxTimeouts = 3
+
+// connection is a session with a server and what it listed.
+type connection struct {
+	remote  Remote
+	session *sdk.ClientSession
+	child   *process // nil over HTTP
+	hide    func(string) string
+	made    time.Time
+	listed  map[string]snapshot // never written to after it was made
+	about   string
+
+	stale    atomic.Bool  // the server says that its list changed
+	timeouts atomic.Int32 // in a row
+	ended    chan struct{}
+}
+
+// connect makes a connection and lists the server's tools. ctx bounds both and not the connection. What is left of one
+// that failed is cleaned up by tidy, now or in the background.
+func (c *Client) connect(ctx context.Context, r Remote, tidy func(func())) (*connection, error) {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	declared := r.Headers
+	if r.Transport == TransportStdio {
+		declared = r.Env
+	}
+	values, secrets, err := resolve(declared, c.opts.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	conn := &connection{remote: r, hide: hider(secrets), made: time.Now(), ended: make(chan struct{})}
+	transport, err := c.transport(conn, values)
+	if err != nil {
+		return nil, conn.blotted(err)
+	}
+	if err := conn.open(ctx, transport, c.opts.Version); err != nil {
+		if conn.session != nil {
+			tidy(conn.close)
+		} else if conn.child != nil {
+			tidy(conn.child.stop)
+		}
+		return nil, conn.blotted(err)
+	}
+	return conn, nil
+}
+
+// blotted is an error without secrets.
+func (conn *connection) blotted(err error) error {
+	text := conn.hide(cleanText(err.Error(), 900))
+	if refused, ok := errors.AsType[*skills.CallError](err); ok {
+		return &skills.CallError{Class: refused.Class, Message: text}
+	}
+	return errors.New(text)
+}
+
+// transport prepares the way to a server: a child, or HTTP.
+func (c *Client) transport(conn *connection, values map[string]string) (sdk.Transport, error) {
+	r := conn.remote
+	if r.Transport == TransportHTTP {
+		return httpTransport(r, values, c.opts.AllowPrivate, c.opts.TLS)
+	}
+	var err error
+	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.hide)
+	if err != nil {
+		return nil, fmt.Errorf("start %s: %w", r.Command[0], err)
+	}
+	return stdioTransport{conn.child}, nil
+}
+
+// open begins the session and lists the tools.
+func (conn *connection) open(ctx context.Context, transport sdk.Transport, version string) error {
+	options := &sdk.ClientOptions{Capabilities: &sdk.ClientCapabilities{}, Logger: slog.New(slog.DiscardHandler)}
+	if conn.child != nil { // over HTTP that would hold a stream open; there the list is taken anew by its age
+		options.ToolListChangedHandler = func(context.Context, *sdk.ToolListChangedRequest) { conn.stale.Store(true) }
+	}
+	client := sdk.NewClient(&sdk.Implementation{Name: "lanekeeper", Version: version}, options)
+	session, err := client.Connect(ctx, transport, nil)
+	if err != nil {
+		return fmt.Errorf("connect: %w", err)
+	}
+	conn.session = session
+	go func() { // ends with the session; close waits for it
+		defer close(conn.ended)
+		_ = session.Wait() // how it ended is the answer of the call that was under way
+	}()
+	if info := session.InitializeResult(); info != nil && info.ServerInfo != nil {
+		conn.about = cleanText(fmt.Sprintf("%s %s, MCP %s", info.ServerInfo.Name, info.ServerInfo.Version, info.ProtocolVersion), 200)
+	}
+	ctx, cancel := context.WithTimeout(ctx, listTimeout)
+	defer cancel()
+	conn.listed, err = listTools(ctx, session)
+	return err
+}
+
+// listTools reads a server's tools, of each name the first, within bounds.
+func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snapshot, error) {
+	listed := make(map[string]snapshot)
+	params := &sdk.ListToolsParams{}
+	for range maxPages {
+		page, err := session.ListTools(ctx, params)
+		if err != nil {
+			return nil, fmt.Errorf("list tools: %w", err)
+		}
+		for _, t := range page.Tools {
+			if _, twice := listed[t.Name]; twice || t.Name == "" || len(t.Name) > 128 || cleanText(t.Name, 128) != t.Name {
+				continue
+			}
+			if len(listed) == maxTools {
+				return nil, fmt.Errorf("list tools: there are more than %d; leave some out with another endpoint", maxTools)
+			}
+			listed[t.Name] = look(t)
+		}
+		if page.NextCursor == "" {
+			return listed, nil
+		}
+		params = &sdk.ListToolsParams{Cursor: page.NextCursor}
+	}
+	return nil, fmt.Errorf("list tools: there are more than %d pages", maxPages)
+}
+
+// usable reports whether the next call may use the connection; r is the server as it is declared now.
+func (conn *connection) usable(r Remote) bool {
+	select {
+	case <-conn.ended:
+		return false
+	default:
+	}
+	if conn.child != nil && conn.child.gone(0) {
+		return false
+	}
+	tooOld := conn.child == nil && time.Since(conn.made) > maxAge
+	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision && conn.timeouts.Load() < maxTimeouts
+}
+
+// close ends the session, calls under way included, and the child.
+func (conn *connection) close() {
+	if conn.child != nil {
+		defer conn.child.stop()
+	}
+	closed := make(chan struct{})
+	go func() { // ends at the latest when the child is killed
+		defer close(closed)
+		_ = conn.session.Close() // the connection may have ended before
+	}()
+	timer := time.NewTimer(stopPatience)
+	defer timer.Stop()
+	select {
+	case <-closed:
+	case <-timer.C:
+		if conn.child != nil {
+			conn.child.kill()
+			<-closed
+		}
+	}
+}
+
+// call sends one call and waits for its answer. It returns within moments of the end of ctx, also when the child
+// does not read.
+func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*sdk.CallToolResult, error) {
+	type answer struct {
+		result *sdk.CallToolResult
+		err    error
+	}
+	answered := make(chan answer, 1)
+	go func() { // ends when the call does; a child that does not read is killed below
+		result, err := conn.session.CallTool(ctx, params)
+		answered <- answer{result, err}
+	}()
+	var a answer
+	select {
+	case a = <-answered:
+	case <-ctx.Done():
+		timer := time.NewTimer(stopPatience)
+		defer timer.Stop()
+		select {
+		case a = <-answered:
+		case <-timer.C:
+			conn.stale.Store(true)
+			if conn.child != nil {
+				conn.child.kill()
+			}
+			a = answer{err: io.ErrClosedPipe}
+		}
+	}
+	if ctx.Err() != nil {
+		conn.timeouts.Add(1)
+		return nil, ctx.Err()
+	}
+	if a.err == nil {
+		conn.timeouts.Store(0)
+	}
+	return a.result, a.err
+}

@@ -1,0 +1,94 @@
+package mcp_test
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// The reference server of the protocol's makers, which has one of everything.
+const (
+	everything        = "@modelcontextprotocol/server-everything"
+	everythingVersion = "2026.8.31"
+)
+
+// installEverything returns the reference server's program, installed once per user.
+func installEverything(t *testing.T) (node, program string) {
+	t.Helper()
+	npm, err := exec.LookPath("npm")
+	if err != nil {
+		t.Skip("npm is not installed: the reference MCP server cannot be tried")
+	}
+	if node, err = exec.LookPath("node"); err != nil {
+		t.Skip("npm is not installed: the reference MCP server cannot be tried (node is missing)")
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		cache = os.TempDir()
+	}
+	dir := filepath.Join(cache, "lanekeeper-test", "server-everything-"+everythingVersion)
+	program = filepath.Join(dir, "node_modules", everything, "dist", "index.js")
+	if _, err := os.Stat(program); err == nil {
+		return node, program
+	}
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	fresh, err := os.MkdirTemp(filepath.Dir(dir), "installing-") //nolint:usetesting // it is renamed, within one file system
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(fresh) })
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, npm, "install", "--no-audit", "--no-fund", "--prefix", fresh,
+		everything+"@"+everythingVersion).CombinedOutput()
+	if err != nil {
+		t.Skipf("npm cannot install %s (offline?): the reference MCP server cannot be tried: %v\n%s", everything, err, out)
+	}
+	if err := os.Rename(fresh, dir); err != nil && !errors.Is(err, fs.ErrExist) { // another test may have been quicker
+		t.Fatal(err)
+	}
+	return node, program
+}
+
+func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
+	node, program := installEverything(t)
+	w := newWorld(t, nil)
+	w.put(mcp.Definition{Name: "test", Command: []string{node, program, "stdio"}})
+	report := w.sync()
+	if report.Tools < 5 || len(report.Refused) > 0 || len(report.Mounted) != report.Tools {
+		t.Errorf("the sync found %+v", report)
+	}
+	t.Logf("%s: %v", report.About, report.Mounted)
+	if got := w.must("echo", `{"message":"hello there"}`); !strings.Contains(got, "hello there") {
+		t.Errorf("echo answers %s", got)
+	}
+	if got := w.must("get-sum", `{"a":2,"b":40}`); !strings.Contains(got, "42") {
+		t.Errorf("get-sum answers %s", got)
+	}
+	if got := w.must("get-tiny-image", `{}`); !strings.Contains(got, `"mime":"image/png"`) || len(got) > 4000 {
+		t.Errorf("get-tiny-image answers %.300s", got)
+	}
+	if got := w.must("get-structured-content", `{"location":"Chicago"}`); !strings.Contains(got, "temperature") {
+		t.Errorf("get-structured-content answers %s", got)
+	}
+	if _, err := w.call("get-sum", `{"a":"x"}`); err == nil {
+		t.Error("wrong arguments were taken")
+	}
+	if again := w.sync(); len(again.Mounted)+len(again.Quarantined) > 0 {
+		t.Errorf("a second sync changed %+v", again)
+	}
+	if s := w.skill("echo"); s.Trust != skills.TrustApprove {
+		t.Errorf("the trust of echo is %s", s.Trust)
+	}
+}

@@ -1,0 +1,285 @@
+package mcp
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Report is what a sync found. Lists hold the names of tools whose state it changed.
+type Report struct {
+	Server      string   `json:"server"`
+	About       string   `json:"about"`
+	Tools       int      `json:"tools"` // that the server lists
+	Mounted     []string `json:"mounted"`
+	Quarantined []string `json:"quarantined"`
+	Gone        []string `json:"gone"`
+	Excluded    []string `json:"excluded"`
+	Refused     []string `json:"refused"`
+	Error       string   `json:"error,omitempty"` // why nothing was found
+}
+
+// changed reports whether there is something to tell.
+func (r Report) changed() bool {
+	return len(r.Mounted)+len(r.Quarantined)+len(r.Gone)+len(r.Excluded)+len(r.Refused) > 0
+}
+
+// note counts a tool whose state changed.
+func (r *Report) note(t Tool) {
+	switch t.State {
+	case Mounted:
+		r.Mounted = append(r.Mounted, t.Tool)
+	case Quarantined:
+		r.Quarantined = append(r.Quarantined, t.Tool)
+	case Gone:
+		r.Gone = append(r.Gone, t.Tool)
+	case Excluded:
+		r.Excluded = append(r.Excluded, t.Tool)
+	case Refused:
+		r.Refused = append(r.Refused, t.Tool)
+	}
+}
+
+// settle makes the rows of a server's tools, and their skills, match what it lists, and records what changed.
+func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
+	report := Report{
+		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{}, Excluded: []string{},
+		Refused: []string{},
+	}
+	r, err := lock(ctx, tx, server)
+	if err != nil {
+		return report, err
+	}
+	known, err := Tools(ctx, tx, server)
+	if err != nil {
+		return report, err
+	}
+	rows := make(map[string]Tool, len(known))
+	for _, t := range known {
+		rows[t.Tool] = t
+	}
+	for name := range listed {
+		if _, ok := rows[name]; !ok {
+			rows[name] = Tool{Server: server, Tool: name, Skill: skillName(server, name), Definition: json.RawMessage(`{}`)}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(rows)) { // everybody locks rows in one order
+		old := rows[name]
+		var now *snapshot
+		if s, ok := listed[name]; ok {
+			now = &s
+		}
+		next, err := place(ctx, tx, r, judge(r, old, now))
+		if err != nil {
+			return report, err
+		}
+		if next.State != old.State || next.SeenPin != old.SeenPin {
+			report.note(next)
+		}
+	}
+	if !report.changed() {
+		return report, nil
+	}
+	return report, record(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
+}
+
+// lock reads a server's row and keeps others from settling it meanwhile.
+func lock(ctx context.Context, tx pgx.Tx, server string) (Remote, error) {
+	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`, postgres.Strict{"name": server}); err != nil {
+		return Remote{}, fmt.Errorf("lock MCP server %q: %w", server, err)
+	}
+	return Get(ctx, tx, server)
+}
+
+// place writes a tool's row and brings its skill into the state that it calls for.
+func place(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
+	if t.State == Mounted {
+		if problem, err := mountable(ctx, tx, r, t); err != nil {
+			return t, err
+		} else if problem != "" {
+			t.State, t.Reason = Refused, problem
+		}
+	}
+	if err := writeTool(ctx, tx, t); err != nil {
+		return t, err
+	}
+	switch t.State {
+	case Mounted:
+		return t, mount(ctx, tx, r, t)
+	case Quarantined, Gone:
+		return t, unmount(ctx, tx, t)
+	}
+	_, err := skills.Delete(ctx, tx, Source, t.Skill)
+	return t, err
+}
+
+// mountable says why a tool cannot be a skill; empty when it can.
+func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
+	d, err := t.accepted(r)
+	if err != nil {
+		return cleanText(err.Error(), 500), nil
+	}
+	if err := skills.Validate(d); err != nil {
+		return cleanText(err.Error(), 500), nil
+	}
+	switch s, err := skills.Get(ctx, tx, t.Skill); {
+	case errors.Is(err, skills.ErrNotFound):
+		return "", nil
+	case err != nil:
+		return "", err
+	case s.Source != Source:
+		return fmt.Sprintf("there is a skill %s of another source", t.Skill), nil
+	}
+	return "", nil
+}
+
+// accepted is the skill of what was accepted of a tool.
+func (t Tool) accepted(r Remote) (skills.Definition, error) {
+	var d definition
+	if err := json.Unmarshal(t.Definition, &d); err != nil {
+		return skills.Definition{}, fmt.Errorf("read the definition of %s: %w", t.Tool, err)
+	}
+	return r.skill(t.Tool, t.Skill, t.Pin, d), nil
+}
+
+// mount makes the skill, and puts it back into service if it was this package that took it out.
+func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
+	d, err := t.accepted(r)
+	if err != nil {
+		return err
+	}
+	if _, err := skills.Put(ctx, tx, d, Source); err != nil {
+		return err
+	}
+	s, err := skills.Get(ctx, tx, t.Skill)
+	if err != nil || s.Enabled || s.DisabledBy != By {
+		return err
+	}
+	_, err = skills.Enable(ctx, tx, t.Skill, By, "the tool is as it was accepted")
+	return err
+}
+
+// unmount takes a skill out of service and keeps both versions as the evidence.
+func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
+	reason := fmt.Sprintf("tool %s of the MCP server %s: %s", t.Tool, t.Server, t.Reason)
+	if t.State == Quarantined {
+		reason += fmt.Sprintf("; see agent mcp show %s %s", t.Server, t.Tool)
+	}
+	_, err := skills.Disable(ctx, tx, t.Skill, By, reason, map[string]any{
+		"state": t.State, "pin": t.Pin, "accepted": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
+	})
+	if errors.Is(err, skills.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+func writeTool(ctx context.Context, tx pgx.Tx, t Tool) error {
+	_, err := tx.Exec(ctx, `
+		insert into agent_mcp_tools as t (server, tool, skill_name, state, reason, pin, definition, seen_pin, seen)
+		values (@server, @tool, @skill, @state, @reason, @pin, @definition, @seen_pin, @seen)
+		on conflict (server, tool) do update
+		   set state = excluded.state, reason = excluded.reason, pin = excluded.pin, definition = excluded.definition,
+		       seen_pin = excluded.seen_pin, seen = excluded.seen, updated_at = clock_timestamp()
+		 where (t.state, t.reason, t.pin, t.definition, t.seen_pin, t.seen) is distinct from
+		       (excluded.state, excluded.reason, excluded.pin, excluded.definition, excluded.seen_pin, excluded.seen)`,
+		postgres.Strict{
+			"server": t.Server, "tool": t.Tool, "skill": t.Skill, "state": t.State, "reason": t.Reason, "pin": t.Pin,
+			"definition": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
+		})
+	if err != nil {
+		return fmt.Errorf("write MCP tool %s/%s: %w", t.Server, t.Tool, err)
+	}
+	return nil
+}
+
+// remount gives the tools of a server whose declaration changed their new scope, trust and timeout. What is newly
+// included waits for the next sync when nothing of it was accepted yet.
+func remount(ctx context.Context, tx pgx.Tx, server string) error {
+	r, err := lock(ctx, tx, server)
+	if err != nil {
+		return err
+	}
+	all, err := Tools(ctx, tx, server)
+	if err != nil {
+		return err
+	}
+	for _, t := range all {
+		switch included := r.includes(t.Tool); {
+		case !included && t.State != Excluded:
+			t = judge(r, t, nil)
+		case included && t.State == Mounted, included && t.State == Excluded && t.Pin != "":
+			t.State, t.Reason = Mounted, ""
+		default:
+			continue
+		}
+		if _, err := place(ctx, tx, r, t); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Accept makes the version that a quarantined tool shows now the accepted one, and puts its skill back into service.
+// pin, where not empty, is the hash of the version that was looked at: [ErrNothingToAccept] when it is another by now,
+// or when the tool is not in quarantine; [ErrNotFound] when there is no such tool. The act is recorded.
+func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
+	var accepted Tool
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		r, err := lock(ctx, tx, server)
+		if err != nil {
+			return err
+		}
+		all, err := Tools(ctx, tx, server)
+		if err != nil {
+			return err
+		}
+		i := slices.IndexFunc(all, func(t Tool) bool { return t.Tool == tool || t.Skill == tool })
+		if i < 0 {
+			return ErrNotFound
+		}
+		old := all[i]
+		if old.State != Quarantined || old.SeenPin == "" || pin != "" && pin != old.SeenPin {
+			return ErrNothingToAccept
+		}
+		next := old
+		next.State, next.Reason, next.Pin, next.Definition = Mounted, "", old.SeenPin, old.Seen
+		next.SeenPin, next.Seen = "", json.RawMessage(`{}`)
+		if problem, err := mountable(ctx, tx, r, next); err != nil || problem != "" {
+			return errors.Join(err, fmt.Errorf("it cannot be a skill: %s", problem))
+		}
+		if accepted, err = place(ctx, tx, r, next); err != nil {
+			return err
+		}
+		return record(ctx, tx, agent, "mcp_accept",
+			map[string]any{"server": server, "tool": old.Tool, "pin": old.Pin, "accepted": next.Pin}, map[string]any{"was": old.Reason})
+	})
+	if err != nil {
+		return Tool{}, fmt.Errorf("accept MCP tool %s/%s: %w", server, tool, err)
+	}
+	return accepted, nil
+}
+
+// record leaves the activity of an act on mounted tools, under the trace of ctx, or one of its own.
+func record(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
+	e := activity.Entry{Agent: agent, Skill: skill, Input: input}
+	if x, inside := executions.Current(ctx); inside {
+		e.Claim = x.Claim
+	}
+	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
+		e.TraceID, e.Surface = string(trace.New(trace.Operate)), string(trace.Operate)
+	}
+	_, err := activity.Note(ctx, db, e, activity.Outcome{Output: output})
+	return err
+}

@@ -1,0 +1,125 @@
+package mcp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"sync"
+	"time"
+)
+
+// stopPatience is how long a child may take to leave after its input was closed, and again after it was asked to.
+const stopPatience = 2 * time.Second
+
+// process is a server that runs as our child, in a process group of its own.
+type process struct {
+	cmd    *exec.Cmd
+	stdin  *os.File // ours: the child's input
+	stdout *os.File // ours: the child's output
+	exited chan struct{}
+}
+
+// startProcess starts command with exactly the environment env. Its error output goes to log, line by line, bounded.
+func startProcess(command, env []string, log *slog.Logger, hide func(string) string) (*process, error) {
+	path, err := exec.LookPath(command[0])
+	if err != nil {
+		return nil, err
+	}
+	childIn, stdin, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("make a pipe: %w", err)
+	}
+	stdout, childOut, err := os.Pipe()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("make a pipe: %w", err), childIn.Close(), stdin.Close())
+	}
+	cmd := exec.Command(path, command[1:]...)
+	cmd.Env, cmd.Stdin, cmd.Stdout = env, childIn, childOut
+	cmd.Stderr = &lineLogger{log: log, hide: hide}
+	cmd.WaitDelay = stopPatience // a grandchild may hold the error output
+	ownGroup(cmd)
+	err = cmd.Start()
+	// The child has its own copies.
+	if closing := errors.Join(childIn.Close(), childOut.Close()); err == nil {
+		err = closing
+	}
+	if err != nil {
+		return nil, errors.Join(err, stdin.Close(), stdout.Close())
+	}
+	p := &process{cmd: cmd, stdin: stdin, stdout: stdout, exited: make(chan struct{})}
+	go func() { // ends with the child; stop waits for it
+		defer close(p.exited)
+		if err := cmd.Wait(); err != nil {
+			log.Debug("MCP server ended", "pid", cmd.Process.Pid, "error", err)
+		}
+	}()
+	return p, nil
+}
+
+// stop ends the child and what it started: its input is closed, then its process group is asked, then killed. It
+// returns when the child is gone.
+func (p *process) stop() {
+	_ = p.stdin.Close() // closed already where the session ended first
+	if !p.gone(stopPatience) {
+		signalGroup(p.cmd, false)
+		p.gone(stopPatience)
+	}
+	signalGroup(p.cmd, true) // also what the child left behind
+	<-p.exited
+	_ = p.stdout.Close()
+}
+
+// kill ends the child at once.
+func (p *process) kill() { signalGroup(p.cmd, true) }
+
+// gone reports whether the child ended within patience.
+func (p *process) gone(patience time.Duration) bool {
+	select {
+	case <-p.exited:
+		return true
+	default:
+	}
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case <-p.exited:
+		return true
+	case <-timer.C:
+		return false
+	}
+}
+
+// lineLogger logs what is written to it, a line at a time. Long lines are cut.
+type lineLogger struct {
+	log  *slog.Logger
+	hide func(string) string
+
+	mu   sync.Mutex
+	rest []byte
+}
+
+func (l *lineLogger) Write(text []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := len(text)
+	for len(text) > 0 {
+		line, after, ended := bytes.Cut(text, []byte{'\n'})
+		text = after
+		if room := maxStderrLine - len(l.rest); len(line) > room {
+			line = line[:room]
+		}
+		l.rest = append(l.rest, line...)
+		if !ended {
+			break
+		}
+		if said := cleanText(l.hide(string(l.rest)), maxStderrLine); said != "" {
+			l.log.InfoContext(context.Background(), "MCP server says", "line", said)
+		}
+		l.rest = l.rest[:0]
+	}
+	return n, nil
+}

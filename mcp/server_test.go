@@ -1,0 +1,345 @@
+package mcp_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// house is an agent whose skills are offered.
+type house struct {
+	t      *testing.T
+	pool   *pgxpool.Pool
+	server *mcp.Server
+	made   atomic.Int32 // calls of add
+}
+
+func newHouse(t *testing.T) *house {
+	t.Helper()
+	h := &house{t: t, pool: pgtest.DB(t)}
+	h.server = h.process()
+	for _, d := range []skills.Definition{
+		{Name: "add", Description: "Adds.", Handler: "builtin:add", Parameters: map[string]any{
+			"type": "object", "required": []any{"a"}, "properties": map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}},
+		}},
+		{Name: "fails", Handler: "builtin:fails"},
+		{Name: "hidden", Handler: "builtin:add"},
+	} {
+		if _, err := skills.Put(t.Context(), h.pool, d, skills.SourceWorkspace); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h.offer("add")
+	h.offer("fails")
+	return h
+}
+
+// process is a server of one more process.
+func (h *house) process() *mcp.Server {
+	h.t.Helper()
+	registry, err := skills.New(skills.Options{Pool: h.pool, Builtins: map[string]skills.Builtin{
+		"add": func(_ context.Context, c skills.Call) (any, error) {
+			h.made.Add(1)
+			var in struct{ A, B int }
+			err := json.Unmarshal(c.Args, &in)
+			return map[string]int{"sum": in.A + in.B}, err
+		},
+		"fails": func(context.Context, skills.Call) (any, error) { return nil, errors.New("no such thing") },
+	}})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	engine, err := executions.New(h.pool, executions.Options{Keeper: lanes.NewKeeper(h.pool, lanes.Options{Enabled: true})})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	loop := &reason.Loop{Pool: h.pool, Skills: registry}
+	s := &mcp.Server{Pool: h.pool, Engine: engine, Skills: registry, Invoke: loop.Invoke, Agent: "tester"}
+	if err := s.Register(); err != nil {
+		h.t.Fatal(err)
+	}
+	return s
+}
+
+func (h *house) offer(skill string) {
+	h.t.Helper()
+	if changed, err := mcp.Grant(h.t.Context(), h.pool, skill, "admin", "tester"); err != nil || !changed {
+		h.t.Fatalf("offer %s: %t, %v", skill, changed, err)
+	}
+}
+
+// trust makes the skill add need an approval.
+func (h *house) approve() {
+	h.t.Helper()
+	d := skills.Definition{Name: "add", Description: "Adds.", Handler: "builtin:add", Trust: skills.TrustApprove, Parameters: map[string]any{
+		"type": "object", "properties": map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}},
+	}}
+	if _, err := skills.Put(h.t.Context(), h.pool, d, skills.SourceWorkspace); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+// http is a stock client that speaks to the handler behind a token.
+func (h *house) http() *sdk.ClientSession {
+	h.t.Helper()
+	guarded := h.server.Handler()
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "Bearer admin" {
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		guarded.ServeHTTP(w, r)
+	}))
+	h.t.Cleanup(s.Close)
+	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, nil)
+	if _, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL}, nil); err == nil {
+		h.t.Error("a client without a token connects")
+	}
+	session, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL, HTTPClient: &http.Client{Transport: bearer{}}}, nil)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	h.t.Cleanup(func() { _ = session.Close() })
+	return session
+}
+
+type bearer struct{}
+
+func (bearer) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	r.Header.Set("Authorization", "Bearer admin")
+	return http.DefaultTransport.RoundTrip(r)
+}
+
+// stdio is a stock client on a session of Serve.
+func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
+	h.t.Helper()
+	theirIn, ourOut := io.Pipe()
+	ourIn, theirOut := io.Pipe()
+	ended := make(chan error, 1)
+	go func() { ended <- h.server.Serve(context.WithoutCancel(h.t.Context()), ourIn, ourOut) }()
+	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, options)
+	session, err := client.Connect(h.t.Context(), &sdk.IOTransport{Reader: theirIn, Writer: theirOut}, nil)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	h.t.Cleanup(func() {
+		_ = session.Close()
+		if err := <-ended; err != nil {
+			h.t.Errorf("the session ended with %v", err)
+		}
+	})
+	return session
+}
+
+func names(t *testing.T, session *sdk.ClientSession) []string {
+	t.Helper()
+	var all []string
+	for tool, err := range session.Tools(t.Context(), nil) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, tool.Name)
+	}
+	return all
+}
+
+func callTool(t *testing.T, session *sdk.ClientSession, name string, args any) *sdk.CallToolResult {
+	t.Helper()
+	result, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: name, Arguments: args})
+	if err != nil {
+		t.Fatalf("call %s: %v", name, err)
+	}
+	return result
+}
+
+// said is the text of a result.
+func said(r *sdk.CallToolResult) string {
+	var parts []string
+	for _, c := range r.Content {
+		if text, ok := c.(*sdk.TextContent); ok {
+			parts = append(parts, text.Text)
+		}
+	}
+	return strings.Join(parts, "\n")
+}
+
+func TestAStockClientCallsWhatIsOffered(t *testing.T) {
+	for name, connect := range map[string]func(h *house) *sdk.ClientSession{
+		"http":  func(h *house) *sdk.ClientSession { return h.http() },
+		"stdio": func(h *house) *sdk.ClientSession { return h.stdio(nil) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHouse(t)
+			session := connect(h)
+			if got := names(t, session); !slices.Equal(got, []string{"add", "fails"}) {
+				t.Errorf("offered are %v", got)
+			}
+			r := callTool(t, session, "add", map[string]any{"a": 1, "b": 2})
+			if r.IsError || said(r) != `{"sum":3}` && said(r) != `{"sum": 3}` || r.StructuredContent == nil {
+				t.Errorf("add answers %q, %v", said(r), r.StructuredContent)
+			}
+			id, _ := r.Meta["lanekeeper/trace-id"].(string)
+			if rows, err := activity.Of(t.Context(), h.pool, id); err != nil || !strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
+				t.Errorf("trace %s has %+v, %v", id, rows, err)
+			}
+			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError || !strings.Contains(said(r), "/a") {
+				t.Errorf("wrong arguments answer %q", said(r))
+			}
+			if r := callTool(t, session, "fails", nil); !r.IsError || !strings.Contains(said(r), "no such thing") {
+				t.Errorf("a failing skill answers %q", said(r))
+			}
+			for _, unknown := range []string{"hidden", "none"} {
+				_, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: unknown})
+				if refused, ok := errors.AsType[*jsonrpc.Error](err); !ok || refused.Code != jsonrpc.CodeInvalidParams {
+					t.Errorf("call %s: %v", unknown, err)
+				}
+			}
+			if h.made.Load() != 1 {
+				t.Errorf("add was called %d times", h.made.Load())
+			}
+		})
+	}
+}
+
+func TestTheListFollowsTheOffers(t *testing.T) {
+	h := newHouse(t)
+	changed := make(chan struct{}, 8)
+	overHTTP, overStdio := h.http(), h.stdio(&sdk.ClientOptions{
+		ToolListChangedHandler: func(context.Context, *sdk.ToolListChangedRequest) { changed <- struct{}{} },
+	})
+	h.offer("hidden")
+	if _, err := mcp.Withdraw(t.Context(), h.pool, "fails", "admin", "tester"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := skills.Disable(t.Context(), h.pool, "add", "admin", "broken", nil); err != nil {
+		t.Fatal(err)
+	}
+	if got := names(t, overHTTP); !slices.Equal(got, []string{"hidden"}) {
+		t.Errorf("over HTTP are offered %v", got)
+	}
+	<-changed
+	pgtest.Eventually(t, soon, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) }, "the session over stdio follows")
+	if _, err := mcp.Grant(t.Context(), h.pool, "none", "admin", "tester"); !errors.Is(err, skills.ErrNotFound) {
+		t.Errorf("offering what is not there: %v", err)
+	}
+}
+
+// awaits wants a call to wait for an approval, and returns its id.
+func awaits(t *testing.T, r *sdk.CallToolResult) string {
+	t.Helper()
+	fields, _ := r.StructuredContent.(map[string]any)
+	id, _ := fields["approval_id"].(string)
+	if !r.IsError || id == "" || fields["status"] != "pending_approval" || !strings.Contains(said(r), id) {
+		t.Fatalf("the call answers %q, %v", said(r), r.StructuredContent)
+	}
+	return id
+}
+
+func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
+	h := newHouse(t)
+	h.approve()
+	session := h.http()
+	args := map[string]any{"a": 2, "b": 3}
+	id := awaits(t, callTool(t, session, "add", args))
+	if again := awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": 2})); again != id {
+		t.Errorf("the same call waits for %s and %s", id, again)
+	}
+	if other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4})); other == id {
+		t.Error("another call waits for the same approval")
+	}
+	if h.made.Load() != 0 {
+		t.Fatal("it was called without an approval")
+	}
+	h.server = h.process() // the process that asked is gone
+	session = h.http()
+	if _, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
+		t.Errorf("after the approval: %q", said(r))
+	}
+	if next := awaits(t, callTool(t, session, "add", args)); next == id || h.made.Load() != 1 {
+		t.Errorf("the approval was used twice: %s, %d calls", next, h.made.Load())
+	}
+}
+
+func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
+	h := newHouse(t)
+	h.approve()
+	session := h.stdio(nil)
+	id := awaits(t, callTool(t, session, "add", map[string]any{"a": 1}))
+	if _, err := approvals.Decide(t.Context(), h.pool, id, false, "admin", "not on a Friday"); err != nil {
+		t.Fatal(err)
+	}
+	if r := callTool(t, session, "add", map[string]any{"a": 1}); !r.IsError || !strings.Contains(said(r), "not on a Friday") {
+		t.Errorf("after the rejection: %q", said(r))
+	}
+	if h.made.Load() != 0 {
+		t.Error("it was called")
+	}
+}
+
+func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {
+	h := newHouse(t)
+	h.approve()
+	session := h.http()
+	args := map[string]any{"a": 7}
+	id := awaits(t, callTool(t, session, "add", args))
+	if _, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	answers := make(chan bool, 8)
+	for range 8 {
+		go func() {
+			r, err := session.CallTool(context.WithoutCancel(t.Context()), &sdk.CallToolParams{Name: "add", Arguments: args})
+			answers <- err == nil && !r.IsError
+		}()
+	}
+	won := 0
+	for range 8 {
+		if <-answers {
+			won++
+		}
+	}
+	if won != 1 || h.made.Load() != 1 {
+		t.Errorf("%d callers got the answer of %d calls", won, h.made.Load())
+	}
+}
+
+func TestAMountedToolCanBeOfferedAgain(t *testing.T) {
+	w := newWorld(t, nil)
+	d := httpServer(serve(t, tools("")...).URL)
+	d.Trust = skills.TrustAuto
+	w.put(d)
+	w.sync()
+	h := &house{t: t, pool: w.pool}
+	h.server = h.process()
+	h.server.Skills = w.registry
+	loop := &reason.Loop{Pool: w.pool, Skills: w.registry}
+	h.server.Invoke = loop.Invoke
+	h.offer("mcp__test__echo")
+	if r := callTool(t, h.http(), "mcp__test__echo", map[string]any{"text": "through"}); r.IsError || said(r) != "through" {
+		t.Errorf("it answers %q", said(r))
+	}
+}

@@ -1,0 +1,200 @@
+package mcp
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Remote is a row of agent_mcp_servers: a server whose tools are mounted.
+type Remote struct {
+	ID          string         `json:"id"`
+	Name        string         `json:"name"`
+	Transport   string         `json:"transport"`
+	URL         string         `json:"url"`
+	Command     []string       `json:"command"`
+	Headers     map[string]any `json:"headers"`
+	Env         map[string]any `json:"env"`
+	Scope       string         `json:"scope"`
+	Trust       string         `json:"trust"`
+	Auto        []string       `json:"auto"`
+	Include     []string       `json:"include"`
+	Exclude     []string       `json:"exclude"`
+	Idempotent  []string       `json:"idempotent"`
+	TimeoutMS   int            `json:"timeout_ms"`
+	Revision    int            `json:"revision"`
+	Source      string         `json:"source"`
+	AttemptedAt *time.Time     `json:"attempted_at"`
+	SyncedAt    *time.Time     `json:"synced_at"`
+	SyncError   string         `json:"sync_error"`
+	About       string         `json:"about"`
+	CreatedAt   time.Time      `json:"created_at"`
+	UpdatedAt   time.Time      `json:"updated_at"`
+}
+
+const remoteColumns = `id::text, name, transport, url, command, headers, env, scope, trust, auto, include, exclude, idempotent,
+	timeout_ms, revision, source, attempted_at, synced_at, sync_error, about, created_at, updated_at`
+
+// Put makes the row of d.Name say what d declares, and reports whether anything changed. Tools that are mounted get the
+// new scope, trust and timeout at once. The error of a bad definition is that of [Validate].
+func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
+	if err := Validate(d); err != nil {
+		return false, fmt.Errorf("put MCP server %q: %w", d.Name, err)
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if changed, err = d.write(ctx, tx, source); err != nil || !changed {
+			return err
+		}
+		return remount(ctx, tx, d.Name)
+	})
+	if err != nil {
+		return false, fmt.Errorf("put MCP server %q: %w", d.Name, err)
+	}
+	return changed, nil
+}
+
+func (d Definition) write(ctx context.Context, tx pgx.Tx, source string) (bool, error) {
+	tag, err := tx.Exec(ctx, `
+		insert into agent_mcp_servers as s
+		       (name, transport, url, command, headers, env, scope, trust, auto, include, exclude, idempotent, timeout_ms, source)
+		values (@name, @transport, @url, @command, @headers, @env, @scope, @trust, @auto, @include, @exclude, @idempotent,
+		       @timeout_ms, @source)
+		on conflict (name) do update
+		   set transport = excluded.transport, url = excluded.url, command = excluded.command, headers = excluded.headers,
+		       env = excluded.env, scope = excluded.scope, trust = excluded.trust, auto = excluded.auto,
+		       include = excluded.include, exclude = excluded.exclude, idempotent = excluded.idempotent,
+		       timeout_ms = excluded.timeout_ms, source = excluded.source, revision = s.revision + 1,
+		       attempted_at = null, updated_at = clock_timestamp()
+		 where (s.transport, s.url, s.command, s.headers, s.env, s.scope, s.trust, s.auto, s.include, s.exclude,
+		        s.idempotent, s.timeout_ms, s.source)
+		       is distinct from (excluded.transport, excluded.url, excluded.command, excluded.headers, excluded.env,
+		        excluded.scope, excluded.trust, excluded.auto, excluded.include, excluded.exclude, excluded.idempotent,
+		        excluded.timeout_ms, excluded.source)`,
+		postgres.Strict{
+			"name": d.Name, "transport": d.transport(), "url": d.URL, "command": list(d.Command),
+			"headers": object(d.Headers), "env": object(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": list(d.Auto),
+			"include": list(d.Include), "exclude": list(d.Exclude), "idempotent": list(d.Idempotent),
+			"timeout_ms": d.timeout().Milliseconds(), "source": source,
+		})
+	if err != nil {
+		return false, err
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+func list(s []string) []string { return append([]string{}, s...) }
+
+func object(m map[string]any) map[string]any {
+	if m == nil {
+		return map[string]any{}
+	}
+	return m
+}
+
+// Remove deletes the servers of source that are not among keep, with the skills that were mounted from them, and
+// returns their names.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		with gone as (
+		  delete from agent_mcp_servers where source = @source and name <> all(@keep::text[]) returning name
+		)
+		select g.name, coalesce(array_agg(t.skill_name) filter (where t.skill_name is not null), '{}')
+		  from gone g left join agent_mcp_tools t on t.server = g.name group by g.name order by g.name`,
+		postgres.Strict{"source": source, "keep": list(keep)})
+	if err != nil {
+		return nil, fmt.Errorf("remove MCP servers of source %s: %w", source, err)
+	}
+	type removed struct {
+		Name   string
+		Skills []string
+	}
+	gone, err := pgx.CollectRows(rows, pgx.RowToStructByPos[removed])
+	if err != nil {
+		return nil, fmt.Errorf("remove MCP servers of source %s: %w", source, err)
+	}
+	var names []string
+	for _, g := range gone {
+		if _, err := skills.Delete(ctx, db, Source, g.Skills...); err != nil {
+			return nil, err
+		}
+		names = append(names, g.Name)
+	}
+	return names, nil
+}
+
+// Get reads one server, or [ErrNotFound].
+func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
+	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
+	if err != nil {
+		return Remote{}, fmt.Errorf("read MCP server %q: %w", name, err)
+	}
+	r, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Remote])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Remote{}, fmt.Errorf("read MCP server %q: %w", name, err)
+	}
+	return r, nil
+}
+
+// List reads all servers, by name.
+func List(ctx context.Context, db postgres.DB) ([]Remote, error) {
+	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers order by name limit 1000`)
+	if err != nil {
+		return nil, fmt.Errorf("list MCP servers: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Remote])
+	if err != nil {
+		return nil, fmt.Errorf("list MCP servers: %w", err)
+	}
+	return all, nil
+}
+
+// Tool is a row of agent_mcp_tools: a tool and the skill that it is mounted as.
+type Tool struct {
+	Server     string          `json:"server"`
+	Tool       string          `json:"tool"`
+	Skill      string          `json:"skill"`
+	State      string          `json:"state"` // mounted, quarantined, gone, excluded or refused
+	Reason     string          `json:"reason"`
+	Pin        string          `json:"pin"`        // the hash of what was accepted
+	Definition json.RawMessage `json:"definition"` // what was accepted
+	SeenPin    string          `json:"seen_pin"`   // the hash of what the server shows now, where it differs
+	Seen       json.RawMessage `json:"seen"`
+	CreatedAt  time.Time       `json:"created_at"`
+	UpdatedAt  time.Time       `json:"updated_at"`
+}
+
+// States of a tool.
+const (
+	Mounted     = "mounted"     // its skill calls it
+	Quarantined = "quarantined" // it changed; an admin must accept it
+	Gone        = "gone"        // the server no longer has it
+	Excluded    = "excluded"    // the workspace leaves it out
+	Refused     = "refused"     // it cannot be a skill
+)
+
+const toolColumns = `server, tool, skill_name, state, reason, pin, definition, seen_pin, seen, created_at, updated_at`
+
+// Tools reads the tools of a server, or of all when server is empty, by server and name.
+func Tools(ctx context.Context, db postgres.DB, server string) ([]Tool, error) {
+	rows, err := db.Query(ctx, `
+		select `+toolColumns+` from agent_mcp_tools where @server = '' or server = @server order by server, tool`,
+		postgres.Strict{"server": server})
+	if err != nil {
+		return nil, fmt.Errorf("list MCP tools: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Tool])
+	if err != nil {
+		return nil, fmt.Errorf("list MCP tools: %w", err)
+	}
+	return all, nil
+}

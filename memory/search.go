@@ -1,0 +1,111 @@
+package memory
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Search returns the entries that match query, the best first. The query is as one types it into a web
+// search: words, "a phrase", or, -not. When no entry has all its words, those that have any are
+// returned, unless it excludes or quotes something. A query without a word is [Recent].
+func Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
+	var words int
+	var plain bool // nothing but words: no phrase, no or, no exclusion
+	err := db.QueryRow(ctx, `
+		select numnode(websearch_to_tsquery('simple', @query)),
+		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query)`,
+		pgx.StrictNamedArgs{"query": query}).Scan(&words, &plain)
+	if err != nil {
+		return nil, fmt.Errorf("search memory: %w", err)
+	}
+	if words == 0 {
+		return Recent(ctx, db, "", limit)
+	}
+	found, err := matching(ctx, db, query, false, limit)
+	if err == nil && len(found) == 0 && plain {
+		found, err = matching(ctx, db, query, true, limit)
+	}
+	return found, err
+}
+
+func matching(ctx context.Context, db postgres.DB, query string, anyWord bool, limit int) ([]Entry, error) {
+	rows, err := db.Query(ctx, `
+		with q as (
+		  select case when @any_word::boolean
+		         then (select string_agg(quote_literal(lexeme), ' | ')::tsquery from unnest(to_tsvector('simple', @query)))
+		         else websearch_to_tsquery('simple', @query) end as query)
+		select m.id, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		  from agent_memory m, q
+		 where m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
+		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
+		 limit @limit`, pgx.StrictNamedArgs{"query": query, "any_word": anyWord, "limit": bounded(limit)})
+	if err != nil {
+		return nil, fmt.Errorf("search memory: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
+	if err != nil {
+		return nil, fmt.Errorf("search memory: %w", err)
+	}
+	return found, nil
+}
+
+// Filter narrows [List]; the zero value lists the newest 20.
+type Filter struct {
+	Category string
+	Prefix   string // of the key
+	TraceID  string // the work that wrote it last
+	Before   string // an id: only older entries
+	Limit    int    // 20 when 0, at most 1000
+}
+
+// List returns entries, the newest first, by when their key was first kept; expired ones are left out.
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
+	rows, err := db.Query(ctx, `
+		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		  from agent_memory
+		 where (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
+		   and (@trace_id = '' or trace_id = @trace_id) and (@before = '' or id < nullif(@before, '')::uuid)
+		   and (expires_at is null or expires_at > clock_timestamp())
+		 order by id desc limit @limit`,
+		pgx.StrictNamedArgs{
+			"category": f.Category, "prefix": f.Prefix, "trace_id": f.TraceID, "before": f.Before, "limit": bounded(f.Limit),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	return found, nil
+}
+
+// Recent returns the entries of a category, or of all when it is empty, the last written first. limit
+// is 20 when 0, and at most 1000.
+func Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
+	rows, err := db.Query(ctx, `
+		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		  from agent_memory
+		 where (@category = '' or category = @category) and (expires_at is null or expires_at > clock_timestamp())
+		 order by updated_at desc, id desc limit @limit`,
+		pgx.StrictNamedArgs{"category": category, "limit": bounded(limit)})
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	return found, nil
+}
+
+func bounded(limit int) int {
+	if limit <= 0 {
+		return defaultLimit
+	}
+	return min(limit, maxLimit)
+}

@@ -1,0 +1,161 @@
+package models
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// answer is what one attempt brought.
+type answer struct {
+	message openai.ChatCompletionMessage
+	finish  openai.FinishReason
+	model   string
+	usage   Usage
+}
+
+// chunk is a part of an answer as servers send it: a delta of a stream, or the whole message.
+type chunk struct {
+	Model   string `json:"model"`
+	Choices []struct {
+		Index   int                 `json:"index"`
+		Delta   *part               `json:"delta"`
+		Message *part               `json:"message"`
+		Finish  openai.FinishReason `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *wireUsage      `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+type part struct {
+	Content   words      `json:"content"`
+	Reasoning string     `json:"reasoning_content"`
+	Refusal   string     `json:"refusal"`
+	Calls     []fragment `json:"tool_calls"`
+}
+
+type wireUsage struct {
+	Prompt     int `json:"prompt_tokens"`
+	Completion int `json:"completion_tokens"`
+	Total      int `json:"total_tokens"`
+	Details    *struct {
+		Cached int `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
+}
+
+// words is content: a string, or a list of parts of which the text ones count.
+type words string
+
+func (w *words) UnmarshalJSON(raw []byte) error {
+	if !bytes.HasPrefix(raw, []byte("[")) {
+		return json.Unmarshal(raw, (*string)(w))
+	}
+	var parts []struct {
+		Text string `json:"text"`
+	}
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return err
+	}
+	for _, p := range parts {
+		*w += words(p.Text)
+	}
+	return nil
+}
+
+// assembly puts an answer together. Its zero value is ready.
+type assembly struct {
+	text      strings.Builder
+	reasoning strings.Builder
+	refusal   strings.Builder
+	calls     calls
+	finish    openai.FinishReason
+	model     string
+	usage     Usage
+}
+
+// add takes a chunk and returns the text it brought. The error is an *Error when the server sent one.
+func (a *assembly) add(raw []byte) (text string, err error) {
+	var c chunk
+	if err := json.Unmarshal(raw, &c); err != nil {
+		return "", &Error{Message: fmt.Sprintf("the answer is not understood: %v", err), Retryable: true, cause: err}
+	}
+	if len(c.Error) > 0 && string(c.Error) != "null" {
+		return "", streamError(raw)
+	}
+	a.model = cmp.Or(c.Model, a.model)
+	a.count(c.Usage)
+	for _, choice := range c.Choices {
+		if choice.Index != 0 {
+			continue
+		}
+		if p := cmp.Or(choice.Delta, choice.Message); p != nil {
+			a.addPart(p)
+			text += string(p.Content)
+		}
+		a.finish = cmp.Or(choice.Finish, a.finish)
+	}
+	return text, nil
+}
+
+func (a *assembly) addPart(p *part) {
+	a.text.WriteString(string(p.Content))
+	a.reasoning.WriteString(p.Reasoning)
+	a.refusal.WriteString(p.Refusal)
+	for _, f := range p.Calls {
+		a.calls.add(f)
+	}
+}
+
+// count keeps the latest usage: servers that report it with every chunk report the sum so far.
+func (a *assembly) count(u *wireUsage) {
+	if u == nil || u.Prompt+u.Completion+u.Total == 0 {
+		return
+	}
+	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}
+	if u.Details != nil {
+		a.usage.CachedTokens = min(max(u.Details.Cached, 0), u.Prompt)
+	}
+}
+
+// empty reports whether nothing was said.
+func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
+
+// size is the bytes of all that was said.
+func (a *assembly) size() int {
+	n := a.text.Len() + a.reasoning.Len() + a.refusal.Len()
+	for _, call := range a.calls.list {
+		n += len(call.name) + call.arguments.Len()
+	}
+	return n
+}
+
+// beyond reports whether an answer is clearly longer than it was allowed to be: a token is about four bytes, and
+// hardly ever more than eight.
+func (a *assembly) beyond(maxTokens int) bool {
+	return maxTokens > 0 && (a.size() > 8*maxTokens+512 || a.usage.CompletionTokens > maxTokens+maxTokens/10+16)
+}
+
+// answer is the assembled whole. Ids that the server left out are derived from the request.
+func (a *assembly) answer(req Request) answer {
+	finish := a.finish
+	called := a.calls.finished(req, finish == openai.FinishReasonLength)
+	if len(called) > 0 && finish != openai.FinishReasonLength && finish != openai.FinishReasonContentFilter {
+		finish = openai.FinishReasonToolCalls
+	}
+	return answer{
+		message: openai.ChatCompletionMessage{
+			Role:             openai.ChatMessageRoleAssistant,
+			Content:          a.text.String(),
+			Refusal:          a.refusal.String(),
+			ReasoningContent: a.reasoning.String(),
+			ToolCalls:        called,
+		},
+		finish: cmp.Or(finish, openai.FinishReasonStop),
+		model:  a.model,
+		usage:  a.usage,
+	}
+}

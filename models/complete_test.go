@@ -1,0 +1,327 @@
+package models_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+const key = "secret-key-0123456789"
+
+// client talks to the server and repeats quickly.
+func client(t *testing.T, server *modeltest.Server, change ...func(*models.Config)) *models.Client {
+	t.Helper()
+	config := models.Config{
+		BaseURL: server.URL(), APIKey: key, Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 3, Base: time.Millisecond, MaxWait: 2 * time.Second},
+	}
+	for _, c := range change {
+		c(&config)
+	}
+	c, err := models.New(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func ask(text string) models.Request {
+	return models.Request{Messages: []openai.ChatCompletionMessage{{Role: openai.ChatMessageRoleUser, Content: text}}}
+}
+
+func complete(t *testing.T, c *models.Client, req models.Request) models.Response {
+	t.Helper()
+	resp, err := c.Complete(t.Context(), req)
+	if err != nil {
+		t.Fatalf("Complete: %v", err)
+	}
+	return resp
+}
+
+func TestCompleteReturnsTheTextItShowed(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("The orders table is the largest, with 42 MB.").WithUsage(1000, 500, 200))
+	req := ask("which table?")
+	var shown strings.Builder
+	req.OnDelta = func(text string) { shown.WriteString(text) }
+	resp := complete(t, client(t, server), req)
+
+	if resp.Message.Content != "The orders table is the largest, with 42 MB." || shown.String() != resp.Message.Content {
+		t.Errorf("text = %q, shown %q", resp.Message.Content, shown.String())
+	}
+	want := models.Usage{PromptTokens: 1000, CompletionTokens: 500, TotalTokens: 1500, CachedTokens: 200}
+	if diff := cmp.Diff(want, resp.Usage); diff != "" {
+		t.Errorf("usage (-want +got):\n%s", diff)
+	}
+	if cost := (800*0.15 + 200*0.075 + 500*0.60) / 1e6; !resp.Priced || resp.CostUSD != cost {
+		t.Errorf("cost = %v (priced %v), want %v", resp.CostUSD, resp.Priced, cost)
+	}
+	if resp.FinishReason != openai.FinishReasonStop || resp.Model != "gpt-4o-mini" || resp.Attempts != 1 || resp.Duration <= 0 {
+		t.Errorf("response = %+v", resp)
+	}
+}
+
+func TestCompleteSendsWhatWasAsked(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Text("ok"))
+	zero := float32(0)
+	req := ask("hi")
+	req.Messages = append(req.Messages, openai.ChatCompletionMessage{Role: openai.ChatMessageRoleTool, ToolCallID: "call_1"})
+	req.MaxTokens, req.Temperature, req.IdempotencyKey = 77, &zero, "exec-1/step-2"
+	c := client(t, server)
+	complete(t, c, req)
+	req.Model = "o3"
+	req.Temperature = nil
+	complete(t, c, req)
+
+	first, second := server.Requests()[0], server.Requests()[1]
+	if first.IdempotencyKey() != "exec-1/step-2" || first.Header.Get("Authorization") != "Bearer "+key {
+		t.Errorf("headers = %v", first.Header)
+	}
+	if !first.Stream || first.StreamOptions == nil || !first.StreamOptions.IncludeUsage || !strings.Contains(first.Body, `"max_tokens":77`) {
+		t.Errorf("request = %s", first.Body)
+	}
+	if !strings.Contains(first.Body, `"temperature":`) {
+		t.Errorf("temperature 0 was not sent: %s", first.Body)
+	}
+	if first.Messages[1].Content == "" {
+		t.Error("the answer of a tool was sent without content, which servers refuse")
+	}
+	if second.Model != "o3" || strings.Contains(second.Body, `"max_tokens"`) || second.MaxCompletionTokens != 77 {
+		t.Errorf("request to o3 = %s", second.Body)
+	}
+}
+
+func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
+	at := func(i int) *int { return &i }
+	call := func(index *int, id, name, args string) openai.ToolCall {
+		return openai.ToolCall{Index: index, ID: id, Function: openai.FunctionCall{Name: name, Arguments: args}}
+	}
+	type want struct{ Name, Args string }
+	for name, test := range map[string]struct {
+		reply modeltest.Reply
+		want  []want
+	}{
+		"one": {modeltest.ToolCall("sizes", `{"limit":3}`), []want{{"sizes", `{"limit":3}`}}},
+		"several, in fragments": {
+			modeltest.ToolCall("a", `{"text":"long enough for more than one piece"}`).AndCall("b", `{"n":2}`),
+			[]want{{"a", `{"text":"long enough for more than one piece"}`}, {"b", `{"n":2}`}},
+		},
+		"interleaved and out of order": {
+			modeltest.Fragments(call(at(1), "y", "b", ""), call(at(0), "x", "a", `{"p"`), call(at(1), "", "", `{}`), call(at(0), "", "", `:1}`)),
+			[]want{{"a", `{"p":1}`}, {"b", `{}`}},
+		},
+		"whole calls without index": {
+			modeltest.Fragments(call(nil, "x", "a", `{"p":1}`), call(nil, "y", "b", `{"p":2}`)),
+			[]want{{"a", `{"p":1}`}, {"b", `{"p":2}`}},
+		},
+		"fragments without index": {
+			modeltest.Fragments(call(nil, "x", "a", `{"p"`), call(nil, "", "", `:1}`), call(nil, "y", "b", ""), call(nil, "y", "", "{}")),
+			[]want{{"a", `{"p":1}`}, {"b", `{}`}},
+		},
+		"whole calls all with index 0": {
+			modeltest.Fragments(call(at(0), "x", "a", `{"p":1}`), call(at(0), "y", "a", `{"p":2}`)),
+			[]want{{"a", `{"p":1}`}, {"a", `{"p":2}`}},
+		},
+		"whole calls all with index 0 and no id": {
+			modeltest.Fragments(call(at(0), "", "a", `{"p":1}`), call(at(0), "", "a", `{"p":2}`), call(at(0), "", "b", `{}`)),
+			[]want{{"a", `{"p":1}`}, {"a", `{"p":2}`}, {"b", `{}`}},
+		},
+		"name repeated in each fragment": {
+			modeltest.Fragments(call(at(0), "x", "a", `{"p"`), call(at(0), "x", "a", `:1}`)),
+			[]want{{"a", `{"p":1}`}},
+		},
+		"no ids":            {modeltest.Fragments(call(at(0), "", "a", "{}"), call(at(1), "", "a", "{}")), []want{{"a", "{}"}, {"a", "{}"}}},
+		"the same id twice": {modeltest.Fragments(call(at(0), "x", "a", "{}"), call(at(1), "x", "b", "{}")), []want{{"a", "{}"}, {"b", "{}"}}},
+		"no arguments":      {modeltest.Fragments(call(at(0), "x", "a", "")), []want{{"a", "{}"}}},
+		"no name":           {modeltest.Fragments(call(at(0), "x", "", "{}")), []want{{"unnamed", "{}"}}},
+		"malformed":         {modeltest.MalformedCall("a"), []want{{"a", `{"limit": 3,`}}},
+		"arguments as an object": {
+			modeltest.Raw(http.StatusOK, "application/json",
+				`{"choices":[{"index":0,"message":{"tool_calls":[{"function":{"name":"a","arguments":{"p":1}}}]},"finish_reason":"stop"}]}`),
+			[]want{{"a", `{"p":1}`}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := modeltest.New(t, test.reply, test.reply)
+			c := client(t, server)
+			resp := complete(t, c, ask("go"))
+			var got []want
+			ids := map[string]bool{}
+			for _, call := range resp.Message.ToolCalls {
+				got = append(got, want{call.Function.Name, call.Function.Arguments})
+				ids[call.ID] = true
+			}
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Errorf("calls (-want +got):\n%s", diff)
+			}
+			if ids[""] || len(ids) != len(got) {
+				t.Errorf("ids are missing or repeated: %v", ids)
+			}
+			if resp.FinishReason != openai.FinishReasonToolCalls {
+				t.Errorf("finish reason = %q", resp.FinishReason)
+			}
+		})
+	}
+}
+
+func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
+	reply := modeltest.Fragments(openai.ToolCall{Function: openai.FunctionCall{Name: "a"}})
+	server := modeltest.New(t, reply, reply, reply)
+	c := client(t, server)
+	first := complete(t, c, ask("one")).Message.ToolCalls[0].ID
+	again := complete(t, c, ask("one")).Message.ToolCalls[0].ID
+	other := complete(t, c, ask("two")).Message.ToolCalls[0].ID
+	if first != again || first == other {
+		t.Errorf("ids = %s, %s for the same request and %s for another", first, again, other)
+	}
+}
+
+func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
+	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }), ask(strings.Repeat("word", 10)))
+	want := models.Usage{PromptTokens: 10 + 4, CompletionTokens: 25, TotalTokens: 39, Estimated: true}
+	if diff := cmp.Diff(want, resp.Usage); diff != "" {
+		t.Errorf("usage (-want +got):\n%s", diff)
+	}
+	if resp.Priced || resp.CostUSD != 0 {
+		t.Errorf("an unknown model was priced at %v", resp.CostUSD)
+	}
+}
+
+func TestDialectIsLearntOnce(t *testing.T) {
+	refusal := func(message string) modeltest.Reply {
+		return modeltest.Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0)
+	}
+	ok := modeltest.Text("ok")
+	for name, test := range map[string]struct {
+		refuses func(openai.ChatCompletionRequest) bool
+		reply   modeltest.Reply
+	}{
+		"stream_options": {
+			func(r openai.ChatCompletionRequest) bool { return r.StreamOptions != nil },
+			refusal("Extra inputs are not permitted: stream_options"),
+		},
+		"streaming": {
+			func(r openai.ChatCompletionRequest) bool { return r.Stream },
+			refusal("streaming is not supported by this model"),
+		},
+		"max_tokens": {
+			func(r openai.ChatCompletionRequest) bool { return r.MaxCompletionTokens == 0 },
+			refusal("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."),
+		},
+		"validation of another framework": {
+			func(r openai.ChatCompletionRequest) bool { return r.StreamOptions != nil },
+			modeltest.Raw(422, "application/json", `{"detail":[{"loc":["body","stream_options"],"msg":"extra fields not permitted"}]}`),
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := modeltest.New(t)
+			server.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+				if test.refuses(r) {
+					return test.reply
+				}
+				return ok
+			})
+			c := client(t, server)
+			req := ask("hi")
+			req.MaxTokens = 5
+			var shown string
+			req.OnDelta = func(text string) { shown += text }
+			for range 2 {
+				if resp := complete(t, c, req); resp.Message.Content != "ok" || resp.Usage.TotalTokens == 0 {
+					t.Errorf("response = %+v", resp)
+				}
+			}
+			if n := len(server.Requests()); n != 3 {
+				t.Errorf("%d requests were sent, want 3: refused, repeated, and the second right at once", n)
+			}
+			if shown != "okok" {
+				t.Errorf("shown = %q", shown)
+			}
+		})
+	}
+}
+
+func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
+	server := modeltest.New(t, modeltest.Raw(http.StatusOK, "application/json",
+		"\n"+`{ "model": "m", "choices": [ {"index": 0, "message": {"role": "assistant", "content": [{"type": "text", "text": "whole"}]},
+		"finish_reason": "stop"} ], "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3} }`))
+	resp := complete(t, client(t, server), ask("hi"))
+	if resp.Message.Content != "whole" || resp.Usage.TotalTokens != 3 {
+		t.Errorf("response = %+v", resp)
+	}
+}
+
+func TestEndOfContextEndsTheCall(t *testing.T) {
+	server := modeltest.New(t, modeltest.Hang())
+	ctx, cancel := context.WithCancelCause(t.Context())
+	lost := errors.New("lane lost")
+	server.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		cancel(lost)
+		return modeltest.Hang()
+	})
+	_, err := client(t, server).Complete(ctx, ask("hi"))
+	if !errors.Is(err, context.Canceled) || !errors.Is(err, lost) {
+		t.Errorf("err = %v, want the context's end and its cause", err)
+	}
+}
+
+func TestNewRefusesWhatCannotWork(t *testing.T) {
+	for name, test := range map[string]struct {
+		config models.Config
+		want   string
+	}{
+		"no scheme":     {models.Config{BaseURL: "localhost:11434/v1", Model: "m"}, "OPENAI_BASE_URL"},
+		"no host":       {models.Config{BaseURL: "http:///v1", Model: "m"}, "OPENAI_BASE_URL"},
+		"unparsable":    {models.Config{BaseURL: "http://[::1", Model: "m"}, "OPENAI_BASE_URL"},
+		"credentials":   {models.Config{BaseURL: "https://u:hunter2@host/v1", Model: "m"}, "OPENAI_API_KEY"},
+		"query":         {models.Config{BaseURL: "https://host/v1?key=hunter2", Model: "m"}, "query"},
+		"route":         {models.Config{BaseURL: "https://host/v1/chat/completions", Model: "m"}, "route"},
+		"no model":      {models.Config{}, "AGENT_MODEL"},
+		"key with line": {models.Config{Model: "m", APIKey: "hunter2\n"}, "OPENAI_API_KEY"},
+		"price":         {models.Config{Model: "m", Prices: models.Prices{"m": {Prompt: -1}}}, "price"},
+		"retry":         {models.Config{Model: "m", Retry: models.Retry{Attempts: -1}}, "negative"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := models.New(test.config)
+			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), "hunter2") {
+				t.Errorf("err = %v, want one about %s, without the secret", err, test.want)
+			}
+		})
+	}
+}
+
+func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("fine"))
+	c := client(t, server)
+	req := ask(strings.Repeat("some ordinary words ", 50))
+	req.Tools = []openai.Tool{{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{Name: "f", Parameters: json.RawMessage(`{}`)}}}
+	req.MaxTokens = 100
+	quote := c.Quote(req)
+	tokens, cost := quote.PromptTokens+quote.AnswerTokens, quote.PromptUSD+float64(quote.AnswerTokens)*quote.TokenUSD
+	resp := complete(t, c, req)
+	if tokens < resp.Usage.TotalTokens || tokens > 1000 || cost < resp.CostUSD || cost > 0.001 {
+		t.Errorf("quoted %d tokens, $%v; used %d, $%v", tokens, cost, resp.Usage.TotalTokens, resp.CostUSD)
+	}
+	req.MaxTokens = 0
+	for model, want := range map[string]int{"": models.DefaultMaxTokens, "o3": models.ThinkingMaxTokens} {
+		req.Model = model
+		if got := c.Quote(req).AnswerTokens; got != want {
+			t.Errorf("an open answer of %q is quoted at %d tokens, want %d", model, got, want)
+		}
+	}
+	req.Model = "unknown"
+	if q := c.Quote(req); q.PromptUSD != 0 || q.TokenUSD != 0 || q.PromptTokens == 0 {
+		t.Errorf("a model without a price is quoted at %+v", q)
+	}
+}

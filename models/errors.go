@@ -1,0 +1,170 @@
+package models
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// maxMessageRunes is how much of a server's words an error repeats.
+const maxMessageRunes = 500
+
+// Error is why a server gave no answer.
+type Error struct {
+	Status     int           // of HTTP, or the one a stream named in its middle; 0 without any
+	Code       string        // the server's code or type, such as rate_limit_exceeded; may be empty
+	Message    string        // the server's words or the connection's, bounded, on one line, without secrets
+	Retryable  bool          // the same request may succeed later
+	RetryAfter time.Duration // how long the server wants to be left alone; 0 when it does not say
+
+	param string // the parameter the server complains about
+	cause error
+}
+
+func (e *Error) Error() string {
+	var b strings.Builder
+	b.WriteString("call model: ")
+	if e.Status != 0 {
+		b.WriteString("status " + strconv.Itoa(e.Status) + ": ")
+	}
+	if e.Code != "" && !strings.Contains(e.Message, e.Code) {
+		b.WriteString(e.Code + ": ")
+	}
+	b.WriteString(e.Message)
+	if e.RetryAfter > 0 {
+		b.WriteString("; retry after " + e.RetryAfter.Round(time.Millisecond).String())
+	}
+	if todo := e.advice(); todo != "" {
+		b.WriteString(" (" + todo + ")")
+	}
+	return b.String()
+}
+
+// Unwrap is the connection's error, where there was one.
+func (e *Error) Unwrap() error { return e.cause }
+
+// advice is what an operator can do.
+func (e *Error) advice() string {
+	switch {
+	case e.Status == http.StatusUnauthorized, e.Status == http.StatusForbidden:
+		return "check OPENAI_API_KEY"
+	case e.Status == http.StatusNotFound:
+		return "check AGENT_MODEL and OPENAI_BASE_URL"
+	case e.Status == 0 && e.cause != nil && e.Code == codeUnreachable:
+		return "check OPENAI_BASE_URL"
+	}
+	return ""
+}
+
+// scrubbed removes the key, and what looks like one, from all that is shown.
+func (e *Error) scrubbed(key string) *Error {
+	clean := *e
+	clean.Message = scrub(e.Message, key)
+	clean.Code = scrub(e.Code, key)
+	clean.param = scrub(e.param, key)
+	if clean.cause != nil && scrub(clean.cause.Error(), key) != clean.cause.Error() {
+		clean.cause = errors.New(scrub(clean.cause.Error(), key))
+	}
+	return &clean
+}
+
+var looksSecret = regexp.MustCompile(`(?i)\b(?:sk|pk|key|gsk|xai)-[\w*.-]{6,}|\bbearer\s+[\w*.~+/=-]{6,}`)
+
+func scrub(text, key string) string {
+	if len(key) >= 4 {
+		text = strings.ReplaceAll(text, key, "[secret]")
+	}
+	return looksSecret.ReplaceAllString(text, "[secret]")
+}
+
+// refusal is the error in an answer with a status other than 2xx.
+func refusal(status int, header http.Header, body []byte) *Error {
+	e := &Error{Status: status, RetryAfter: retryAfter(header, time.Now())}
+	e.read(body)
+	if e.Message == "" {
+		e.Message = strings.ToLower(cmp.Or(http.StatusText(status), "refused"))
+	}
+	e.Retryable = status >= 500 || status == http.StatusTooManyRequests && e.Code != codeNoQuota
+	return e
+}
+
+// streamError is the error in the middle of an answer. The request itself was accepted, so unless the error says that
+// it is at fault after all, it may pass.
+func streamError(chunk []byte) *Error {
+	e := &Error{}
+	e.read(chunk)
+	if status, err := strconv.Atoi(e.Code); err == nil && status >= 400 && status < 600 {
+		e.Status = status
+	}
+	e.Message = cmp.Or(e.Message, "the server reported an error without words")
+	switch e.Code {
+	case codeNoQuota, "invalid_request_error", "context_length_exceeded", "content_filter", "authentication_error",
+		"permission_error", "not_found_error", "model_not_found":
+		return e
+	}
+	e.Retryable = e.Status == 0 || e.Status >= 500 || e.Status == http.StatusTooManyRequests
+	return e
+}
+
+const (
+	codeNoQuota     = "insufficient_quota"
+	codeUnreachable = "unreachable"
+)
+
+// read takes the error's parts from a body in one of the forms that servers use: {"error":{…}}, {"error":"…"},
+// the members of error at the top, {"detail":…}, or just text.
+func (e *Error) read(body []byte) {
+	var top map[string]json.RawMessage
+	if err := json.Unmarshal(body, &top); err != nil {
+		e.Message = plainText(body)
+		return
+	}
+	if nested := top["error"]; len(nested) > 0 {
+		var inner map[string]json.RawMessage
+		if err := json.Unmarshal(nested, &inner); err != nil {
+			e.Message = oneLine(scalar(nested))
+			return
+		}
+		top = inner
+	}
+	e.Message = oneLine(cmp.Or(scalar(top["message"]), scalar(top["detail"])))
+	e.Code = cmp.Or(scalar(top["code"]), scalar(top["type"]))
+	if scalar(top["type"]) == codeNoQuota {
+		e.Code = codeNoQuota
+	}
+	e.param = scalar(top["param"])
+	if e.Message == "" {
+		e.Message = oneLine(string(body))
+	}
+}
+
+// scalar is a JSON value as text: a string without its quotes, nothing for null.
+func scalar(raw json.RawMessage) string {
+	var s string
+	if err := json.Unmarshal(raw, &s); err == nil {
+		return s
+	}
+	return string(raw)
+}
+
+// plainText is a body that is no JSON, as far as it is fit to be shown.
+func plainText(body []byte) string {
+	text := strings.TrimSpace(string(body))
+	if strings.HasPrefix(text, "<") {
+		return "the server answered with a web page"
+	}
+	return oneLine(text)
+}
+
+func oneLine(text string) string {
+	text = strings.Join(strings.Fields(strings.ToValidUTF8(text, "�")), " ")
+	if r := []rune(text); len(r) > maxMessageRunes {
+		return string(r[:maxMessageRunes]) + "…"
+	}
+	return text
+}

@@ -1,0 +1,158 @@
+// Package models talks to language models: any endpoint that speaks the OpenAI chat completions protocol.
+//
+// There is one way to do it. [New] checks a [Config]; [Client.Complete] sends a [Request] and returns a
+// [Response], whole or not at all. It always streams, so that [Request.OnDelta] can show the text as it comes.
+//
+// What it promises:
+//
+//   - A response is complete: the server said so, by a finish reason or by [DONE]. A stream that ends without
+//     either, or is cut, is an error, never a shorter answer. Nothing acts on a response before it is returned, so
+//     the whole request can be repeated, under the same Idempotency-Key.
+//   - An answer ends: one that goes clearly beyond [Request.MaxTokens], because the server ignores it, is cut here,
+//     with the finish reason length, which is also what a server says that keeps to it. A call of which not even
+//     the arguments had begun then is left out.
+//   - Only what may pass is repeated: 429, 5xx, broken connections, transient errors in the middle of a stream;
+//     a few times, with jitter, never earlier than the server's Retry-After, never beyond the context's
+//     deadline. A wait longer than [Retry.MaxWait] is the caller's to make: the error comes back at once, with
+//     RetryAfter set. Other 4xx are not repeated.
+//   - Silence ends: an attempt that receives no byte for [Config.IdleTimeout] is given up and repeated.
+//   - Tool calls come out in one form, whatever the server's dialect: ordered, with a name and an id each, the
+//     arguments as text. They are not validated; they may be no JSON at all.
+//   - Usage is always filled in. Where the server is silent it is an estimate, marked as one. Cost comes from a
+//     price table; a model without a price costs 0 and says so ([Response.Priced]). What attempts used that came to
+//     nothing is reckoned apart ([Response.Lost]), also when the call fails.
+//   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
+//
+// Servers differ. What one refuses (stream_options, streaming, max_tokens) is left out once it has said so; the
+// client remembers that for all later requests.
+//
+// A [Client] is safe for concurrent use and holds no goroutine between calls.
+package models
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// DefaultBaseURL is OpenAI's own endpoint.
+const DefaultBaseURL = "https://api.openai.com/v1"
+
+// Config says which model to talk to, and how. Only Model is needed for OpenAI itself, besides a key.
+type Config struct {
+	BaseURL    string       // up to and including /v1 or what stands for it; DefaultBaseURL when empty
+	APIKey     string       // sent as a bearer token; empty for servers that want none
+	Model      string       // for requests that name none
+	HTTPClient *http.Client // one with Go's default transport when nil; its Timeout would cut long streams
+	Prices     Prices       // DefaultPrices() when nil
+	Logger     *slog.Logger // slog.Default() when nil
+	Retry      Retry
+	// IdleTimeout is the longest silence within one attempt, from sending to the last byte; 5 minutes when zero.
+	IdleTimeout time.Duration
+	// ReasoningEffort is passed on to models that know the word ("none", "low", …); left out when empty.
+	ReasoningEffort string
+}
+
+// Retry says how often and how patiently a request is repeated. Zero fields take the defaults.
+type Retry struct {
+	Attempts int           // in all, the first included; 4
+	Base     time.Duration // about the first wait, doubled for each further one; 500 ms
+	MaxWait  time.Duration // the longest wait made in here; 30 s
+}
+
+// Client sends requests to one endpoint.
+type Client struct {
+	config Config
+
+	mu      sync.Mutex
+	dialect dialect // what the server has turned out not to understand
+	density float64 // see Density
+}
+
+// New checks the configuration, all of it at once, and makes no connection.
+func New(config Config) (*Client, error) {
+	config = withDefaults(config)
+	var problems []error
+	if err := checkBaseURL(config.BaseURL); err != nil {
+		problems = append(problems, err)
+	}
+	if strings.TrimSpace(config.Model) == "" {
+		problems = append(problems, errors.New("no model is named: set AGENT_MODEL"))
+	}
+	if strings.ContainsAny(config.APIKey, "\r\n\x00 ") {
+		problems = append(problems, errors.New("the key contains blanks or line breaks: set OPENAI_API_KEY to the key alone"))
+	}
+	if config.Retry.Attempts < 0 || config.Retry.Base < 0 || config.Retry.MaxWait < 0 || config.IdleTimeout < 0 {
+		problems = append(problems, errors.New("attempts and times must not be negative"))
+	}
+	if err := config.Prices.check(); err != nil {
+		problems = append(problems, err)
+	}
+	if len(problems) > 0 {
+		return nil, fmt.Errorf("configure model: %w", errors.Join(problems...))
+	}
+	return &Client{config: config}, nil
+}
+
+// Model is the model that answers requests which name none.
+func (c *Client) Model() string { return c.config.Model }
+
+// Priced reports whether the price table knows that model. A limit of money does not hold for one it does not know.
+func (c *Client) Priced() bool {
+	_, found := c.config.Prices.Of(c.config.Model)
+	return found
+}
+
+func withDefaults(config Config) Config {
+	if config.BaseURL == "" {
+		config.BaseURL = DefaultBaseURL
+	}
+	config.BaseURL = strings.TrimRight(config.BaseURL, "/")
+	if config.HTTPClient == nil {
+		config.HTTPClient = &http.Client{}
+	}
+	if config.Prices == nil {
+		config.Prices = DefaultPrices()
+	}
+	if config.Logger == nil {
+		config.Logger = slog.Default()
+	}
+	if config.IdleTimeout == 0 {
+		config.IdleTimeout = 5 * time.Minute
+	}
+	config.Retry = config.Retry.withDefaults()
+	return config
+}
+
+// checkBaseURL refuses what could not work or would leak a secret into logs. Its errors do not show the URL.
+func checkBaseURL(text string) error {
+	u, err := url.Parse(text)
+	switch {
+	case err != nil:
+		return errors.New("the base URL cannot be parsed: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
+	case u.Scheme != "http" && u.Scheme != "https", u.Hostname() == "":
+		return errors.New("the base URL has no http or https host: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
+	case u.User != nil:
+		return errors.New("the base URL contains credentials: move them to OPENAI_API_KEY")
+	case u.RawQuery != "" || u.Fragment != "":
+		return errors.New("the base URL has a query or a fragment: end OPENAI_BASE_URL with its path")
+	case strings.HasSuffix(u.Path, "/chat/completions"):
+		return errors.New("the base URL names the route too: leave /chat/completions out of OPENAI_BASE_URL")
+	}
+	return nil
+}
+
+// api is go-openai's client over one attempt.
+func (c *Client) api(doer openai.HTTPDoer) *openai.Client {
+	config := openai.DefaultConfig(c.config.APIKey)
+	config.BaseURL = c.config.BaseURL
+	config.HTTPClient = doer
+	return openai.NewClientWithConfig(config)
+}

@@ -1,0 +1,53 @@
+package offline_test
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/models/offline"
+)
+
+func FuzzRequest(f *testing.F) {
+	f.Add(`{"messages":[{"role":"user","content":"table sizes"}],"tools":[{"type":"function","function":{"name":"table_sizes",
+		"parameters":{"type":"object","properties":{"a":{"$ref":"#/properties/a"}},"required":["a","b"]}}}]}`)
+	f.Add(`{"messages":[{"role":"user","content":"step 1: x"},{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"x"}}]},
+		{"role":"tool","tool_call_id":"c","content":"[{\"n\":1e999}]"}],"tools":[{"function":{"name":"complete_step",
+		"parameters":{"required":["result"],"properties":{"result":{"maxLength":-1,"minLength":1e9}}}}}]}`)
+	f.Add(`{"messages":[{"role":"user","content":"n"}],"response_format":{"type":"json_schema","json_schema":{"schema":{"type":"array","minItems":1e300}}}}`)
+	for _, said := range []string{
+		"forget the x", "remember that a is b", `use memory_forget with {\"key\":`, "¿Qué recuerdas de \\u0000?", "again", "and?", "run a_b",
+		`{\"summary_so_far\":\"\",\"messages\":[{}]}`, "<delivery <delivery </delivery>", `propose an objective \"\"`,
+	} {
+		f.Add(`{"messages":[{"role":"user","content":"x"},{"role":"user","content":"` + said + `"},{"role":"assistant","tool_calls":[{"id":"c",
+			"function":{"name":"memory_search"}}]},{"role":"tool","tool_call_id":"c","content":"{\"memories\":[{},7,{\"key\":\"x\"}]}"},
+			{"role":"system","content":"Tool call failed: INVALID_PARAMS. Schema: {} Errors: x"}],"tools":[{"function":{"name":"memory_forget",
+			"parameters":{"required":["key"]}}},{"function":{"name":"memory_search"}},{"function":{"name":"skill_search","parameters":{"required":["query"]}}}]}`)
+	}
+	f.Fuzz(func(t *testing.T, body string) {
+		var answers [2]string
+		for i := range answers {
+			r := httptest.NewRequest(http.MethodPost, "/v1/chat/completions", strings.NewReader(body))
+			w := httptest.NewRecorder()
+			offline.Handler().ServeHTTP(w, r)
+			if w.Code != http.StatusOK && w.Code != http.StatusBadRequest {
+				t.Errorf("status %d: %s", w.Code, w.Body)
+			}
+			answers[i] = w.Body.String()
+		}
+		if answers[0] != answers[1] {
+			t.Errorf("the same request was answered\n%s\nand\n%s", answers[0], answers[1])
+		}
+	})
+}
+
+func TestASchemaThatMultipliesIsBounded(t *testing.T) {
+	schema := `{"type":"object","required":["a"],"properties":{"a":{"type":"array","minItems":10,"items":{"$ref":"#/properties/a"}}}}`
+	body := `{"tool_choice":"required","messages":[{"role":"user","content":"n"}],"tools":[{"function":{"name":"n","parameters":` + schema + `}}]}`
+	w := httptest.NewRecorder()
+	offline.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/chat/completions", strings.NewReader(body)))
+	if w.Code != http.StatusOK || w.Body.Len() > 64<<10 {
+		t.Errorf("status %d, %d bytes", w.Code, w.Body.Len())
+	}
+}

@@ -1,0 +1,145 @@
+package models
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+)
+
+// Price is in US dollars per million tokens.
+type Price struct {
+	Prompt     float64 `json:"prompt"`
+	Cached     float64 `json:"cached"` // of the prompt's tokens, those the server had read before
+	Completion float64 `json:"completion"`
+}
+
+// Prices maps a model's name to its price. A name stands for itself and for its dated versions
+// ("gpt-4o" for "gpt-4o-2024-08-06" and "gpt-4o-latest", not for "gpt-4o-mini"); one that ends in * stands for all
+// that begin so. The longest name that fits wins.
+type Prices map[string]Price
+
+// DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices change: what
+// decides about money should be set by the operator ([ParsePrices], [Prices.With]). A model that no name fits costs
+// nothing here, so that no limit of money bounds it: give it a price, or set a limit of tokens ([Client.Priced]).
+func DefaultPrices() Prices {
+	return Prices{
+		"offline":      {},
+		"gpt-4o":       {Prompt: 2.50, Cached: 1.25, Completion: 10},
+		"gpt-4o-mini":  {Prompt: 0.15, Cached: 0.075, Completion: 0.60},
+		"gpt-4.1":      {Prompt: 2, Cached: 0.50, Completion: 8},
+		"gpt-4.1-mini": {Prompt: 0.40, Cached: 0.10, Completion: 1.60},
+		"gpt-4.1-nano": {Prompt: 0.10, Cached: 0.025, Completion: 0.40},
+		"gpt-5":        {Prompt: 1.25, Cached: 0.125, Completion: 10},
+		"gpt-5-mini":   {Prompt: 0.25, Cached: 0.025, Completion: 2},
+		"gpt-5-nano":   {Prompt: 0.05, Cached: 0.005, Completion: 0.40},
+		"o3":           {Prompt: 2, Cached: 0.50, Completion: 8},
+		"o4-mini":      {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
+	}
+}
+
+// ParsePrices reads a table such as {"gpt-4o": {"prompt": 2.5, "cached": 1.25, "completion": 10}}. Cached tokens
+// cost as much as others where the table does not say. Unknown fields and negative prices are errors.
+func ParsePrices(text []byte) (Prices, error) {
+	var raw map[string]struct {
+		Prompt     *float64 `json:"prompt"`
+		Cached     *float64 `json:"cached"`
+		Completion *float64 `json:"completion"`
+	}
+	decoder := json.NewDecoder(bytes.NewReader(text))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&raw); err != nil {
+		return nil, fmt.Errorf("parse prices: %w", err)
+	}
+	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
+		return nil, errors.New("parse prices: there is more after the table")
+	}
+	prices := make(Prices, len(raw))
+	for _, model := range slices.Sorted(maps.Keys(raw)) {
+		r := raw[model]
+		if r.Prompt == nil || r.Completion == nil {
+			return nil, fmt.Errorf("parse prices: %q needs both prompt and completion, in dollars per million tokens", model)
+		}
+		price := Price{Prompt: *r.Prompt, Cached: *r.Prompt, Completion: *r.Completion}
+		if r.Cached != nil {
+			price.Cached = *r.Cached
+		}
+		prices[model] = price
+	}
+	if err := prices.check(); err != nil {
+		return nil, fmt.Errorf("parse prices: %w", err)
+	}
+	return prices, nil
+}
+
+// With is a new table in which the prices of over replace those of p.
+func (p Prices) With(over Prices) Prices {
+	merged := maps.Clone(p)
+	if merged == nil {
+		merged = Prices{}
+	}
+	maps.Copy(merged, over)
+	return merged
+}
+
+// Of finds the price of a model. A name with a provider in front ("openai/gpt-4o") is looked up
+// whole first, and then without.
+func (p Prices) Of(model string) (Price, bool) {
+	best, found := "", false
+	for name := range p {
+		if covers(name, model) && (!found || len(name) > len(best)) {
+			best, found = name, true
+		}
+	}
+	if _, bare, prefixed := strings.Cut(model, "/"); !found && prefixed {
+		return p.Of(bare)
+	}
+	return p[best], found
+}
+
+// Cost is in US dollars.
+func (p Price) Cost(u Usage) float64 {
+	fresh := float64(u.PromptTokens - u.CachedTokens)
+	return (fresh*p.Prompt + float64(u.CachedTokens)*p.Cached + float64(u.CompletionTokens)*p.Completion) / 1e6
+}
+
+func (p Prices) check() error {
+	for _, model := range slices.Sorted(maps.Keys(p)) {
+		if strings.TrimSpace(model) == "" {
+			return errors.New("a price has no model's name")
+		}
+		for _, usd := range []float64{p[model].Prompt, p[model].Cached, p[model].Completion} {
+			if !(usd >= 0) || math.IsInf(usd, 1) {
+				return fmt.Errorf("the price of %q is %v: give dollars per million tokens, 0 or more", model, usd)
+			}
+		}
+	}
+	return nil
+}
+
+// covers reports whether a name of the table stands for the model.
+func covers(name, model string) bool {
+	if prefix, open := strings.CutSuffix(name, "*"); open {
+		return strings.HasPrefix(model, prefix)
+	}
+	rest, begins := strings.CutPrefix(model, name)
+	return begins && (rest == "" || isVersion(rest))
+}
+
+// isVersion reports whether what follows a model's name is a date or a running number of three digits or more.
+func isVersion(rest string) bool {
+	if rest[0] != '-' && rest[0] != '@' {
+		return false
+	}
+	rest = rest[1:]
+	if rest == "latest" {
+		return true
+	}
+	digits := strings.ReplaceAll(rest, "-", "")
+	return len(digits) >= 3 && strings.Trim(digits, "0123456789") == ""
+}

@@ -1,0 +1,172 @@
+package models
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"math"
+	"strings"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// Request is one turn to be completed.
+type Request struct {
+	Model       string // the client's when empty
+	Messages    []openai.ChatCompletionMessage
+	Tools       []openai.Tool
+	MaxTokens   int      // upper bound of the answer; the server's own when zero
+	Temperature *float32 // the server's own when nil
+	// IdempotencyKey is sent as the header of that name with every attempt.
+	IdempotencyKey string
+	// OnDelta gets the answer's text piece by piece, on the goroutine that called Complete.
+	OnDelta func(text string)
+	// OnRestart is called when text was given to OnDelta and the attempt it came from has come to
+	// nothing: what follows begins anew.
+	OnRestart func()
+}
+
+// Response is a whole answer.
+type Response struct {
+	Message      openai.ChatCompletionMessage // role assistant
+	FinishReason openai.FinishReason          // tool_calls whenever there are any, unless the answer was cut short
+	Model        string                       // as the server names it
+	Usage        Usage
+	CostUSD      float64
+	Priced       bool          // false when the price table does not know the model
+	Duration     time.Duration // with repetitions and waits
+	Attempts     int           // requests that were sent for it, refused dialects included
+	// Lost is what attempts have used, by estimate, whose answer was cut off or never came: not part of Usage.
+	// One that the server refused, or that did not reach it, has used nothing.
+	Lost    Usage
+	LostUSD float64
+}
+
+// Usage is in tokens. CachedTokens are part of PromptTokens.
+type Usage struct {
+	PromptTokens     int
+	CompletionTokens int
+	TotalTokens      int
+	CachedTokens     int
+	Estimated        bool // the server did not say; see [Client.Quote] for how it is reckoned
+}
+
+// Complete sends the request and returns the whole answer. See the package comment for what is repeated.
+//
+// The error is an *[Error] when the server or the connection is at fault, and wraps the context's error when
+// ctx ended first. Besides an error, the Response says only what was lost.
+func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
+	if len(req.Messages) == 0 {
+		return Response{}, &Error{Message: "the request has no messages"}
+	}
+	req = c.complete(req)
+	run := run{client: c, req: req, started: time.Now()}
+	answer, err := run.untilDone(ctx)
+	if err != nil {
+		return run.failed(), err
+	}
+	return run.response(answer), nil
+}
+
+// complete fills in the client's defaults and repairs what the protocol's Go types cannot say: a
+// message whose content is empty loses the field, which servers refuse in the answer of a tool.
+func (c *Client) complete(req Request) Request {
+	if req.Model == "" {
+		req.Model = c.config.Model
+	}
+	messages := make([]openai.ChatCompletionMessage, len(req.Messages))
+	for i, m := range req.Messages {
+		if m.Content == "" && len(m.MultiContent) == 0 && len(m.ToolCalls) == 0 {
+			m.Content = "(empty)"
+		}
+		messages[i] = m
+	}
+	req.Messages = messages
+	return req
+}
+
+// wire is the request in the form that the server is known to understand.
+func (c *Client) wire(req Request, d dialect) openai.ChatCompletionRequest {
+	w := openai.ChatCompletionRequest{
+		Model:           req.Model,
+		Messages:        req.Messages,
+		Tools:           req.Tools,
+		ReasoningEffort: c.config.ReasoningEffort,
+	}
+	if !d.noStream && !d.noUsage {
+		w.StreamOptions = &openai.StreamOptions{IncludeUsage: true}
+	}
+	if d.newLimit || wantsNewLimit(req.Model) {
+		w.MaxCompletionTokens = req.MaxTokens
+	} else {
+		w.MaxTokens = req.MaxTokens //nolint:staticcheck // most servers know no other name
+	}
+	if req.Temperature != nil {
+		// go-openai leaves out a zero; the smallest number is one that servers read as zero.
+		w.Temperature = max(*req.Temperature, math.SmallestNonzeroFloat32)
+	}
+	return w
+}
+
+// wantsNewLimit knows OpenAI's models that refuse max_tokens.
+func wantsNewLimit(model string) bool {
+	for _, prefix := range []string{"o1", "o3", "o4", "gpt-5", "gpt-6"} {
+		if strings.HasPrefix(model, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// response prices the answer and estimates what the server did not count.
+func (r *run) response(a answer) Response {
+	resp := r.failed()
+	resp.Message, resp.FinishReason, resp.Usage = a.message, a.finish, a.usage.orEstimate(r.req, estimateMessage(a.message))
+	resp.Model = cmp.Or(a.model, resp.Model)
+	price, found := r.client.config.Prices.Of(resp.Model)
+	if !found {
+		price, found = r.client.config.Prices.Of(r.req.Model)
+	}
+	resp.CostUSD, resp.Priced = price.Cost(resp.Usage), found
+	return resp
+}
+
+// failed is what is known without an answer.
+func (r *run) failed() Response {
+	price, found := r.client.config.Prices.Of(r.req.Model)
+	return Response{
+		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.sent,
+		Lost: r.lost, LostUSD: price.Cost(r.lost),
+	}
+}
+
+// orEstimate fills in what the server did not count, for an answer of so many tokens.
+func (u Usage) orEstimate(req Request, completion int) Usage {
+	if u.TotalTokens == 0 {
+		u.TotalTokens = u.PromptTokens + u.CompletionTokens
+	}
+	if u.TotalTokens == 0 {
+		u.PromptTokens, u.CompletionTokens, u.Estimated = estimatePrompt(req), completion, true
+		u.TotalTokens = u.PromptTokens + u.CompletionTokens
+	}
+	return u
+}
+
+// Plus adds what another call has used.
+func (u Usage) Plus(other Usage) Usage {
+	return Usage{
+		PromptTokens: u.PromptTokens + other.PromptTokens, CompletionTokens: u.CompletionTokens + other.CompletionTokens,
+		TotalTokens: u.TotalTokens + other.TotalTokens, CachedTokens: u.CachedTokens + other.CachedTokens,
+		Estimated: u.Estimated || other.Estimated,
+	}
+}
+
+// contextError tells an ended context from a server's fault.
+func contextError(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	if errors.Is(cause, ctx.Err()) {
+		return cause
+	}
+	return errors.Join(ctx.Err(), cause)
+}

@@ -1,0 +1,89 @@
+package objectives
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Advanced records that a run worked on an objective under traceID, settles it if none of its steps is
+// pending any more, and returns it as it is then:
+//
+//   - with review_every, the next round begins: due one review_every from now, round + 1, every
+//     step pending again with no attempts, the skipped left out. The last results stay readable;
+//   - otherwise it is completed, or failed if one of its steps failed.
+//
+// An objective without any step stays active unless it is reviewed. A second call for the same round changes
+// nothing. [ErrNotFound] when there is no such objective.
+func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID string) (Objective, error) {
+	var o Objective
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if _, err := hold(ctx, tx, objectiveID); err != nil {
+			return err
+		}
+		if err := settle(ctx, tx, objectiveID, traceID); err != nil {
+			return err
+		}
+		var err error
+		o, err = Get(ctx, tx, objectiveID)
+		return err
+	})
+	if err != nil {
+		return Objective{}, fmt.Errorf("advance objective: %w", err)
+	}
+	return o, nil
+}
+
+// Settle settles the due objectives whose steps have all ended, as [Advanced] would: those of a run
+// that was lost between its last step and its end. It returns how many.
+func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
+	rows, err := db.Query(ctx, `
+		select o.id, o.last_trace_id from agent_objectives o
+		 where o.status = 'active' and o.due_at <= clock_timestamp()
+		   and exists (select from agent_objective_steps s where s.objective_id = o.id)
+		   and not exists (select from agent_objective_steps s where s.objective_id = o.id and s.status = 'pending')
+		 order by o.id`)
+	if err != nil {
+		return 0, fmt.Errorf("settle objectives: %w", err)
+	}
+	type left struct{ ID, LastTraceID string }
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[left])
+	if err != nil {
+		return 0, fmt.Errorf("settle objectives: %w", err)
+	}
+	for _, o := range all {
+		if _, err := Advanced(ctx, db, o.ID, o.LastTraceID); err != nil {
+			return 0, err
+		}
+	}
+	return len(all), nil
+}
+
+// settle runs under the lock of the objective. due_at is part of the condition because the round of a
+// recurring objective that has just ended is not due: a second caller finds nothing to do.
+func settle(ctx context.Context, tx pgx.Tx, objectiveID, traceID string) error {
+	_, err := tx.Exec(ctx, `
+		with steps as (
+		  select count(*) as n, count(*) filter (where status = 'pending') as pending,
+		         count(*) filter (where status = 'failed') as failed
+		    from agent_objective_steps where objective_id = @id::uuid),
+		ended as (
+		  select o.id, o.review_every is not null as recurs, s.failed
+		    from agent_objectives o, steps s
+		   where o.id = @id::uuid and o.status = 'active' and o.due_at <= clock_timestamp() and s.pending = 0
+		     and (s.n > 0 or o.review_every is not null)),
+		again as (
+		  update agent_objective_steps t set status = 'pending', attempts = 0, updated_at = clock_timestamp()
+		    from ended e where t.objective_id = e.id and e.recurs and t.status in ('done', 'failed'))
+		update agent_objectives o
+		   set last_trace_id = @trace_id, updated_at = clock_timestamp(),
+		       status = case when e.id is null or e.recurs then o.status when e.failed > 0 then 'failed' else 'completed' end,
+		       round = o.round + coalesce(e.recurs, false)::int,
+		       due_at = case when e.recurs then clock_timestamp() + o.review_every else o.due_at end
+		  from (select) one left join ended e on true
+		 where o.id = @id::uuid`, pgx.StrictNamedArgs{"id": objectiveID, "trace_id": traceID})
+	return err
+}

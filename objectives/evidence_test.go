@@ -1,0 +1,248 @@
+package objectives_test
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/objectives"
+)
+
+// act writes an activity and returns its id.
+func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) (id string) {
+	t.Helper()
+	err := pool.QueryRow(t.Context(), `
+		insert into agent_activity (trace_id, skill_name, kind, status, surface) values ($1, $2, $3, $4, 'heartbeat') returning id::text`,
+		traceID, skill, kind, status).Scan(&id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
+	pool := pgtest.DB(t)
+	early := act(t, pool, "hb_1", "look", "call", "success")
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two"}})
+	list := steps(t, pool, o)
+	visitor := act(t, pool, "hb_1", "look", "call", "success")
+	if _, err := pool.Exec(t.Context(), `update agent_activity set surface = 'chat' where id = $1`, visitor); err != nil {
+		t.Fatal(err)
+	}
+	for name, proof := range map[string][]string{
+		"nothing":              nil,
+		"an unknown row":       {"01980000-0000-7000-8000-000000000000"},
+		"pending approval":     {act(t, pool, "hb_1", "drop", "call", "pending_approval")},
+		"skipped":              {act(t, pool, "hb_1", "drop", "call", "skipped")},
+		"an error":             {act(t, pool, "hb_1", "drop", "call", "error")},
+		"an unknown end":       {act(t, pool, "hb_1", "drop", "call", "unknown")},
+		"one under way":        {act(t, pool, "hb_1", "drop", "call", "running")},
+		"a note":               {act(t, pool, "hb_1", "advance_step", "note", "success")},
+		"a phase":              {act(t, pool, "hb_1", "advance_plan", "phase", "success")},
+		"a model call":         {act(t, pool, "hb_1", "model_call", "model", "success")},
+		"the report itself":    {act(t, pool, "hb_1", "objective_advance", "call", "success")},
+		"another trace's":      {act(t, pool, "hb_2", "look", "call", "success")},
+		"older than the step":  {early},
+		"what a visitor did":   {visitor},
+		"good and bad at once": {act(t, pool, "hb_1", "look", "call", "success"), act(t, pool, "hb_1", "drop", "call", "error")},
+	} {
+		ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", proof)
+		if ok || !errors.Is(err, objectives.ErrNoEvidence) {
+			t.Errorf("%s: %v, %v", name, ok, err)
+		}
+	}
+	good := act(t, pool, "hb_1", "look", "call", "success")
+	if ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", []string{good}); !ok || err != nil {
+		t.Errorf("a successful call does not count: %v, %v", ok, err)
+	}
+	if ok, err := objectives.CompleteStep(t.Context(), pool, list[1].ID, "done", "hb_1", []string{good}); ok || !errors.Is(err, objectives.ErrNoEvidence) {
+		t.Errorf("one call proved two steps: %v, %v", ok, err)
+	}
+	if o := get(t, pool, "a"); o.Done != 1 || o.Total != 2 || o.Progress != 0.5 {
+		t.Errorf("got %+v", o)
+	}
+	if of, err := objectives.EvidenceOf(t.Context(), pool, o.ID); err != nil || len(of) != 1 || *of[0].ActivityID != good || of[0].SkillName != "look" {
+		t.Errorf("got %+v, %v", of, err)
+	}
+}
+
+func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}})
+	step := steps(t, pool, o)[0]
+	for _, sql := range []string{
+		`update agent_objective_steps set status = 'done' where id = $1`,
+		`insert into agent_objective_steps (objective_id, position, title, status)
+		 select objective_id, 9, 'forged', 'done' from agent_objective_steps where id = $1`,
+		`insert into agent_objective_evidence (step_id, activity_id) values ($1, agent_uuid7())`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql, step.ID); !postgres.IsCode(err, "LK010") {
+			t.Errorf("%s: %v", sql, err)
+		}
+	}
+	if ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "", "seen", "op_1"); ok || err == nil {
+		t.Error("nobody's word was taken")
+	}
+	if ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "ana", "seen it myself", "op_1"); !ok || err != nil {
+		t.Errorf("an admin's word was not taken: %v, %v", ok, err)
+	}
+	for _, sql := range []string{
+		`delete from agent_objective_evidence where step_id = $1`,
+		`update agent_objective_evidence set reason = 'x' where step_id = $1`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql, step.ID); !postgres.IsCode(err, "LK010") {
+			t.Errorf("%s: %v", sql, err)
+		}
+	}
+	if _, err := pool.Exec(t.Context(), `delete from agent_objectives where id = $1`, o.ID); err != nil {
+		t.Errorf("an objective with evidence cannot be deleted: %v", err)
+	}
+}
+
+func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}, ReviewEvery: "1h"})
+	step := steps(t, pool, o)[0]
+	spare := act(t, pool, "hb_1", "look", "call", "success")
+	complete(t, pool, step)
+	if _, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := pool.Exec(t.Context(), `update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`, step.ID); !postgres.IsCode(err, "LK010") {
+		t.Errorf("the last round's evidence was taken: %v", err)
+	}
+	if ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare}); ok || !errors.Is(err, objectives.ErrNoEvidence) {
+		t.Errorf("a call of the last round was taken: %v, %v", ok, err)
+	}
+}
+
+func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"call sizes and rows", "report", "look at locks"}})
+	list := steps(t, pool, o)
+	ids := map[string]string{}
+	for _, skill := range []string{"locks", "sizes", "rows", "weather", "rows_all"} {
+		ids[act(t, pool, "hb_1", skill, "call", "success")] = skill
+	}
+	find := func(n int) (found []string) {
+		got, err := objectives.FindEvidence(t.Context(), pool, list[n].ID, objectives.Where{TraceID: "hb_1"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, id := range got {
+			found = append(found, ids[id])
+		}
+		if len(got) > 0 {
+			if ok, err := objectives.CompleteStep(t.Context(), pool, list[n].ID, "r", "hb_1", got); !ok || err != nil {
+				t.Fatal(ok, err)
+			}
+		}
+		return found
+	}
+	for _, step := range []struct {
+		n    int
+		want string
+	}{{1, "[weather]"}, {0, "[sizes rows]"}, {2, "[locks]"}} {
+		if got := fmt.Sprint(find(step.n)); got != step.want {
+			t.Errorf("step %d is shown by %s, not %s", step.n, got, step.want)
+		}
+	}
+}
+
+func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
+	pool := pgtest.DB(t)
+	d := objectives.Definition{Name: "tidy", Goal: "be tidy", SuccessCriteria: "no dust", Steps: []string{"sweep"}}
+	var wg sync.WaitGroup
+	for range 32 {
+		wg.Go(func() {
+			if _, err := objectives.Propose(t.Context(), pool, d, "flowpilot", "hb_1"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	o := get(t, pool, "tidy")
+	if o.Status != objectives.Proposed || o.ProposedBy != "flowpilot" || o.ProposedTrace != "hb_1" || o.Total != 1 {
+		t.Errorf("got %+v", o)
+	}
+	if got := due(t, pool); got != "" {
+		t.Errorf("a proposal is due: %s", got)
+	}
+	other := d
+	other.Goal = "be untidy"
+	if _, err := objectives.Propose(t.Context(), pool, other, "flowpilot", "hb_1"); !errors.Is(err, objectives.ErrTaken) {
+		t.Errorf("a proposal was replaced: %v", err)
+	}
+	for _, sql := range []string{
+		`update agent_objectives set status = 'active' where id = $1`, `update agent_objectives set status = 'rejected' where id = $1`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql, o.ID); !postgres.IsCode(err, "23514") {
+			t.Errorf("%s: %v", sql, err)
+		}
+	}
+	if ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Proposed, objectives.Active); ok || err != nil {
+		t.Errorf("SetStatus decided: %v, %v", ok, err)
+	}
+	var wins atomic.Int32
+	for i := range 32 {
+		wg.Go(func() {
+			decide := objectives.Accept
+			if i%2 == 0 {
+				decide = objectives.Reject
+			}
+			if ok, err := decide(t.Context(), pool, "tidy", "ana", "why"); err != nil {
+				t.Error(err)
+			} else if ok {
+				wins.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	if o = get(t, pool, "tidy"); o.DecidedBy != "ana" || wins.Load() < 1 || wins.Load() > 2 || o.Status != objectives.Active {
+		t.Errorf("%d decisions, %+v", wins.Load(), o)
+	}
+}
+
+func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
+	pool := pgtest.DB(t)
+	var taken atomic.Int32
+	var wg sync.WaitGroup
+	for i := range 32 {
+		wg.Go(func() {
+			_, err := objectives.Propose(t.Context(), pool, objectives.Definition{Name: fmt.Sprint("o", i), Goal: "g"}, "flowpilot", "hb_1")
+			switch {
+			case err == nil:
+				taken.Add(1)
+			case !errors.Is(err, objectives.ErrTooMany):
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if taken.Load() != 20 {
+		t.Errorf("%d proposals were taken", taken.Load())
+	}
+	o := put(t, pool, objectives.Definition{Name: "a"})
+	var wins atomic.Int32
+	for i := range 32 {
+		wg.Go(func() {
+			_, err := objectives.SetNote(t.Context(), pool, "a", fmt.Sprint("note ", i), "hb_1", o.Revision)
+			switch {
+			case err == nil:
+				wins.Add(1)
+			case !errors.Is(err, objectives.ErrConflict):
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if got := get(t, pool, "a"); wins.Load() != 1 || got.Note == "" || got.Revision <= o.Revision {
+		t.Errorf("%d writers won, %+v", wins.Load(), got)
+	}
+}

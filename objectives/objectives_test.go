@@ -1,0 +1,355 @@
+package objectives_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/objectives"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func put(t *testing.T, pool *pgxpool.Pool, d objectives.Definition) objectives.Objective {
+	t.Helper()
+	if d.Goal == "" {
+		d.Goal = "goal"
+	}
+	if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	return get(t, pool, d.Name)
+}
+
+func get(t *testing.T, pool *pgxpool.Pool, name string) objectives.Objective {
+	t.Helper()
+	o, err := objectives.Get(t.Context(), pool, name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+func steps(t *testing.T, pool *pgxpool.Pool, o objectives.Objective) []objectives.Step {
+	t.Helper()
+	list, err := objectives.Steps(t.Context(), pool, o.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+// describe is "title:status:attempts" of each step.
+func describe(list []objectives.Step) string {
+	var parts []string
+	for _, s := range list {
+		parts = append(parts, fmt.Sprintf("%s:%s:%d", s.Title, s.Status, s.Attempts))
+	}
+	return strings.Join(parts, " ")
+}
+
+func complete(t *testing.T, pool *pgxpool.Pool, s objectives.Step) {
+	t.Helper()
+	proof := []string{act(t, pool, "hb_1", "look", "call", "success")}
+	if ok, err := objectives.CompleteStep(t.Context(), pool, s.ID, "result of "+s.Title, "hb_1", proof); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+}
+
+func due(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	list, err := objectives.Due(t.Context(), pool, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, o := range list {
+		names = append(names, o.Name)
+	}
+	return strings.Join(names, " ")
+}
+
+func exec(t *testing.T, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	if _, err := pool.Exec(t.Context(), sql); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestValidate(t *testing.T) {
+	many := make([]string, 101)
+	for i := range many {
+		many[i] = fmt.Sprint(i)
+	}
+	for name, test := range map[string]struct {
+		d    objectives.Definition
+		want []string
+	}{
+		"all at once": {
+			objectives.Definition{Priority: -1, ReviewEvery: "often", Steps: []string{"a", " ", "a"}},
+			[]string{"name: ", "goal: ", "priority: ", "review_every: ", "steps[1]: ", "steps[2]: "},
+		},
+		"review zero":     {objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "0s"}, []string{"review_every: "}},
+		"review negative": {objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "-2d"}, []string{"review_every: "}},
+		"review endless":  {objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "1e300d"}, []string{"review_every: "}},
+		"review NaN":      {objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "nand"}, []string{"review_every: "}},
+		"too many steps":  {objectives.Definition{Name: "a", Goal: "g", Steps: many}, []string{"steps: are 101"}},
+		"NUL":             {objectives.Definition{Name: "a\x00", Goal: "g\x00"}, []string{"name: ", "goal: "}},
+	} {
+		err := objectives.Validate(test.d)
+		for _, want := range test.want {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: no %q in %v", name, want, err)
+			}
+		}
+	}
+	for _, every := range []string{"", "30m", "12h", "7d", "1.5d"} {
+		if err := objectives.Validate(objectives.Definition{Name: "a", Goal: "g", ReviewEvery: every}); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestPutKeepsWhatWasLearned(t *testing.T) {
+	pool := pgtest.DB(t)
+	d := objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "1d", Steps: []string{"one", "two"}}
+	o := put(t, pool, d)
+	if o.ReviewEverySeconds != 86400 || o.Priority != 2 || o.Total != 2 || o.Pending != 2 || o.Round != 1 {
+		t.Errorf("got %+v", o)
+	}
+	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); changed || err != nil {
+		t.Errorf("the same again: %v, %v", changed, err)
+	}
+	complete(t, pool, steps(t, pool, o)[0])
+	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"planned"}); err != nil {
+		t.Fatal(err)
+	}
+	d.Goal, d.Steps = "other", []string{"two", "three", "one"}
+	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); !changed || err != nil {
+		t.Errorf("changed: %v, %v", changed, err)
+	}
+	if got := describe(steps(t, pool, o)); got != "one:done:1 two:pending:0 planned:pending:0 three:pending:0" {
+		t.Errorf("got %s", got)
+	}
+	if o := get(t, pool, "a"); o.Goal != "other" || o.Done != 1 || o.Total != 4 {
+		t.Errorf("got %+v", o)
+	}
+}
+
+func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
+	pool := pgtest.DB(t)
+	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}}, "workspace"); err == nil {
+		t.Error("accepted")
+	}
+	if _, err := objectives.Get(t.Context(), pool, "a"); !errors.Is(err, objectives.ErrNotFound) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestDue(t *testing.T) {
+	pool := pgtest.DB(t)
+	put(t, pool, objectives.Definition{Name: "second", Steps: []string{"s"}})
+	put(t, pool, objectives.Definition{Name: "first", Priority: 1, Steps: []string{"s"}})
+	put(t, pool, objectives.Definition{Name: "unplanned", Priority: 3})
+	put(t, pool, objectives.Definition{Name: "paused", Steps: []string{"s"}})
+	put(t, pool, objectives.Definition{Name: "later", Steps: []string{"s"}})
+	ended := put(t, pool, objectives.Definition{Name: "ended", Steps: []string{"s"}})
+	exec(t, pool, `update agent_objectives set status = 'paused' where name = 'paused'`)
+	exec(t, pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 h' where name = 'later'`)
+	complete(t, pool, steps(t, pool, ended)[0])
+	if got := due(t, pool); got != "first second unplanned" {
+		t.Errorf("got %s", got)
+	}
+	if n, err := objectives.Settle(t.Context(), pool); n != 1 || err != nil {
+		t.Errorf("settled %d, %v", n, err)
+	}
+	if o := get(t, pool, "ended"); o.Status != objectives.Completed {
+		t.Errorf("got %+v", o)
+	}
+}
+
+func TestAStepIsTakenOnce(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
+	step := steps(t, pool, o)[0]
+	var wins atomic.Int32
+	var wg sync.WaitGroup
+	for i := range 32 {
+		traceID := fmt.Sprintf("hb_%d", i)
+		proof := []string{act(t, pool, traceID, "look", "call", "success")}
+		wg.Go(func() {
+			if ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, fmt.Sprint(i), traceID, proof); err != nil {
+				t.Error(err)
+			} else if ok {
+				wins.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	if wins.Load() != 1 {
+		t.Errorf("%d runs completed it", wins.Load())
+	}
+	if _, ok, err := objectives.FailStep(t.Context(), pool, step.ID, "late", "hb_x"); ok || err != nil {
+		t.Errorf("failed a done step: %v, %v", ok, err)
+	}
+	s := steps(t, pool, o)[0]
+	if s.Status != objectives.Done || s.TraceID != "hb_"+s.Result || s.Attempts != 1 {
+		t.Errorf("got %+v", s)
+	}
+}
+
+func TestAStepFailsAfterThreeAttempts(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
+	id := steps(t, pool, o)[0].ID
+	for i, want := range []string{"pending", "pending", "failed"} {
+		s, ok, err := objectives.FailStep(t.Context(), pool, id, "why\x00", "hb_1")
+		if !ok || err != nil || s.Status != want || s.Attempts != i+1 || s.Result != "why\uFFFD" {
+			t.Errorf("attempt %d: %+v, %v, %v", i+1, s, ok, err)
+		}
+	}
+	if _, ok, _ := objectives.FailStep(t.Context(), pool, id, "", ""); ok {
+		t.Error("a fourth attempt")
+	}
+	if o, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2"); err != nil || o.Status != objectives.Failed || o.LastTraceID != "hb_2" {
+		t.Errorf("got %+v, %v", o, err)
+	}
+}
+
+func TestAdvanced(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two", "three"}})
+	list := steps(t, pool, o)
+	complete(t, pool, list[0])
+	if got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil || got.Status != objectives.Active || got.Done != 1 || !got.DueAt.Equal(o.DueAt) {
+		t.Errorf("with pending steps: %+v, %v", got, err)
+	}
+	complete(t, pool, list[1])
+	if ok, err := objectives.SkipStep(t.Context(), pool, list[2].ID, "not needed", "hb_2"); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2")
+	if err != nil || got.Status != objectives.Completed || got.Done != 2 || got.Total != 2 || got.LastTraceID != "hb_2" {
+		t.Errorf("got %+v, %v", got, err)
+	}
+	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"more"}); !errors.Is(err, objectives.ErrNotActive) {
+		t.Errorf("steps for a completed objective: %v", err)
+	}
+	if _, err := objectives.Advanced(t.Context(), pool, "00000000-0000-0000-0000-000000000000", ""); !errors.Is(err, objectives.ErrNotFound) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", ReviewEvery: "1h", Steps: []string{"one", "two", "no"}})
+	list := steps(t, pool, o)
+	complete(t, pool, list[0])
+	for range 3 {
+		if _, _, err := objectives.FailStep(t.Context(), pool, list[1].ID, "x", "hb_1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := objectives.SkipStep(t.Context(), pool, list[2].ID, "x", "hb_1"); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			if _, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	got := get(t, pool, "a")
+	if got.Round != 2 || got.Status != objectives.Active || got.DueAt.Sub(o.DueAt).Minutes() < 59 {
+		t.Errorf("got %+v", got)
+	}
+	after := steps(t, pool, o)
+	if describe(after) != "one:pending:0 two:pending:0 no:skipped:0" || after[0].Result != "result of one" {
+		t.Errorf("got %s, %q", describe(after), after[0].Result)
+	}
+	if due(t, pool) != "" {
+		t.Error("due before its review")
+	}
+	exec(t, pool, `update agent_objectives set due_at = clock_timestamp()`)
+	if due(t, pool) != "a" {
+		t.Error("not due at its review")
+	}
+}
+
+func TestAnObjectiveWithoutSteps(t *testing.T) {
+	pool := pgtest.DB(t)
+	once := put(t, pool, objectives.Definition{Name: "once"})
+	if got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1"); err != nil || got.Status != objectives.Active || due(t, pool) != "once" {
+		t.Errorf("got %+v, %v", got, err)
+	}
+	often := put(t, pool, objectives.Definition{Name: "often", ReviewEvery: "1h"})
+	if got, err := objectives.Advanced(t.Context(), pool, often.ID, "hb_1"); err != nil || got.Round != 2 || due(t, pool) != "once" {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
+func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"first"}})
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			added, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{fmt.Sprintf("%d-a", i), "shared", fmt.Sprintf("%d-b", i)})
+			if err != nil || len(added) < 2 {
+				t.Errorf("%d added, %v", len(added), err)
+			}
+		})
+	}
+	wg.Wait()
+	list := steps(t, pool, o)
+	if len(list) != 18 {
+		t.Errorf("%d steps, want 18", len(list))
+	}
+	for i, s := range list {
+		if s.Position != i+1 {
+			t.Errorf("step %d is at %d", i+1, s.Position)
+		}
+	}
+	many := make([]string, 90)
+	for i := range many {
+		many[i] = fmt.Sprintf("many %d", i)
+	}
+	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, many); err == nil {
+		t.Error("more than 100 steps")
+	}
+	if got := len(steps(t, pool, o)); got != 18 {
+		t.Errorf("%d steps after the refusal", got)
+	}
+}
+
+func TestRemovePausesWhatWasAdvanced(t *testing.T) {
+	pool := pgtest.DB(t)
+	worked := put(t, pool, objectives.Definition{Name: "worked", Steps: []string{"s"}})
+	put(t, pool, objectives.Definition{Name: "fresh", Steps: []string{"s"}})
+	put(t, pool, objectives.Definition{Name: "kept"})
+	complete(t, pool, steps(t, pool, worked)[0])
+	names, err := objectives.Remove(t.Context(), pool, objectives.SourceWorkspace, []string{"kept"})
+	if err != nil || !slices.Equal(names, []string{"fresh", "worked"}) {
+		t.Errorf("got %v, %v", names, err)
+	}
+	if o := get(t, pool, "worked"); o.Status != objectives.Paused || o.Done != 1 {
+		t.Errorf("got %+v", o)
+	}
+	if ok, err := objectives.SetStatus(t.Context(), pool, worked.ID, objectives.Paused, objectives.Active); !ok || err != nil {
+		t.Errorf("resume: %v, %v", ok, err)
+	}
+	list, err := objectives.List(t.Context(), pool, objectives.Filter{Status: objectives.Active})
+	if err != nil || len(list) != 2 || list[0].Name != "kept" {
+		t.Errorf("got %+v, %v", list, err)
+	}
+}

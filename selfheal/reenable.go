@@ -1,0 +1,82 @@
+package selfheal
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Restored is how a skill came back, or did not; it has what an activity row needs.
+type Restored struct {
+	Skill       string   `json:"skill"`
+	Settled     bool     `json:"settled"` // something was decided now
+	Enabled     bool     `json:"enabled"`
+	By          string   `json:"by"`
+	Reason      string   `json:"reason"`
+	WasReason   string   `json:"was_reason"`  // why it was disabled
+	Automations []string `json:"automations"` // put back into service
+}
+
+// Reenable puts a disabled skill back into service, whoever disabled it, and with it exactly the
+// automations that self-heal paused for it. The count starts afresh: nothing before now counts. A
+// skill in service stays so, and automations left paused for it are restored. by and reason go into
+// the activity that the caller writes. The error wraps skills.ErrNotFound.
+func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
+	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		before, err := skills.Get(ctx, tx, skill)
+		if err != nil {
+			return err
+		}
+		restored.WasReason = before.DisabledReason
+		if restored.Settled, err = skills.Enable(ctx, tx, skill, by, reason); err != nil {
+			return err
+		}
+		restored.Automations, err = restore(ctx, tx, skill)
+		return err
+	})
+	if err != nil {
+		return Restored{Skill: skill, Automations: []string{}}, fmt.Errorf("re-enable skill %s: %w", skill, err)
+	}
+	return restored, nil
+}
+
+// pause takes the automations of a skill out of service and returns their names.
+func pause(ctx context.Context, tx pgx.Tx, skill, reason string) ([]string, error) {
+	return names(tx.Query(ctx, `
+		with paused as (
+		  update agent_automations
+		     set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
+		         paused_for = @skill, updated_at = clock_timestamp()
+		   where skill_name = @skill and enabled
+		  returning name)
+		select name from paused order by name`,
+		postgres.Strict{"skill": skill, "by": By, "reason": "its skill " + skill + " is disabled: " + reason}))
+}
+
+// restore puts back what pause took out of service and nobody else has disabled since.
+func restore(ctx context.Context, tx pgx.Tx, skill string) ([]string, error) {
+	return names(tx.Query(ctx, `
+		with restored as (
+		  update agent_automations
+		     set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
+		         updated_at = clock_timestamp()
+		   where paused_for = @skill and not enabled and disabled_by = @by
+		  returning name)
+		select name from restored order by name`, postgres.Strict{"skill": skill, "by": By}))
+}
+
+func names(rows pgx.Rows, err error) ([]string, error) {
+	if err != nil {
+		return nil, fmt.Errorf("change automations: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("change automations: %w", err)
+	}
+	return list, nil
+}

@@ -1,0 +1,170 @@
+package selfheal
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// grace is how long, beyond the skill's timeout, a call on trial may stay unsettled.
+const grace = 15 * time.Minute
+
+// settleLimit bounds the settling of a call whose context has ended.
+const settleLimit = 10 * time.Second
+
+// offer marks the skills whose cool-down has passed. One that somebody is changing now waits for the
+// next run.
+func offer(ctx context.Context, db postgres.DB, p Policy) error {
+	_, err := db.Exec(ctx, `
+		update agent_skills s
+		   set trial_at = clock_timestamp(), evidence = s.evidence - 'trial', updated_at = clock_timestamp()
+		 where s.id in (
+		       select o.id from agent_skills o
+		        where not o.enabled and o.disabled_by = @by and o.trial_at is null
+		          and o.disabled_at <= clock_timestamp() - @cooldown::interval
+		          for no key update skip locked)`,
+		postgres.Strict{"by": By, "cooldown": p.Cooldown})
+	if err != nil {
+		return fmt.Errorf("offer trials: %w", err)
+	}
+	return nil
+}
+
+// Trials lists the skills that may be tried once, by name. The runtime offers those that are not taken
+// to a model beside the enabled ones.
+func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
+	rows, err := db.Query(ctx, `
+		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,
+		       coalesce((s.evidence #>> '{trial,until}')::timestamptz > clock_timestamp(), false) as taken,
+		       array(select a.name from agent_automations a
+		              where a.paused_for = s.name and not a.enabled and a.disabled_by = @by order by a.name) as automations
+		  from agent_skills s
+		 where not s.enabled and s.disabled_by = @by and s.trial_at is not null
+		 order by s.name`, postgres.Strict{"by": By})
+	if err != nil {
+		return nil, fmt.Errorf("list trials: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Trial])
+	if err != nil {
+		return nil, fmt.Errorf("list trials: %w", err)
+	}
+	for i := range list {
+		list[i].OfferedAt = list[i].OfferedAt.UTC()
+	}
+	return list, nil
+}
+
+// Admit reports whether the caller may make the one call of a skill that is on trial; of many callers one
+// may. It is asked right before the call, when its arguments have been checked. owner names the call, for
+// example by its idempotency key: the same owner is let through again, so that a call which is repeated
+// after a crash is not refused for its own first attempt. The call ends in Settle, After or Withdraw.
+func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_skills s
+		   set evidence = s.evidence || jsonb_build_object('trial', jsonb_build_object('owner', @owner::text,
+		         'taken_at', clock_timestamp(),
+		         'until', clock_timestamp() + make_interval(secs => s.timeout_ms / 1000.0) + @grace::interval)),
+		       updated_at = clock_timestamp()
+		 where s.name = @skill and not s.enabled and s.disabled_by = @by and s.trial_at is not null
+		   and (s.evidence #>> '{trial,until}' is null or s.evidence #>> '{trial,owner}' = @owner
+		        or (s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp())`,
+		postgres.Strict{"skill": skill, "owner": owner, "by": By, "grace": grace})
+	if err != nil {
+		return false, fmt.Errorf("admit a trial of skill %s: %w", skill, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// Settle ends the trial of a skill. After a success the skill is enabled and what self-heal paused for it
+// is restored; after a failure the cool-down begins anew. A skill that is not on trial, because an admin
+// or another call settled it, is left alone and Settled is false.
+func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
+	restored := Restored{Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew", Automations: []string{}}
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		was, found, err := onTrial(ctx, tx, skill)
+		if err != nil || !found {
+			return err
+		}
+		restored.Settled, restored.WasReason = true, was
+		if !success {
+			_, err = skills.FailTrial(ctx, tx, skill, again(was))
+			return err
+		}
+		restored.Enabled, restored.Reason = true, "the trial succeeded"
+		if _, err = skills.Enable(ctx, tx, skill, By, restored.Reason); err != nil {
+			return err
+		}
+		restored.Automations, err = restore(ctx, tx, skill)
+		return err
+	})
+	if err != nil {
+		return Restored{Skill: skill, Automations: []string{}}, fmt.Errorf("settle the trial of skill %s: %w", skill, err)
+	}
+	return restored, nil
+}
+
+// Withdraw gives a trial back whose call was not made, or of which nothing is known: another may be.
+func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
+	_, err := db.Exec(ctx, `
+		update agent_skills s set evidence = s.evidence - 'trial', updated_at = clock_timestamp()
+		 where s.name = @skill and not s.enabled and s.disabled_by = @by and s.trial_at is not null`,
+		postgres.Strict{"skill": skill, "by": By})
+	if err != nil {
+		return fmt.Errorf("withdraw the trial of skill %s: %w", skill, err)
+	}
+	return nil
+}
+
+// After is told how each call of a skill ended and settles those on trial, with an activity row
+// (settle_trial). Only a failure of the skill itself is one: a call that was refused for its arguments,
+// or whose run ended, decides nothing and gives the trial back.
+func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, err error) error {
+	return func(ctx context.Context, skill skills.Skill, err error) error {
+		if skill.Enabled {
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
+		defer cancel()
+		failure, failed := errors.AsType[*skills.CallError](err)
+		if err != nil && !failed {
+			return Withdraw(ctx, db, skill.Name)
+		}
+		return postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+			restored, err := Settle(ctx, tx, skill.Name, !failed)
+			if err != nil || !restored.Settled {
+				return err
+			}
+			outcome := activity.Outcome{Output: restored}
+			if failed {
+				outcome.Class, outcome.Message = failure.Class, failure.Message
+			}
+			_, err = activity.Note(ctx, tx, activity.Entry{
+				Skill: "settle_trial", SkillID: skill.ID,
+				Input: map[string]any{"skill": skill.Name, "success": !failed},
+			}, outcome)
+			return err
+		})
+	}
+}
+
+// onTrial locks a skill that is on trial and returns why it was disabled in the first place.
+func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found bool, err error) {
+	err = tx.QueryRow(ctx, `
+		select coalesce(evidence ->> 'reason', disabled_reason) from agent_skills
+		 where name = @skill and not enabled and disabled_by = @by and trial_at is not null
+		   for no key update`, postgres.Strict{"skill": skill, "by": By}).Scan(&reason)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", false, nil
+	}
+	return reason, err == nil, err
+}
+
+// again is the reason of a skill that failed its trial.
+func again(reason string) string { return "failed its trial; disabled for: " + reason }

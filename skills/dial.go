@@ -1,0 +1,145 @@
+package skills
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	dialTimeout    = 10 * time.Second
+	maxHeaderBytes = 64 << 10
+	maxRedirects   = 5
+)
+
+// newTransport returns a transport that connects to public addresses and to what allow lists. It
+// uses no proxy: a proxy would resolve names where nobody checks them. It keeps no connection: on a kept
+// one net/http sends a request with an idempotency key again, silently, when the first try breaks.
+func newTransport(allow []string, tlsConfig *tls.Config) (*http.Transport, error) {
+	g, err := newGuard(allow)
+	if err != nil {
+		return nil, err
+	}
+	return &http.Transport{
+		DialContext:            g.dial,
+		TLSClientConfig:        tlsConfig,
+		ForceAttemptHTTP2:      true,
+		DisableKeepAlives:      true,
+		TLSHandshakeTimeout:    dialTimeout,
+		MaxResponseHeaderBytes: maxHeaderBytes,
+	}, nil
+}
+
+// NewGuardedClient returns an HTTP client that goes where http: skills may: to public addresses and what allow
+// lists (see [Options]), without a proxy, following redirects only within a host. tlsConfig may be nil.
+func NewGuardedClient(allow []string, tlsConfig *tls.Config) (*http.Client, error) {
+	transport, err := newTransport(allow, tlsConfig)
+	if err != nil {
+		return nil, err
+	}
+	return &http.Client{Transport: transport, CheckRedirect: checkRedirect}, nil
+}
+
+// guard decides which addresses may be dialled.
+type guard struct {
+	ranges []netip.Prefix
+	names  []string // host or host:port, lower case
+}
+
+func newGuard(allow []string) (*guard, error) {
+	g := &guard{}
+	for _, entry := range allow {
+		entry = strings.ToLower(strings.TrimSpace(entry))
+		if ip, err := netip.ParseAddr(entry); err == nil {
+			g.ranges = append(g.ranges, netip.PrefixFrom(ip.Unmap(), ip.Unmap().BitLen()))
+			continue
+		}
+		if strings.Contains(entry, "/") {
+			prefix, err := netip.ParsePrefix(entry)
+			if err != nil {
+				return nil, fmt.Errorf("allow private addresses: %q is not a range such as 10.0.0.0/8", entry)
+			}
+			g.ranges = append(g.ranges, prefix.Masked())
+			continue
+		}
+		if entry == "" || strings.ContainsAny(entry, " *@") {
+			return nil, fmt.Errorf("allow private addresses: %q is no address, range, host or host:port", entry)
+		}
+		g.names = append(g.names, entry)
+	}
+	return g, nil
+}
+
+// dial connects to address. The check is made by Control, which the dialer calls with the numeric
+// address of each connection it is about to open.
+func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	d := net.Dialer{Timeout: dialTimeout}
+	host, _, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	if !slices.Contains(g.names, strings.ToLower(host)) && !slices.Contains(g.names, strings.ToLower(address)) {
+		d.Control = g.control
+	}
+	return d.DialContext(ctx, network, address)
+}
+
+func (g *guard) control(_, address string, _ syscall.RawConn) error {
+	ap, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return failure(ClassRefused, "cannot tell whether %s is a public address", address)
+	}
+	ip := ap.Addr().Unmap().WithZone("")
+	if public(ip) || slices.ContainsFunc(g.ranges, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+		return nil
+	}
+	return failure(ClassRefused, "%s is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP", ip)
+}
+
+// special are the ranges inside the unicast space that do not lead to a host of the public internet, or
+// lead to an IPv4 address in disguise.
+var special = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"),
+	netip.MustParsePrefix("100.64.0.0/10"), // carrier-grade NAT
+	netip.MustParsePrefix("192.0.0.0/24"),
+	netip.MustParsePrefix("192.0.2.0/24"),
+	netip.MustParsePrefix("192.88.99.0/24"),
+	netip.MustParsePrefix("198.18.0.0/15"),
+	netip.MustParsePrefix("198.51.100.0/24"),
+	netip.MustParsePrefix("203.0.113.0/24"),
+	netip.MustParsePrefix("240.0.0.0/4"),
+	netip.MustParsePrefix("2001::/23"), // Teredo and other protocols
+	netip.MustParsePrefix("2001:db8::/32"),
+	netip.MustParsePrefix("2002::/16"), // 6to4
+	netip.MustParsePrefix("3fff::/20"),
+}
+
+var globalUnicast6 = netip.MustParsePrefix("2000::/3")
+
+// public reports whether ip, unmapped, is an address of the public internet.
+func public(ip netip.Addr) bool {
+	if !ip.IsGlobalUnicast() || ip.IsPrivate() || ip.Is6() && !globalUnicast6.Contains(ip) {
+		return false
+	}
+	return !slices.ContainsFunc(special, func(p netip.Prefix) bool { return p.Contains(ip) })
+}
+
+// checkRedirect follows a redirect within the host and never from https to http: elsewhere the
+// headers, and the secrets in them, have no business.
+func checkRedirect(next *http.Request, via []*http.Request) error {
+	first := via[0].URL
+	switch {
+	case len(via) > maxRedirects:
+		return failure(ClassRefused, "more than %d redirects", maxRedirects)
+	case !strings.EqualFold(next.URL.Host, first.Host), first.Scheme == "https" && next.URL.Scheme != "https":
+		return failure(ClassRefused, "a redirect to %s://%s is not followed", next.URL.Scheme, next.URL.Host)
+	}
+	return nil
+}

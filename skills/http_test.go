@@ -1,0 +1,298 @@
+package skills_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+const testSecret = "s3cr3t-value"
+
+func env(name string) string {
+	return map[string]string{"TOKEN": testSecret, "EVIL": "a\r\nX-Evil: 1"}[name]
+}
+
+func serve(t *testing.T, h http.HandlerFunc) *httptest.Server {
+	t.Helper()
+	s := httptest.NewServer(h)
+	t.Cleanup(s.Close)
+	return s
+}
+
+func invokeHTTP(t *testing.T, d skills.Definition, args string) (json.RawMessage, error) {
+	t.Helper()
+	d.Name = "h"
+	if err := skills.Validate(d); err != nil {
+		t.Fatal(err)
+	}
+	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}, Getenv: env})
+	return r.Invoke(t.Context(), skills.Call{Skill: row(t, d), Args: json.RawMessage(args), IdempotencyKey: "key-1"})
+}
+
+// echo answers with what it was asked.
+func echo(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(map[string]string{
+		"request": r.Method + " " + r.RequestURI, "body": string(body), "key": r.Header.Get("Idempotency-Key"), "type": r.Header.Get("Content-Type"),
+	})
+}
+
+func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
+	server := serve(t, echo)
+	anything := map[string]any{}
+	tests := map[string]struct {
+		handler string
+		config  map[string]any
+		args    string
+		request string
+		body    string
+	}{
+		"query":            {"GET %s/find?q={q}&fixed=1&opt={opt}", nil, `{"q": "a b&c=d#", "n": 2}`, "GET /find?fixed=1&n=2&q=a+b%26c%3Dd%23", ""},
+		"path":             {"GET %s/item/{q}/x", nil, `{"q": "a/../b?c"}`, "GET /item/a%2F..%2Fb%3Fc/x", ""},
+		"delete":           {"DELETE %s/item/{q}", nil, `{"q": "7"}`, "DELETE /item/7", ""},
+		"body":             {"POST %s/item/{q}", nil, `{"q": "7", "n": 2.50, "opt": [1, "x"]}`, "POST /item/7", `{"n":2.50,"opt":[1,"x"]}`},
+		"body template":    {"PUT %s/x", map[string]any{"body": map[string]any{"text": "q is {q}", "n": "{n}", "gone": "{opt}", "list": []any{"{n}", "{opt}", 1}}}, `{"q": "Q", "n": 2}`, "PUT /x", `{"list":[2,1],"n":2,"text":"q is Q"}`},
+		"no template code": {"PUT %s/x", map[string]any{"body": map[string]any{"q": "{q}", "n": "{n}{opt}"}}, `{"q": "{n} ${env:TOKEN}", "n": 1, "opt": ""}`, "PUT /x", `{"n":"1","q":"{n} ${env:TOKEN}"}`},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			raw, err := invokeHTTP(t, skills.Definition{
+				Handler: "http:" + fmt.Sprintf(test.handler, server.URL), Config: test.config,
+				Parameters: object(map[string]any{"q": anything, "n": anything, "opt": anything}),
+			}, test.args)
+			var got map[string]string
+			if err != nil || json.Unmarshal(raw, &got) != nil {
+				t.Fatalf("%s, %v", raw, err)
+			}
+			want := map[string]string{"request": test.request, "body": test.body, "key": "key-1", "type": got["type"]}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestHTTPRefusesToClimb(t *testing.T) {
+	server := serve(t, echo)
+	for _, value := range []string{"..", ".", ""} {
+		args, _ := json.Marshal(map[string]string{"q": value})
+		_, err := invokeHTTP(t, skills.Definition{
+			Handler: "http:GET " + server.URL + "/a/{q}/b", Parameters: object(map[string]any{"q": map[string]any{}}),
+		}, string(args))
+		if class(err) != skills.ClassRefused {
+			t.Errorf("%q: %v", value, err)
+		}
+	}
+}
+
+func TestHTTPAnswers(t *testing.T) {
+	long := strings.Repeat("x", 257<<10)
+	tests := map[string]struct {
+		status            int
+		kind, body        string
+		want, class, text string
+	}{
+		"json":           {200, "application/json; charset=utf-8", `{"a": "\u0000"}`, `{"a":"` + "\uFFFD" + `"}`, "", ""},
+		"problem json":   {200, "application/vnd.x+json", `[1]`, `[1]`, "", ""},
+		"text":           {200, "text/plain", "hello", `"hello"`, "", ""},
+		"html":           {200, "text/html", "<p>", `"<p>"`, "", ""},
+		"broken json":    {200, "application/json", `{"a`, `"{\"a"`, "", ""},
+		"nothing":        {204, "", "", `null`, "", ""},
+		"binary":         {200, "application/pdf", "%PDF", "", skills.ClassHandler, "application/pdf"},
+		"not found":      {404, "text/plain", "no such\nthing", "", skills.ClassHTTPStatus, "404 Not Found: no such thing"},
+		"server error":   {503, "text/plain", testSecret, "", skills.ClassHTTPStatus, "503"},
+		"cut secret":     {500, "text/plain", strings.Repeat("x", 494) + testSecret, "", skills.ClassHTTPStatus, "[secre"},
+		"not modified":   {304, "", "", "", skills.ClassHTTPStatus, "304"},
+		"too large":      {200, "text/plain", long, "", skills.ClassTooLarge, ""},
+		"repeats secret": {200, "application/json", `{"` + testSecret + `": ["Bearer ` + testSecret + `", "s3cr3t\u002dvalue"]}`, `{"[secret]":["Bearer [secret]","[secret]"]}`, "", ""},
+		"repeats text":   {200, "text/plain", "auth: " + testSecret, `"auth: [secret]"`, "", ""},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			server := serve(t, func(w http.ResponseWriter, r *http.Request) {
+				if r.Header.Get("Authorization") != "Bearer "+testSecret {
+					t.Errorf("Authorization is %q", r.Header.Get("Authorization"))
+				}
+				w.Header().Set("Content-Type", test.kind)
+				w.WriteHeader(test.status)
+				_, _ = io.WriteString(w, test.body)
+			})
+			got, err := invokeHTTP(t, skills.Definition{
+				Handler: "http:" + server.URL, Config: map[string]any{"headers": map[string]any{"Authorization": "Bearer ${env:TOKEN}"}},
+			}, "")
+			if string(got) != test.want || class(err) != test.class {
+				t.Errorf("got %s, %v of class %q", got, err, class(err))
+			}
+			if err != nil && (!strings.Contains(err.Error(), test.text) || strings.Contains(err.Error(), testSecret[:5])) {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+}
+
+func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
+	asked := false
+	server := serve(t, func(http.ResponseWriter, *http.Request) { asked = true })
+	for reference, want := range map[string]string{"${env:NOPE} ${env:NIX}": "NIX and NOPE", "${env:EVIL}": "line break"} {
+		_, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL, Config: map[string]any{"headers": map[string]any{"X-Key": reference}}}, "")
+		if class(err) != skills.ClassHandler || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", reference, err)
+		}
+	}
+	if asked {
+		t.Error("the service was asked without its secret")
+	}
+}
+
+func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
+	for _, phase := range []string{"before the headers", "in the body"} {
+		t.Run(phase, func(t *testing.T) {
+			ended := make(chan struct{})
+			server := serve(t, func(w http.ResponseWriter, r *http.Request) {
+				if phase == "in the body" {
+					w.WriteHeader(http.StatusOK)
+					_ = http.NewResponseController(w).Flush()
+				}
+				<-r.Context().Done()
+				close(ended)
+			})
+			r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.0/8"}})
+			s := row(t, skills.Definition{Name: "h", Handler: "http:" + server.URL})
+			s.TimeoutMS = 200
+			if _, err := r.Invoke(t.Context(), skills.Call{Skill: s}); class(err) != skills.ClassTimeout {
+				t.Errorf("got %v of class %q", err, class(err))
+			}
+			select {
+			case <-ended:
+			case <-time.After(10 * time.Second):
+				t.Error("the service never saw the end")
+			}
+		})
+	}
+}
+
+func TestHTTPCancelIsNotTheSkillsFailure(t *testing.T) {
+	gone := errors.New("lane lost")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	server := serve(t, func(_ http.ResponseWriter, r *http.Request) {
+		cancel(gone)
+		<-r.Context().Done()
+	})
+	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
+	_, err := r.Invoke(ctx, skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + server.URL})})
+	if !errors.Is(err, gone) || class(err) != "" {
+		t.Errorf("got %v of class %q", err, class(err))
+	}
+}
+
+func TestHTTPRedirects(t *testing.T) {
+	other := serve(t, func(http.ResponseWriter, *http.Request) { t.Error("the other host was asked") })
+	var server *httptest.Server
+	server = serve(t, func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/here":
+			http.Redirect(w, r, "/end", http.StatusFound)
+		case "/away":
+			http.Redirect(w, r, other.URL, http.StatusFound)
+		case "/loop":
+			http.Redirect(w, r, server.URL+"/loop", http.StatusFound)
+		default:
+			_, _ = io.WriteString(w, "end")
+		}
+	})
+	for path, want := range map[string]string{"/here": "", "/away": skills.ClassRefused, "/loop": skills.ClassRefused} {
+		got, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL + path}, "")
+		if class(err) != want || want == "" && string(got) != `"end"` {
+			t.Errorf("%s: got %s, %v", path, got, err)
+		}
+	}
+}
+
+func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
+	asked := 0
+	server := serve(t, func(http.ResponseWriter, *http.Request) { asked++ })
+	u, err := url.Parse(server.URL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	byName := "http://localhost:" + u.Port()
+	tests := map[string]struct {
+		url   string
+		allow []string
+		class string
+	}{
+		"nothing allowed":  {server.URL, nil, skills.ClassRefused},
+		"a name for it":    {byName, nil, skills.ClassRefused},
+		"another address":  {server.URL, []string{"10.0.0.0/8", "127.0.0.2"}, skills.ClassRefused},
+		"another name":     {byName, []string{"localhost.example"}, skills.ClassRefused},
+		"another port":     {byName, []string{"localhost:1"}, skills.ClassRefused},
+		"metadata service": {"http://169.254.169.254/latest", []string{"127.0.0.1"}, skills.ClassRefused},
+		"in IPv6 clothes":  {"http://[::ffff:127.0.0.1]:" + u.Port(), nil, skills.ClassRefused},
+		"any address":      {"http://0.0.0.0:" + u.Port(), nil, skills.ClassRefused},
+		"decimal":          {"http://2130706433:" + u.Port(), nil, skills.ClassNetwork},
+		"address allowed":  {server.URL, []string{"127.0.0.1"}, ""},
+		"mapped allowed":   {server.URL, []string{"::ffff:127.0.0.1"}, ""},
+		"range allowed":    {byName, []string{"127.0.0.0/8", "::1"}, ""},
+		"name allowed":     {byName, []string{"LOCALHOST"}, ""},
+		"port allowed":     {byName, []string{"localhost:" + u.Port()}, ""},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			asked = 0
+			r := registry(t, skills.Options{AllowPrivate: test.allow})
+			_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + test.url})})
+			if got := class(err); got != test.class && (test.class != skills.ClassNetwork || got != skills.ClassRefused) {
+				t.Errorf("got %v of class %q, want %q", err, got, test.class)
+			}
+			if (asked > 0) != (test.class == "") {
+				t.Errorf("the service was asked %d times", asked)
+			}
+		})
+	}
+}
+
+func TestNewRefusesBadAllowances(t *testing.T) {
+	for _, entry := range []string{"", "10.0.0.0/99", "*.internal", "a b"} {
+		if _, err := skills.New(skills.Options{AllowPrivate: []string{entry}}); err == nil {
+			t.Errorf("%q was accepted", entry)
+		}
+	}
+}
+
+// A kept connection that breaks makes net/http send a request with an idempotency key again by itself.
+func TestHTTPSendsARequestOnce(t *testing.T) {
+	var asked atomic.Int32
+	server := serve(t, func(w http.ResponseWriter, _ *http.Request) {
+		if asked.Add(1) == 1 {
+			return
+		}
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_ = conn.Close()
+	})
+	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
+	call := skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:POST " + server.URL}), IdempotencyKey: "key-1"}
+	if _, err := r.Invoke(t.Context(), call); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Invoke(t.Context(), call); class(err) != skills.ClassNetwork || asked.Load() != 2 {
+		t.Errorf("%d requests for 2 calls, %v", asked.Load(), err)
+	}
+}

@@ -1,0 +1,191 @@
+package skills
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+const (
+	defaultRows = 100
+	maxRows     = 1000
+
+	rollbackTimeout = 5 * time.Second
+)
+
+// sqlHandler runs one query: a select (with, values or table are too). It is read as a table, whose
+// rows PostgreSQL itself turns into JSON.
+type sqlHandler struct {
+	query    string
+	rowLimit int
+	timeout  time.Duration // 0: the skill's
+}
+
+type sqlConfig struct {
+	Query              string `json:"query"`
+	RowLimit           int    `json:"row_limit"`
+	StatementTimeoutMS int    `json:"statement_timeout_ms"`
+}
+
+// sqlResult is the result of a sql: skill.
+type sqlResult struct {
+	Rows      []json.RawMessage `json:"rows"`
+	RowCount  int               `json:"row_count"`
+	Truncated bool              `json:"truncated"` // there are more rows than these
+}
+
+func parseSQL(rest string, config json.RawMessage, parameters []string) (handler, []error) {
+	var c sqlConfig
+	if err := decodeConfig(config, &c); err != nil {
+		return nil, []error{err}
+	}
+	var problems []error
+	if rest != "" && c.Query != "" {
+		problems = append(problems, errors.New("handler: the query is here and in config.query; keep one"))
+	}
+	query := strings.TrimRight(strings.TrimSpace(rest+c.Query), "; \t\r\n")
+	if query == "" {
+		problems = append(problems, errors.New("config.query: is empty; write one select"))
+	} else {
+		problems = append(problems, checkPlaceholders(query, parameters)...)
+	}
+	if c.RowLimit < 0 || c.RowLimit > maxRows {
+		problems = append(problems, fmt.Errorf("config.row_limit: must be between 1 and %d", maxRows))
+	}
+	if c.StatementTimeoutMS < 0 || c.StatementTimeoutMS > int(maxTimeout.Milliseconds()) {
+		problems = append(problems, fmt.Errorf("config.statement_timeout_ms: must be between 1 and %d", maxTimeout.Milliseconds()))
+	}
+	if c.RowLimit == 0 {
+		c.RowLimit = defaultRows
+	}
+	return sqlHandler{query: query, rowLimit: c.RowLimit, timeout: time.Duration(c.StatementTimeoutMS) * time.Millisecond}, problems
+}
+
+// checkPlaceholders wants the query's @names and the parameters to be the same set.
+func checkPlaceholders(query string, parameters []string) []error {
+	var problems []error
+	used := placeholders(query)
+	for _, name := range used {
+		if !slices.Contains(parameters, name) {
+			problems = append(problems, fmt.Errorf("config.query: @%s is not declared under parameters.properties", name))
+		}
+	}
+	for _, name := range parameters {
+		if !slices.Contains(used, name) {
+			problems = append(problems, fmt.Errorf("parameters.properties.%s: the query does not use @%s", name, name))
+		}
+	}
+	return problems
+}
+
+var placeholderLike = regexp.MustCompile(`@([\pL_][\pL\pN_]*)`)
+
+// placeholders lists the @names of a query, those in its strings and comments left out: which ones
+// count is for pgx to say, because pgx replaces them.
+func placeholders(query string) []string {
+	var names []string
+	for _, match := range placeholderLike.FindAllStringSubmatch(query, -1) {
+		name := match[1]
+		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // asks about one name; the call itself is strict
+		_, args, err := probe.RewriteQuery(context.Background(), nil, query, nil)
+		if err == nil && slices.Contains(args, true) && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+func (h sqlHandler) ready(r *Registry) error {
+	if r.pool == nil {
+		return errors.New("there is no database for sql: skills")
+	}
+	return nil
+}
+
+func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error) {
+	timeout := c.Skill.Timeout()
+	if h.timeout > 0 {
+		timeout = min(timeout, h.timeout)
+	}
+	query, values, err := h.rewrite(ctx, args)
+	if err != nil {
+		return nil, failure(ClassSQL, "%s", err)
+	}
+	result, err := h.readOnly(ctx, r, timeout, query, values)
+	if err != nil {
+		return nil, sqlFailure(timeout, err)
+	}
+	return result, nil
+}
+
+// readOnly runs the query in a read-only transaction and always rolls that back: what a function may do in
+// one all the same (notify, change a setting of the session, make a large object) leaves nothing.
+func (h sqlHandler) readOnly(ctx context.Context, r *Registry, timeout time.Duration, query string, values []any) (result sqlResult, err error) {
+	tx, err := r.pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
+	if err != nil {
+		return sqlResult{}, err
+	}
+	defer func() {
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
+		defer cancel()
+		if undone := tx.Rollback(closing); err == nil {
+			err = undone
+		}
+	}()
+	_, err = tx.Exec(ctx, `
+		select set_config('statement_timeout', @timeout, true), set_config('TimeZone', 'UTC', true)`,
+		pgx.StrictNamedArgs{"timeout": strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)})
+	if err != nil {
+		return sqlResult{}, err
+	}
+	return h.run(ctx, tx.Conn(), query, values)
+}
+
+func (h sqlHandler) rewrite(ctx context.Context, args map[string]any) (string, []any, error) {
+	named := make(pgx.StrictNamedArgs)
+	for _, name := range placeholders(h.query) {
+		named[name] = args[name] // absent and without default: NULL
+	}
+	// The alias is one that no query has as a column, which would be meant instead of the row.
+	query := "select to_jsonb(lanekeeper_row) from (\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1)
+	return named.RewriteQuery(ctx, nil, query, nil)
+}
+
+// run prepares the query, which refuses more than one statement, and executes it with the arguments
+// as text of the type that the server has inferred for each.
+func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, values []any) (sqlResult, error) {
+	statement, err := conn.PgConn().Prepare(ctx, "", query, nil)
+	if err != nil {
+		return sqlResult{}, err
+	}
+	texts := make([][]byte, len(values))
+	for i, value := range values {
+		if texts[i], err = parameterText(value, statement.ParamOIDs[i]); err != nil {
+			return sqlResult{}, err
+		}
+	}
+	result := sqlResult{Rows: []json.RawMessage{}}
+	size := 0
+	reader := conn.PgConn().ExecPrepared(ctx, "", texts, nil, nil)
+	for reader.NextRow() {
+		row := reader.Values()[0]
+		size += len(row) + 1
+		if len(result.Rows) == h.rowLimit || size > maxResult-1024 && len(result.Rows) > 0 {
+			result.Truncated = true
+		}
+		if !result.Truncated {
+			result.Rows = append(result.Rows, slices.Clone(row))
+		}
+	}
+	_, err = reader.Close()
+	result.RowCount = len(result.Rows)
+	return result, err
+}

@@ -1,0 +1,164 @@
+package skills
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Put makes the row of d.Name say what d declares, and reports whether anything changed. The
+// revision grows only then; what was learned (enabled, disabled, evidence) stays. A declaration of
+// the binary never replaces one of another source: a workspace may override a builtin. The error of
+// a bad definition is that of [Validate].
+func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	r, err := resolve(d)
+	if err != nil {
+		return false, fmt.Errorf("put skill %q: %w", d.Name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		insert into agent_skills as s
+		       (name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, source)
+		values (@name, @description, @tool, @handler, @config, @scope, @trust, @idempotent, @timeout_ms, @source)
+		on conflict (name) do update
+		   set description = excluded.description, tool_definition = excluded.tool_definition,
+		       handler = excluded.handler, config = excluded.config, scope = excluded.scope,
+		       trust = excluded.trust, idempotent = excluded.idempotent, timeout_ms = excluded.timeout_ms,
+		       source = excluded.source, updated_at = clock_timestamp(),
+		       revision = s.revision + (
+		           (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.idempotent, s.timeout_ms)
+		           is distinct from (excluded.tool_definition, excluded.handler, excluded.config, excluded.scope,
+		           excluded.trust, excluded.idempotent, excluded.timeout_ms))::int
+		 where (s.source = excluded.source or excluded.source <> @builtin)
+		   and (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.idempotent, s.timeout_ms, s.source)
+		       is distinct from (excluded.tool_definition, excluded.handler, excluded.config, excluded.scope,
+		       excluded.trust, excluded.idempotent, excluded.timeout_ms, excluded.source)`,
+		pgx.StrictNamedArgs{
+			"name": r.name, "description": r.description, "tool": r.tool, "handler": r.handler, "config": r.config,
+			"scope": r.scope, "trust": r.trust, "idempotent": r.idempotent, "timeout_ms": r.timeout.Milliseconds(),
+			"source": source, "builtin": SourceBuiltin,
+		})
+	if err != nil {
+		return false, fmt.Errorf("put skill %q: %w", d.Name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// Remove deletes the skills of source that are not among keep, and returns their names. A builtin
+// that a workspace overrode is back with the next [Put] of the binary.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_skills where source = @source and name <> all(@keep::text[]) returning name`,
+		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+	if err != nil {
+		return nil, fmt.Errorf("remove skills of source %s: %w", source, err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("remove skills of source %s: %w", source, err)
+	}
+	slices.Sort(names)
+	return names, nil
+}
+
+// Delete removes those of the named skills that source declared, and reports whether there was any.
+func Delete(ctx context.Context, db postgres.DB, source string, names ...string) (bool, error) {
+	tag, err := db.Exec(ctx, `delete from agent_skills where source = @source and name = any(@names::text[])`,
+		pgx.StrictNamedArgs{"source": source, "names": append([]string{}, names...)})
+	if err != nil {
+		return false, fmt.Errorf("delete skills of source %s: %w", source, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// Get returns one skill, or [ErrNotFound].
+func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
+	rows, err := db.Query(ctx, `
+		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
+		  from agent_skills where name = @name`, pgx.StrictNamedArgs{"name": name})
+	if err != nil {
+		return Skill{}, fmt.Errorf("get skill %q: %w", name, err)
+	}
+	s, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Skill])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Skill{}, fmt.Errorf("get skill %q: %w", name, err)
+	}
+	return s, nil
+}
+
+// Filter narrows [List]; the zero value lists the newest 100.
+type Filter struct {
+	Enabled    *bool
+	Scope      string // exactly this scope
+	Source     string
+	DisabledBy string
+	Before     string // an id: only older rows
+	Limit      int    // 100 when 0, at most 1000
+}
+
+// List returns skills, newest first.
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
+	rows, err := db.Query(ctx, `
+		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
+		  from agent_skills
+		 where (@enabled::boolean is null or enabled = @enabled)
+		   and (@scope = '' or scope = @scope)
+		   and (@source = '' or source = @source)
+		   and (@disabled_by = '' or disabled_by = @disabled_by)
+		   and (@before = '' or id < nullif(@before, '')::uuid)
+		 order by id desc limit @limit`,
+		pgx.StrictNamedArgs{
+			"enabled": f.Enabled, "scope": f.Scope, "source": f.Source, "disabled_by": f.DisabledBy,
+			"before": f.Before, "limit": pageSize(f.Limit),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list skills: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
+	if err != nil {
+		return nil, fmt.Errorf("list skills: %w", err)
+	}
+	return all, nil
+}
+
+func pageSize(limit int) int {
+	if limit <= 0 {
+		return 100
+	}
+	return min(limit, 1000)
+}
+
+func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {
+	rows, err := db.Query(ctx, `
+		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
+		  from agent_skills
+		 where enabled and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
+		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
+	if err != nil {
+		return nil, fmt.Errorf("list available skills: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
+	if err != nil {
+		return nil, fmt.Errorf("list available skills: %w", err)
+	}
+	return all, nil
+}
+
+// marshalEvidence writes evidence as a JSON object; nil is the empty one.
+func marshalEvidence(evidence any) (json.RawMessage, error) {
+	if evidence == nil {
+		return json.RawMessage(`{}`), nil
+	}
+	return encodeResult(evidence)
+}

@@ -1,0 +1,143 @@
+package threads
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// Status is where a message is on its way.
+type Status string
+
+// The states of a message: received comes from outside, the others go there.
+const (
+	Queued    Status = "queued" // no place in the thread yet
+	Sending   Status = "sending"
+	Sent      Status = "sent"
+	Delivered Status = "delivered"
+	Received  Status = "received"
+	Failed    Status = "failed"
+	Withdrawn Status = "withdrawn"
+)
+
+// Who speaks.
+const (
+	User      = openai.ChatMessageRoleUser
+	Assistant = openai.ChatMessageRoleAssistant
+)
+
+// Message is a row of agent_messages.
+type Message struct {
+	ID           string     `json:"id"`
+	ThreadID     string     `json:"thread_id"`
+	Seq          *int64     `json:"seq"`  // nil while it is queued
+	Turn         *int64     `json:"turn"` // the seq of the message that began the exchange
+	Role         string     `json:"role"`
+	Content      string     `json:"content"`
+	Channel      string     `json:"channel"`
+	ExecutionID  *string    `json:"execution_id"`
+	TraceID      string     `json:"trace_id"`
+	Status       Status     `json:"status"`
+	Interrupted  bool       `json:"interrupted"` // the speaker was cut short
+	Tokens       int        `json:"tokens"`      // an estimate
+	Attempts     int        `json:"attempts"`
+	ErrorMessage *string    `json:"error_message"`
+	CreatedAt    time.Time  `json:"created_at"`
+	SentAt       *time.Time `json:"sent_at"`
+}
+
+// Draft is a message to be.
+type Draft struct {
+	ThreadID    string // of an open thread
+	Role        string
+	Content     string // what PostgreSQL cannot store, NUL and invalid UTF-8, is left out
+	Channel     string
+	ExecutionID string // "" for none
+	TraceID     string
+	Status      Status
+	Turn        int64 // the turn it belongs to; 0: it begins one
+	Interrupted bool
+}
+
+// Post adds a message to a thread and gives it its place, unless it is queued. The thread's row stays locked
+// until the caller's transaction ends, so places become visible in their order. ErrNotFound when there is
+// no such thread.
+func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
+	content := plain(d.Content)
+	rows, err := db.Query(ctx, `
+		with place as (
+		  update agent_threads
+		     set next_seq = next_seq + case when @status = 'queued' then 0 else 1 end, updated_at = clock_timestamp()
+		   where id = @thread_id returning case when @status <> 'queued' then next_seq - 1 end as seq)
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, interrupted,
+		       tokens, sent_at)
+		select @thread_id, p.seq, case when p.seq is not null then coalesce(nullif(@turn::bigint, 0), p.seq) end, @role, @content,
+		       @channel, nullif(@execution_id, '')::uuid, @trace_id, @status, @interrupted, @tokens,
+		       case when @status in ('sent', 'delivered', 'received') then clock_timestamp() end
+		  from place p
+		returning id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		       tokens, attempts, error_message, created_at, sent_at`,
+		postgres.Strict{
+			"thread_id": plain(d.ThreadID), "status": string(d.Status), "turn": d.Turn, "role": d.Role, "content": content,
+			"channel": d.Channel, "execution_id": d.ExecutionID, "trace_id": d.TraceID, "interrupted": d.Interrupted,
+			"tokens": tokens(d.Role, content),
+		})
+	if err != nil {
+		return Message{}, fmt.Errorf("post message: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Message])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Message{}, fmt.Errorf("post message: %w", err)
+	}
+	return got, nil
+}
+
+// tokens is about what a message costs as a part of a prompt.
+func tokens(role, content string) int {
+	return models.EstimateTokens([]openai.ChatCompletionMessage{{Role: role, Content: content}})
+}
+
+// MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most
+// 500. Before is the seq before which the listing goes on.
+type MessageFilter struct {
+	ThreadID, ExecutionID string
+	Role                  string
+	Before                int64
+	Limit                 int
+}
+
+// Messages reads the messages of a thread, or of an execution, newest first; those that are queued come
+// before all others.
+func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, error) {
+	if f.ThreadID == "" && f.ExecutionID == "" {
+		return nil, errors.New("list messages: name a thread or an execution")
+	}
+	rows, err := db.Query(ctx, `
+		select id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		       tokens, attempts, error_message, created_at, sent_at
+		  from agent_messages
+		 where (@thread_id = '' or thread_id = @thread_id) and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
+		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)
+		 order by seq desc nulls first, id desc limit @limit`,
+		postgres.Strict{
+			"thread_id": plain(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before, "limit": bounded(f.Limit),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list messages: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Message])
+	if err != nil {
+		return nil, fmt.Errorf("list messages: %w", err)
+	}
+	return got, nil
+}

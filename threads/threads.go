@@ -1,0 +1,206 @@
+// Package threads keeps conversations: the tables agent_threads and agent_messages.
+//
+// A thread is a conversation with one participant, over any channel, for as long as it lasts. It belongs to
+// an owner: whoever opened it, such as a chat key or an admin. [Open] gives it to nobody else, and does not
+// say whether it exists. Its messages have places that grow in the order of their commits; [Post] draws
+// them under the thread's row lock. The exchange that a message belongs to is its turn, and conversations
+// are read in the order of turns, so that an answer follows its question although the next question came
+// before it was given.
+//
+// Reading a conversation for a model costs the same however long it is: [Window] returns the rolling
+// summary and the latest turns that fit a number of tokens, by an index, and touches no more rows than a
+// few hundred. [Backlog] names what has grown old enough to be summarised, and [SaveSummary] moves the
+// summary forward by compare-and-set, so that two who summarise at once do not lose turns.
+//
+// Everything here takes a postgres.DB, so the caller decides what commits together. The right to act in
+// a thread is the lane thread:{id} (see [Lane]); this package does not check it.
+package threads
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+var (
+	// ErrNotFound reports a thread that does not exist.
+	ErrNotFound = errors.New("no such thread")
+	// ErrForeign reports a thread that somebody else opened. Tell a caller from outside ErrNotFound.
+	ErrForeign = errors.New("the thread belongs to somebody else")
+	// ErrInvalid reports an id that no thread can have.
+	ErrInvalid = errors.New("a thread id is 1 to 200 printable characters")
+)
+
+// MaxID is how many characters a thread's id may have.
+const MaxID = 200
+
+// Thread is a row of agent_threads.
+type Thread struct {
+	ID             string    `json:"id"`
+	Channel        string    `json:"channel"`
+	Agent          string    `json:"agent"`
+	Owner          string    `json:"owner"`
+	Participant    string    `json:"participant"`
+	NextSeq        int64     `json:"next_seq"` // 1: nothing was said yet
+	Summary        string    `json:"summary"`
+	SummaryThrough int64     `json:"summary_through"` // the last turn in the summary
+	CreatedAt      time.Time `json:"created_at"`
+	UpdatedAt      time.Time `json:"updated_at"`
+}
+
+// Lane is the name of the lane in which a thread is spoken.
+func Lane(id string) string { return "thread:" + id }
+
+// CheckID reports ErrInvalid for an id that no thread can have.
+func CheckID(id string) error {
+	if n := utf8.RuneCountInString(id); n < 1 || n > MaxID || strings.TrimSpace(id) == "" || !utf8.ValidString(id) {
+		return ErrInvalid
+	}
+	for _, r := range id {
+		if unicode.IsControl(r) {
+			return ErrInvalid
+		}
+	}
+	return nil
+}
+
+// Open returns the thread with an id, and makes it when there is none: then t's channel, agent, owner and
+// participant are its own. It is ErrForeign when the thread has another channel or owner.
+func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
+	if err := CheckID(t.ID); err != nil {
+		return Thread{}, fmt.Errorf("open thread: %w", err)
+	}
+	rows, err := db.Query(ctx, `
+		insert into agent_threads (id, channel, agent, owner, participant)
+		values (@id, @channel, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
+		on conflict (id) do nothing
+		returning id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at`,
+		postgres.Strict{
+			"id": t.ID, "channel": t.Channel, "agent": plain(t.Agent), "owner": plain(t.Owner), "participant": plain(t.Participant),
+		})
+	if err != nil {
+		return Thread{}, fmt.Errorf("open thread: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Thread])
+	if errors.Is(err, pgx.ErrNoRows) {
+		got, err = Get(ctx, db, t.ID)
+	}
+	switch {
+	case err != nil:
+		return Thread{}, fmt.Errorf("open thread: %w", err)
+	case got.Owner != plain(t.Owner) || got.Channel != t.Channel:
+		return Thread{}, fmt.Errorf("open thread: %w", ErrForeign)
+	}
+	return got, nil
+}
+
+// Get reads one thread; ErrNotFound when there is none.
+func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
+	rows, err := db.Query(ctx, `
+		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		  from agent_threads where id = @id`, postgres.Strict{"id": plain(id)})
+	return one(rows, err)
+}
+
+// Lock reads a thread and keeps others from posting in it until tx ends.
+func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
+	rows, err := tx.Query(ctx, `
+		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": plain(id)})
+	return one(rows, err)
+}
+
+func one(rows pgx.Rows, err error) (Thread, error) {
+	if err != nil {
+		return Thread{}, fmt.Errorf("read thread: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Thread])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Thread{}, fmt.Errorf("read thread: %w", err)
+	}
+	return got, nil
+}
+
+// Filter narrows a listing of threads. Zero values do not narrow; Limit defaults to 50 and is at most 500.
+// The listing goes on after the thread with the time and id of Before.
+type Filter struct {
+	Channel, Owner string
+	BeforeTime     time.Time
+	BeforeID       string
+	Limit          int
+}
+
+// List reads threads, the one that was spoken in last first.
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
+	var before any
+	if !f.BeforeTime.IsZero() {
+		before = f.BeforeTime
+	}
+	rows, err := db.Query(ctx, `
+		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		  from agent_threads
+		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner)
+		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))
+		 order by updated_at desc, id desc limit @limit`,
+		postgres.Strict{
+			"channel": f.Channel, "owner": f.Owner, "before": before, "before_id": f.BeforeID, "limit": bounded(f.Limit),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list threads: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Thread])
+	if err != nil {
+		return nil, fmt.Errorf("list threads: %w", err)
+	}
+	return got, nil
+}
+
+// bounded is a listing's limit.
+func bounded(limit int) int {
+	if limit <= 0 {
+		return 50
+	}
+	return min(limit, 500)
+}
+
+// plain is text that PostgreSQL can store: UTF-8 without NUL.
+func plain(text string) string {
+	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
+}
+
+// HeldThread is a row of the view agent_thread_locks: a thread that an execution holds.
+type HeldThread struct {
+	ThreadID          string    `json:"thread_id"`
+	ActiveExecutionID *string   `json:"active_execution_id"` // nil: something outside executions
+	ExecutionLockedAt time.Time `json:"execution_locked_at"` // of the last sign of life
+	LockMinutes       int       `json:"lock_minutes"`
+	ParticipantName   string    `json:"participant_name"`
+	Parked            bool      `json:"parked"` // its holder waits durably
+	Stale             bool      `json:"stale"`  // its lease has ended
+}
+
+// Locks lists the threads that are held, the longest held first; with stale only those whose lease has ended.
+func Locks(ctx context.Context, db postgres.DB, stale bool) ([]HeldThread, error) {
+	rows, err := db.Query(ctx, `
+		select thread_id, active_execution_id::text, execution_locked_at, lock_minutes, participant_name, parked, stale
+		  from agent_thread_locks where stale or not @stale order by execution_locked_at`, postgres.Strict{"stale": stale})
+	if err != nil {
+		return nil, fmt.Errorf("list held threads: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[HeldThread])
+	if err != nil {
+		return nil, fmt.Errorf("list held threads: %w", err)
+	}
+	return got, nil
+}

@@ -1,0 +1,283 @@
+package threads_test
+
+import (
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func open(t *testing.T, db postgres.DB, id string) threads.Thread {
+	t.Helper()
+	got, err := threads.Open(t.Context(), db, threads.Thread{ID: id, Channel: "chat", Owner: "site", Participant: "Ada"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func post(t *testing.T, db postgres.DB, d threads.Draft) threads.Message {
+	t.Helper()
+	if d.Status == "" {
+		d.Status = threads.Received
+	}
+	got, err := threads.Post(t.Context(), db, d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// talk posts an exchange.
+func talk(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
+	t.Helper()
+	q := post(t, db, threads.Draft{ThreadID: thread, Role: threads.User, Content: question})
+	post(t, db, threads.Draft{ThreadID: thread, Role: threads.Assistant, Content: answer, Turn: *q.Seq, Status: threads.Sent})
+	return *q.Seq
+}
+
+func contents(list []threads.Message) (texts []string) {
+	for _, m := range list {
+		texts = append(texts, m.Content)
+	}
+	return texts
+}
+
+func TestAThreadIsItsOpenersOnly(t *testing.T) {
+	db := pgtest.DB(t)
+	first := open(t, db, "t1")
+	if again := open(t, db, "t1"); !cmp.Equal(first, again) {
+		t.Errorf("opened again: %s", cmp.Diff(first, again))
+	}
+	for name, other := range map[string]threads.Thread{
+		"another owner":   {ID: "t1", Channel: "chat", Owner: "shop"},
+		"another channel": {ID: "t1", Channel: "operate", Owner: "site"},
+	} {
+		if _, err := threads.Open(t.Context(), db, other); !errors.Is(err, threads.ErrForeign) {
+			t.Errorf("%s: error = %v, want ErrForeign", name, err)
+		}
+	}
+}
+
+func TestThreadIDs(t *testing.T) {
+	db := pgtest.DB(t)
+	for id, valid := range map[string]bool{
+		"th_1": true, "kund:ä b": true, strings.Repeat("ü", 200): true,
+		"": false, "  ": false, strings.Repeat("x", 201): false, "a\nb": false, "a\x00": false, "a\xff": false,
+	} {
+		_, err := threads.Open(t.Context(), db, threads.Thread{ID: id, Channel: "chat", Owner: "o"})
+		if valid != (err == nil) || !valid && !errors.Is(err, threads.ErrInvalid) {
+			t.Errorf("Open(%q) = %v, want valid %t", id, err, valid)
+		}
+	}
+}
+
+func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "busy")
+	var mu sync.Mutex
+	seen := map[int64]bool{}
+	var group errgroup.Group
+	for range 8 {
+		group.Go(func() error {
+			for range 10 {
+				err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+					m, err := threads.Post(t.Context(), tx, threads.Draft{ThreadID: "busy", Role: threads.User, Content: "x", Status: threads.Received})
+					if err != nil {
+						return err
+					}
+					// Whoever has a place sees every smaller one: they committed before.
+					var before int64
+					err = tx.QueryRow(t.Context(), `select count(*) from agent_messages where thread_id = 'busy' and seq < $1`, *m.Seq).Scan(&before)
+					mu.Lock()
+					defer mu.Unlock()
+					if seen[*m.Seq] || before != *m.Seq-1 {
+						t.Errorf("place %d: %d smaller ones are visible; taken before: %t", *m.Seq, before, seen[*m.Seq])
+					}
+					seen[*m.Seq] = true
+					return err
+				})
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if len(seen) != 80 {
+		t.Errorf("%d places were given, want 80", len(seen))
+	}
+}
+
+func TestAQueuedMessageHasNoPlace(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "q")
+	if m := post(t, db, threads.Draft{ThreadID: "q", Role: threads.Assistant, Content: "later", Status: threads.Queued}); m.Seq != nil || m.Turn != nil {
+		t.Errorf("a queued message has place %d of turn %d", *m.Seq, *m.Turn)
+	}
+	if m := post(t, db, threads.Draft{ThreadID: "q", Role: threads.User, Content: "now"}); *m.Seq != 1 {
+		t.Errorf("the first message that is sent has place %d", *m.Seq)
+	}
+	list, err := threads.Messages(t.Context(), db, threads.MessageFilter{ThreadID: "q"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"later", "now"}, contents(list)); diff != "" {
+		t.Errorf("messages, newest first (-want +got):\n%s", diff)
+	}
+}
+
+func TestPostKeepsWhatCanBeKept(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "odd")
+	if m := post(t, db, threads.Draft{ThreadID: "odd", Role: threads.User, Content: "a\x00b\xffc"}); m.Content != "ab\uFFFDc" {
+		t.Errorf("content = %q", m.Content)
+	}
+	if _, err := threads.Post(t.Context(), db, threads.Draft{ThreadID: "none", Role: threads.User, Status: threads.Received}); !errors.Is(err, threads.ErrNotFound) {
+		t.Errorf("posting in no thread: %v, want ErrNotFound", err)
+	}
+}
+
+func TestAWindowIsReadTurnByTurn(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "w")
+	talk(t, db, "w", "q1", "a1")
+	q2 := post(t, db, threads.Draft{ThreadID: "w", Role: threads.User, Content: "q2"})
+	q3 := post(t, db, threads.Draft{ThreadID: "w", Role: threads.User, Content: "q3"}) // came before a2
+	post(t, db, threads.Draft{ThreadID: "w", Role: threads.Assistant, Content: "a2", Turn: *q2.Seq, Status: threads.Sent})
+	for name, c := range map[string]struct {
+		before int64
+		tokens int
+		want   []string
+	}{
+		"before q2":     {*q2.Seq, 1000, []string{"q1", "a1"}},
+		"before q3":     {*q3.Seq, 1000, []string{"q1", "a1", "q2", "a2"}},
+		"all":           {0, 1000, []string{"q1", "a1", "q2", "a2", "q3"}},
+		"whole turns":   {*q3.Seq, 15, []string{"q2", "a2"}}, // five tokens each
+		"nothing fits":  {0, 1, nil},
+		"one and a bit": {*q3.Seq, 19, []string{"q2", "a2"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, got, err := threads.Window(t.Context(), db, "w", c.before, c.tokens)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(c.want, contents(got)); diff != "" {
+				t.Errorf("window (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestASummaryMovesForwardOnce(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "s")
+	talk(t, db, "s", "q1", "a1")
+	turn := talk(t, db, "s", "q2", "a2")
+	talk(t, db, "s", "q3", "a3")
+	for _, want := range []bool{true, false} { // the second has read the same state
+		if moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings"); err != nil || moved != want {
+			t.Errorf("moved = %t, %v, want %t", moved, err, want)
+		}
+	}
+	summary, got, err := threads.Window(t.Context(), db, "s", 0, 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"q3", "a3"}, contents(got)); diff != "" || summary != "two greetings" {
+		t.Errorf("summary %q and window (-want +got):\n%s", summary, diff)
+	}
+}
+
+func TestABacklogIsWholeOldTurns(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "b")
+	for _, n := range []string{"1", "2", "3", "4", "5"} { // ten tokens a turn
+		talk(t, db, "b", "q"+n, "a"+n)
+	}
+	for name, c := range map[string]struct {
+		limit, keep, most int
+		want              []string
+	}{
+		"all fits":           {50, 20, 100, nil},
+		"keeps the latest":   {49, 20, 100, []string{"q1", "a1", "q2", "a2", "q3", "a3"}},
+		"bounded at a time":  {49, 20, 15, []string{"q1", "a1", "q2", "a2"}},
+		"at least one turn":  {49, 20, 1, []string{"q1", "a1"}},
+		"a turn is one cut":  {49, 25, 100, []string{"q1", "a1", "q2", "a2", "q3", "a3"}},
+		"everything is kept": {49, 60, 100, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := threads.Backlog(t.Context(), db, "b", 0, c.limit, c.keep, c.most)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(c.want, contents(got)); diff != "" {
+				t.Errorf("backlog (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestHeldThreadsAreSeen(t *testing.T) {
+	db := pgtest.DB(t)
+	open(t, db, "held")
+	exec(t, db, `select acquire_agent_lock('thread:held', '018f0000-0000-7000-8000-000000000001#1', 600)`)
+	exec(t, db, `select acquire_agent_lock('thread:gone', 'somebody', 600)`)
+	exec(t, db, `select acquire_agent_lock('operate', 'an admin', 600)`)
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes' where lane = 'thread:gone'`)
+	all, err := threads.Locks(t.Context(), db, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all) != 2 || all[0].ThreadID != "gone" || all[0].LockMinutes != 13 || !all[0].Stale ||
+		all[1].ParticipantName != "Ada" || all[1].ActiveExecutionID == nil || all[1].Stale {
+		t.Errorf("held threads: %+v", all)
+	}
+	if stale, err := threads.Locks(t.Context(), db, true); err != nil || len(stale) != 1 {
+		t.Errorf("stale ones: %+v, %v", stale, err)
+	}
+}
+
+func TestListingsGoOnWhereTheyEnded(t *testing.T) {
+	db := pgtest.DB(t)
+	for _, id := range []string{"a", "b", "c"} {
+		open(t, db, id)
+	}
+	post(t, db, threads.Draft{ThreadID: "a", Role: threads.User, Content: "hello"})
+	var got []string
+	f := threads.Filter{Channel: "chat", Limit: 1}
+	for {
+		page, err := threads.List(t.Context(), db, f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(page) == 0 {
+			break
+		}
+		got = append(got, page[0].ID)
+		f.BeforeTime, f.BeforeID = page[0].UpdatedAt, page[0].ID
+	}
+	if diff := cmp.Diff([]string{"a", "c", "b"}, got); diff != "" {
+		t.Errorf("listing (-want +got):\n%s", diff)
+	}
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}

@@ -1,0 +1,302 @@
+package webhooks
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Bounds and defaults of an endpoint.
+const (
+	DefaultMaxBytes = 1 << 20
+	MostMaxBytes    = 25 << 20 // bytes; the largest max_bytes
+	DefaultAttempts = 5
+	mostAttempts    = 20
+	mostActions     = 32
+	maxText         = 8192
+	maxTolerance    = time.Hour
+)
+
+// How a body is read.
+const (
+	FormatJSON = "json"
+	FormatText = "text"
+)
+
+var (
+	nameForm   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
+	headerForm = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
+)
+
+// Settings are the details of an endpoint, as its row has them.
+type Settings struct {
+	Format           string  `json:"format"` // json, or text: UTF-8, not parsed
+	MaxBytes         int64   `json:"max_bytes"`
+	ToleranceSeconds float64 `json:"tolerance_seconds"`
+	ID               string  `json:"id"` // path of the delivery id, or digest; empty: the scheme's
+	MaxAttempts      int     `json:"max_attempts"`
+	Header           string  `json:"header,omitempty"`
+	Encoding         string  `json:"encoding,omitempty"`
+	Prefix           string  `json:"prefix,omitempty"`
+	TimestampHeader  string  `json:"timestamp_header,omitempty"`
+	Signed           string  `json:"signed,omitempty"`
+}
+
+// Digest as the path of a delivery id means the SHA-256 of the body.
+const Digest = "digest"
+
+// HMAC says where and how a generic signature stands.
+type HMAC struct {
+	Header          string `yaml:"header" json:"header,omitempty"`                     // X-Signature when empty
+	Encoding        string `yaml:"encoding" json:"encoding,omitempty"`                 // hex or base64; hex when empty
+	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // sha256= and the like
+	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the time that is signed too
+	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // {timestamp}.{body} when empty
+}
+
+// EndpointDefinition is what a workspace file declares about an endpoint.
+type EndpointDefinition struct {
+	Name        string           `yaml:"name" json:"name"` // the last part of /webhooks/{name}
+	Description string           `yaml:"description" json:"description,omitempty"`
+	Scheme      signature.Scheme `yaml:"scheme" json:"scheme"`
+	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several while one is rotated
+	HMAC        HMAC             `yaml:"hmac" json:"hmac,omitzero"`
+	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of the signed time; 5 minutes when 0
+	Format      string           `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
+	MaxBytes    int64            `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
+	ID          string           `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
+	MaxAttempts int              `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
+	Actions     []Action         `yaml:"actions" json:"actions"`
+}
+
+// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation and Prompt. Every action
+// whose When holds is done, in their order.
+type Action struct {
+	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must hold
+	Event      string         `yaml:"event" json:"event,omitempty"`           // EVENT_COMPLETED and the like
+	Resume     string         `yaml:"resume" json:"resume,omitempty"`         // kind of a wait: document, signature, test, event, response
+	Key        string         `yaml:"key" json:"key,omitempty"`               // template, of event and resume
+	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, of event and resume; the body when empty
+	Automation string         `yaml:"automation" json:"automation,omitempty"` // its name
+	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
+	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the skills that the model is offered; external when empty
+}
+
+// events are those that a webhook may raise, by the kind of wait that they end. Decisions of approvals, ends of
+// executions and times are not among them: nobody outside may claim them.
+func events() map[string]string {
+	return map[string]string{
+		"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
+		"test": "TEST_COMPLETED", "event": "EVENT_COMPLETED",
+	}
+}
+
+// EventName is the event that the action raises; empty when it raises none.
+func (a Action) EventName() string {
+	if a.Resume != "" {
+		return events()[a.Resume]
+	}
+	return a.Event
+}
+
+// ValidateEndpoint reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
+// [errors.Join].
+func ValidateEndpoint(d EndpointDefinition) error {
+	_, err := d.resolve()
+	return err
+}
+
+// resolve gives a definition its defaults and checks it.
+func (d EndpointDefinition) resolve() (Endpoint, error) {
+	e := Endpoint{
+		Name: d.Name, Description: d.Description, Scheme: d.Scheme, Secrets: d.Secrets, Actions: d.Actions,
+		Settings: Settings{
+			Format: cmp.Or(d.Format, FormatJSON), MaxBytes: cmp.Or(d.MaxBytes, DefaultMaxBytes), ID: d.ID,
+			ToleranceSeconds: cmp.Or(d.Tolerance, signature.DefaultTolerance).Seconds(),
+			MaxAttempts:      cmp.Or(d.MaxAttempts, DefaultAttempts),
+			Header:           d.HMAC.Header, Encoding: d.HMAC.Encoding, Prefix: d.HMAC.Prefix,
+			TimestampHeader: d.HMAC.TimestampHeader, Signed: d.HMAC.Signed,
+		},
+	}
+	problems := checkName(d.Name, d.Description)
+	problems = append(problems, checkSecrets(d.Secrets)...)
+	problems = append(problems, d.checkScheme()...)
+	problems = append(problems, e.Settings.check()...)
+	if len(d.Actions) == 0 || len(d.Actions) > mostActions {
+		problems = append(problems, fmt.Errorf("actions: must have 1 to %d entries", mostActions))
+	}
+	for i, a := range d.Actions {
+		for _, err := range a.check() {
+			problems = append(problems, fmt.Errorf("actions[%d].%w", i, err))
+		}
+	}
+	return e, errors.Join(problems...)
+}
+
+func checkName(name, description string) []error {
+	var problems []error
+	if !nameForm.MatchString(name) {
+		problems = append(problems, errors.New("name: must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit"))
+	}
+	if len(description) > maxText || strings.ContainsRune(description, 0) {
+		problems = append(problems, fmt.Errorf("description: must have at most %d bytes and no NUL character", maxText))
+	}
+	return problems
+}
+
+func (d EndpointDefinition) checkScheme() []error {
+	var problems []error
+	if !slices.Contains(signature.Schemes(), d.Scheme) {
+		problems = append(problems, fmt.Errorf("scheme: %q is not one of standard, github, stripe, hmac, bearer", string(d.Scheme)))
+	}
+	if d.Scheme != signature.HMAC && d.HMAC != (HMAC{}) {
+		problems = append(problems, fmt.Errorf("hmac: is only for scheme hmac, not %s", d.Scheme))
+	}
+	for _, h := range []struct{ field, name string }{{"header", d.HMAC.Header}, {"timestamp_header", d.HMAC.TimestampHeader}} {
+		if h.name != "" && !headerForm.MatchString(h.name) {
+			problems = append(problems, fmt.Errorf("hmac.%s: %q is no name of a header", h.field, h.name))
+		}
+	}
+	if d.HMAC.Encoding != "" && d.HMAC.Encoding != "hex" && d.HMAC.Encoding != "base64" {
+		problems = append(problems, errors.New("hmac.encoding: must be hex or base64"))
+	}
+	if s := d.HMAC.Signed; s != "" && (d.HMAC.TimestampHeader == "" || strings.Count(s, "{body}") != 1 || strings.Count(s, "{timestamp}") != 1) {
+		problems = append(problems, errors.New("hmac.signed: needs timestamp_header, and {timestamp} and {body} once each"))
+	}
+	if d.Tolerance < 0 || d.Tolerance > maxTolerance {
+		problems = append(problems, fmt.Errorf("tolerance: must be at most %s", maxTolerance))
+	}
+	return problems
+}
+
+func (s Settings) check() []error {
+	var problems []error
+	if s.Format != FormatJSON && s.Format != FormatText {
+		problems = append(problems, errors.New("format: must be json or text"))
+	}
+	if s.MaxBytes < 1 || s.MaxBytes > MostMaxBytes {
+		problems = append(problems, fmt.Errorf("max_bytes: must be between 1 and %d", MostMaxBytes))
+	}
+	if s.MaxAttempts < 1 || s.MaxAttempts > mostAttempts {
+		problems = append(problems, fmt.Errorf("max_attempts: must be between 1 and %d", mostAttempts))
+	}
+	if s.ID != "" && s.ID != Digest {
+		switch err := checkPath(s.ID); {
+		case err != nil:
+			problems = append(problems, fmt.Errorf("id: %w", err))
+		case !strings.HasPrefix(s.ID, "header.") && (!strings.HasPrefix(s.ID, "body.") || s.Format != FormatJSON):
+			problems = append(problems, errors.New("id: must be a header, a field of a JSON body, or digest"))
+		}
+	}
+	return problems
+}
+
+// check reports what is wrong with an action, each problem as "field: what is wrong".
+func (a Action) check() []error {
+	var problems []error
+	chosen := 0
+	for _, what := range []string{a.Event, a.Resume, a.Automation, a.Prompt} {
+		if what != "" {
+			chosen++
+		}
+	}
+	if chosen != 1 {
+		problems = append(problems, errors.New("event: have exactly one of event, resume, automation and prompt"))
+	}
+	for path, want := range a.When {
+		if err := checkPath(path); err != nil {
+			problems = append(problems, fmt.Errorf("when: %w", err))
+		}
+		options, isList := want.([]any)
+		if !isList {
+			options = []any{want}
+		}
+		if _, bad := firstBad(options); bad || len(options) == 0 {
+			problems = append(problems, fmt.Errorf("when: %s must be a text, a number, a truth value, or a list of those", path))
+		}
+	}
+	return append(append(problems, a.checkEvent()...), a.checkPrompt()...)
+}
+
+func firstBad(options []any) (any, bool) {
+	for _, o := range options {
+		if _, ok := scalar(o); !ok {
+			return o, true
+		}
+	}
+	return nil, false
+}
+
+func (a Action) checkEvent() []error {
+	var problems []error
+	if a.EventName() == "" && a.Resume != "" {
+		problems = append(problems, fmt.Errorf("resume: %q is not one of document, event, response, signature, test", a.Resume))
+	}
+	if raised := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(raised, a.Event) {
+		slices.Sort(raised)
+		problems = append(problems, fmt.Errorf("event: %q is not one that a webhook may raise: %s", a.Event, strings.Join(raised, ", ")))
+	}
+	raises := a.Event != "" || a.Resume != ""
+	switch err := checkTemplate(a.Key); {
+	case raises && strings.TrimSpace(a.Key) == "":
+		problems = append(problems, errors.New("key: is empty; write which wait the event is for, such as order-{body.order.id}"))
+	case !raises && (a.Key != "" || len(a.Data) > 0):
+		problems = append(problems, errors.New("key: only event and resume have a key and data"))
+	case err != nil:
+		problems = append(problems, fmt.Errorf("key: %w", err))
+	}
+	for field, path := range a.Data {
+		text, _ := path.(string)
+		if err := checkPath(text); err != nil {
+			problems = append(problems, fmt.Errorf("data: %s: %w", field, err))
+		}
+	}
+	return problems
+}
+
+func (a Action) checkPrompt() []error {
+	var problems []error
+	if len(a.Prompt) > maxText || strings.ContainsRune(a.Prompt, 0) {
+		problems = append(problems, fmt.Errorf("prompt: must have at most %d bytes and no NUL character", maxText))
+	}
+	if err := checkTemplate(a.Prompt); err != nil {
+		problems = append(problems, fmt.Errorf("prompt: %w", err))
+	}
+	if a.Prompt == "" && len(a.Scopes) > 0 {
+		problems = append(problems, errors.New("scopes: only a prompt has them"))
+	}
+	for _, s := range a.Scopes {
+		if s != skills.ScopeExternal && s != skills.ScopeInternal && s != skills.ScopeBoth {
+			problems = append(problems, fmt.Errorf("scopes: %q is not one of internal, external, both", s))
+		}
+	}
+	return problems
+}
+
+// Verifier is how requests to the endpoint are checked, with its secrets resolved.
+func (e Endpoint) Verifier(secrets []string) signature.Verifier {
+	return signature.Verifier{
+		Scheme: e.Scheme, Secrets: secrets, Tolerance: time.Duration(e.Settings.ToleranceSeconds * float64(time.Second)),
+		Layout: signature.Layout{
+			Header: e.Settings.Header, Encoding: e.Settings.Encoding, Prefix: e.Settings.Prefix,
+			TimestampHeader: e.Settings.TimestampHeader, Signed: e.Settings.Signed,
+		},
+	}
+}
+
+// SecretHeaders are the headers that prove who sent a delivery to the endpoint; they are not kept.
+func (e Endpoint) SecretHeaders() []string {
+	return []string{
+		"Authorization", "Proxy-Authorization", "Cookie", "X-Hub-Signature", "X-Hub-Signature-256", "Stripe-Signature",
+		signature.HeaderSignature, http.CanonicalHeaderKey(cmp.Or(e.Settings.Header, "X-Signature")),
+	}
+}

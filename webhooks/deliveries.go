@@ -1,0 +1,325 @@
+package webhooks
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+)
+
+const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.last_trace_id, d.execution_id::text, d.status, d.attempts,
+	d.replays, d.repeats, d.headers, d.body_sha256, octet_length(d.body) as body_bytes, d.traceparent, d.outcome, d.error_message,
+	d.next_attempt_at, d.received_at, d.updated_at, d.finished_at`
+
+const maxHeaders = 64 << 10
+
+var (
+	traceparentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}`)
+	plainID         = regexp.MustCompile(`^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$`)
+)
+
+// Incoming is a request that was verified.
+type Incoming struct {
+	Header http.Header
+	Body   []byte
+	Value  any // the parsed body
+}
+
+// KeptHeaders is what is stored of the headers: those that carry secrets are blotted out.
+func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
+	kept := h.Clone()
+	for _, name := range e.SecretHeaders() {
+		if kept.Get(name) != "" {
+			kept.Set(name, redact.Marker)
+		}
+	}
+	return redact.JSON(kept, maxHeaders)
+}
+
+// DeliveryID is the sender's name of a delivery: at the endpoint's path, or where its scheme has it, or else the
+// SHA-256 of the body (with the signed time before it, where there is one). One that is long or unprintable is hashed. An
+// error when the path leads to nothing.
+func (e Endpoint) DeliveryID(in Incoming) (string, error) {
+	path := cmp.Or(e.Settings.ID, e.usualID(in.Header))
+	if path == Digest {
+		return digest("sha256:", in.Body), nil
+	}
+	if path == "" {
+		return digest("sha256:", slices.Concat([]byte(in.Header.Get(e.Settings.TimestampHeader)), in.Body)), nil
+	}
+	c := Content{Header: in.Header, Body: in.Value}
+	id, err := c.Text("{" + path + "}")
+	if err != nil {
+		return "", err
+	}
+	const longest = 200
+	switch {
+	case strings.TrimSpace(id) == "":
+		return "", fmt.Errorf("%s: the delivery id is empty", path)
+	case len(id) > longest || !plainID.MatchString(id):
+		return digest("id-sha256:", []byte(id)), nil
+	}
+	return id, nil
+}
+
+// usualID is where a scheme has the delivery id. What hmac does not sign is not taken from a header unless the admin says
+// so: whoever copies a request could change it. Who has a bearer's token could do so anyway.
+func (e Endpoint) usualID(h http.Header) string {
+	switch e.Scheme {
+	case signature.Standard:
+		return "header.webhook-id"
+	case signature.GitHub:
+		return "header.x-github-delivery"
+	case signature.Stripe:
+		return "body.id"
+	case signature.Bearer:
+		for _, name := range []string{"webhook-id", "idempotency-key"} {
+			if h.Get(name) != "" {
+				return "header." + name
+			}
+		}
+	case signature.HMAC:
+	}
+	return ""
+}
+
+func digest(prefix string, of []byte) string {
+	sum := sha256.Sum256(of)
+	return prefix + hex.EncodeToString(sum[:])
+}
+
+// Lane is the lane of a delivery's handling.
+func (d Delivery) Lane() string {
+	name := "webhook:" + d.Endpoint + ":" + d.DeliveryID
+	const longest = 255
+	if len(name) > longest {
+		return "webhook:" + d.Endpoint + ":" + digest("id-sha256:", []byte(d.DeliveryID))
+	}
+	return name
+}
+
+// Insert stores a delivery. Of any number that come with one id, one is fresh; to the others the first is returned, and
+// counted as a repeat.
+func Insert(ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID string, in Incoming) (d Delivery, fresh bool, err error) {
+	parent := in.Header.Get("Traceparent")
+	if !traceparentForm.MatchString(parent) || len(parent) > 200 {
+		parent = ""
+	}
+	args := postgres.Strict{
+		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.KeptHeaders(in.Header), "body": in.Body,
+		"sha256": digest("", in.Body), "traceparent": parent,
+	}
+	d, err = one(tx.Query(ctx, `
+		insert into agent_webhook_deliveries as d
+		       (endpoint, delivery_id, trace_id, last_trace_id, headers, body, body_sha256, traceparent)
+		values (@endpoint, @delivery_id, @trace_id, @trace_id, @headers, @body, @sha256, @traceparent)
+		on conflict (endpoint, delivery_id) do nothing
+		returning `+deliveryColumns, args))
+	if err == nil {
+		return d, true, nil
+	}
+	if !errors.Is(err, ErrNotFound) {
+		return Delivery{}, false, fmt.Errorf("store delivery: %w", err)
+	}
+	d, err = one(tx.Query(ctx, `
+		update agent_webhook_deliveries d set repeats = d.repeats + 1
+		 where d.endpoint = @endpoint and d.delivery_id = @delivery_id
+		returning `+deliveryColumns, postgres.Strict{"endpoint": e.Name, "delivery_id": deliveryID}))
+	if err != nil {
+		return Delivery{}, false, fmt.Errorf("read the first delivery: %w", err)
+	}
+	return d, false, nil
+}
+
+func one(rows pgx.Rows, err error) (Delivery, error) {
+	if err != nil {
+		return Delivery{}, err
+	}
+	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Delivery])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	return d, err
+}
+
+// Link names the execution that handles a delivery.
+func Link(ctx context.Context, tx pgx.Tx, id, executionID string) error {
+	_, err := tx.Exec(ctx, `update agent_webhook_deliveries set execution_id = @execution where id = @id`,
+		postgres.Strict{"id": id, "execution": executionID})
+	if err != nil {
+		return fmt.Errorf("link delivery: %w", err)
+	}
+	return nil
+}
+
+// Mark is how the handling of a delivery stands.
+type Mark struct {
+	Status  string
+	Attempt int
+	Error   string
+	Retry   float64 // seconds until the next attempt, of Failed
+	Outcome any
+}
+
+// Set writes a mark for the execution that handles the delivery; another execution's has no effect.
+func Set(ctx context.Context, db postgres.DB, id, executionID string, m Mark) error {
+	_, err := db.Exec(ctx, `
+		update agent_webhook_deliveries
+		   set status = @status, attempts = @attempt, error_message = nullif(@error, ''), updated_at = clock_timestamp(),
+		       outcome = coalesce(@outcome::jsonb, outcome),
+		       next_attempt_at = case when @status = 'failed' then clock_timestamp() + make_interval(secs => @retry) end,
+		       finished_at = case when @status in ('done', 'ignored', 'dead') then clock_timestamp() end
+		 where id = @id and execution_id = @execution`,
+		postgres.Strict{
+			"id": id, "execution": executionID, "status": m.Status, "attempt": m.Attempt, "error": redact.Text(m.Error, 2000),
+			"retry": m.Retry, "outcome": outcome(m.Outcome),
+		})
+	if err != nil {
+		return fmt.Errorf("mark delivery %s: %w", m.Status, err)
+	}
+	return nil
+}
+
+func outcome(v any) any {
+	if v == nil {
+		return nil
+	}
+	return redact.JSON(v, 16<<10)
+}
+
+// Reopen begins a replay: the delivery is received again under a new trace. [ErrUnderWay] when it is being handled, or when it was
+// replayed since the caller saw seen replays (below 0: whatever was seen).
+func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
+	d, err := one(tx.Query(ctx, `
+		update agent_webhook_deliveries d
+		   set status = 'received', replays = d.replays + 1, attempts = 0, last_trace_id = @trace_id, error_message = null,
+		       outcome = null, finished_at = null, next_attempt_at = null, updated_at = clock_timestamp()
+		 where d.id = @id and d.status in ('done', 'ignored', 'dead') and (@seen < 0 or d.replays = @seen)
+		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": seen}))
+	if errors.Is(err, ErrNotFound) {
+		if d, err = Get(ctx, tx, id); err == nil {
+			err = ErrUnderWay
+		}
+		return d, err
+	}
+	if err != nil {
+		return Delivery{}, fmt.Errorf("reopen delivery: %w", err)
+	}
+	return d, nil
+}
+
+// Get reads a delivery by its id, or by the sender's where one endpoint alone has it; [ErrNotFound] when there is none.
+func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
+	rows, err := db.Query(ctx, `
+		select `+deliveryColumns+` from agent_webhook_deliveries d
+		 where d.id = case when @id ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then (@id)::uuid end
+		union all
+		select `+deliveryColumns+` from agent_webhook_deliveries d where d.delivery_id = @id limit 2`, postgres.Strict{"id": id})
+	if err != nil {
+		return Delivery{}, fmt.Errorf("read delivery: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Delivery])
+	switch {
+	case err != nil:
+		return Delivery{}, fmt.Errorf("read delivery: %w", err)
+	case len(got) == 0:
+		return Delivery{}, fmt.Errorf("delivery %s: %w", redact.Text(id, 100), ErrNotFound)
+	case len(got) > 1 && got[0].ID != got[1].ID && got[0].ID != id:
+		return Delivery{}, fmt.Errorf("delivery %s came to several endpoints; give the id of one: %w", redact.Text(id, 100), ErrNotFound)
+	}
+	return got[0], nil
+}
+
+// Body reads the body of a delivery, as it came.
+func Body(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
+	var body []byte
+	err := db.QueryRow(ctx, `select body from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&body)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read body of delivery: %w", err)
+	}
+	return body, nil
+}
+
+// Load is what the paths of a delivery's endpoint look into.
+func Load(ctx context.Context, db postgres.DB, d Delivery, format string) (Content, error) {
+	c := Content{Endpoint: d.Endpoint, DeliveryID: d.DeliveryID}
+	var kept map[string]any // a list of values, or what stands in place of a secret
+	if err := json.Unmarshal(d.Headers, &kept); err != nil {
+		return c, fmt.Errorf("read headers of delivery: %w", err)
+	}
+	c.Header = http.Header{}
+	for name, value := range kept {
+		values, isList := value.([]any)
+		if !isList {
+			values = []any{value}
+		}
+		for _, v := range values {
+			c.Header.Add(name, fmt.Sprint(v))
+		}
+	}
+	raw, err := Body(ctx, db, d.ID)
+	if err != nil {
+		return c, err
+	}
+	c.Body, err = Parse(raw, format)
+	return c, err
+}
+
+// Parse reads a body as an endpoint's format wants it.
+func Parse(raw []byte, format string) (any, error) {
+	if !utf8.Valid(raw) {
+		return nil, errors.New("the body is not UTF-8")
+	}
+	if format == FormatText {
+		return string(raw), nil
+	}
+	if !json.Valid(raw) {
+		return nil, errors.New("the body is not JSON")
+	}
+	return parseBody(raw)
+}
+
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id after which
+// the listing goes on, newest first.
+type Filter struct {
+	Endpoint, Status, Before string
+	Limit                    int
+}
+
+// List reads deliveries, newest first.
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
+	if f.Limit <= 0 {
+		f.Limit = 50
+	}
+	rows, err := db.Query(ctx, `
+		select `+deliveryColumns+` from agent_webhook_deliveries d
+		 where (@endpoint = '' or d.endpoint = @endpoint) and (@status = '' or d.status = @status)
+		   and (@before = '' or d.id < nullif(@before, '')::uuid)
+		 order by d.id desc limit @limit`,
+		postgres.Strict{"endpoint": f.Endpoint, "status": f.Status, "before": f.Before, "limit": min(f.Limit, 500)})
+	if err != nil {
+		return nil, fmt.Errorf("list deliveries: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Delivery])
+	if err != nil {
+		return nil, fmt.Errorf("list deliveries: %w", err)
+	}
+	return got, nil
+}

@@ -1,0 +1,304 @@
+package webhooks_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	them := listens(t, status(http.StatusNoContent))
+	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
+	dispatches(t, pool, []string{them.host(t)})
+	dispatches(t, pool, []string{them.host(t)})
+	const n = 100
+	for i := range n {
+		emit(t, pool, []string{"execution.completed", "execution.failed"}[i%2])
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == n
+	}, "all are sent")
+	if them.count() != n {
+		t.Errorf("%d requests for %d messages", them.count(), n)
+	}
+	ids := map[string]bool{}
+	for i := range them.count() {
+		them.verify(t, i)
+		ids[them.requests[i].Header.Get("webhook-id")] = true
+	}
+	if len(ids) != n {
+		t.Errorf("%d ids", len(ids))
+	}
+	var said struct {
+		Type      string
+		Timestamp time.Time
+		Data      map[string]any
+	}
+	if err := json.Unmarshal([]byte(them.bodies[0]), &said); err != nil || !strings.HasPrefix(said.Type, "execution.") ||
+		time.Since(said.Timestamp) > time.Minute || said.Data["id"] != "x" {
+		t.Errorf("payload %s: %v", them.bodies[0], err)
+	}
+	if got := value[int](t, pool, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
+		and skill_name = 'webhook_send' and status = 'success'`); got != n {
+		t.Errorf("%d activities", got)
+	}
+	if got := value[int](t, pool, `select count(*) from agent_activity_open`); got != 0 {
+		t.Errorf("%d activities are open", got)
+	}
+}
+
+func TestAnswersThatAreNoSuccess(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		answer func(n int, w http.ResponseWriter, r *http.Request)
+		want   string
+		times  int // requests
+	}{
+		"recovers": {func(n int, w http.ResponseWriter, _ *http.Request) {
+			if n < 2 {
+				w.WriteHeader(http.StatusInternalServerError)
+			}
+		}, "sent", 3},
+		"never recovers": {status(http.StatusInternalServerError), "dead", 4},
+		"a redirect is no success and is not followed": {func(_ int, w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, "/elsewhere", http.StatusTemporaryRedirect)
+		}, "dead", 4},
+		"gone": {status(http.StatusGone), "dead", 1},
+		"a connection that breaks": {func(n int, _ http.ResponseWriter, _ *http.Request) {
+			if n == 0 {
+				panic(http.ErrAbortHandler)
+			}
+		}, "sent", 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			them := listens(t, c.answer)
+			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
+			dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Millisecond)
+			emit(t, pool, "execution.completed")
+			outbox(t, pool, c.want)
+			if them.count() != c.times {
+				t.Errorf("%d requests, want %d", them.count(), c.times)
+			}
+			for i := range them.count() {
+				them.verify(t, i)
+				if them.requests[i].Header.Get("webhook-id") != them.requests[0].Header.Get("webhook-id") || them.bodies[i] != them.bodies[0] || them.requests[i].URL.Path != "/" {
+					t.Errorf("attempt %d differs", i)
+				}
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send'`); n != c.times {
+				t.Errorf("%d activities", n)
+			}
+			got, err := webhooks.GetTarget(t.Context(), pool, "them")
+			if err != nil || got.Enabled == (name == "gone") {
+				t.Errorf("enabled %v, %s %v", got.Enabled, got.DisabledReason, err)
+			}
+			if name == "recovers" && got.Failures != 0 {
+				t.Errorf("%d failures after a success", got.Failures)
+			}
+		})
+	}
+}
+
+func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
+	t.Parallel()
+	for _, code := range []int{http.StatusTooManyRequests, http.StatusServiceUnavailable} {
+		t.Run(fmt.Sprint(code), func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			them := listens(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Retry-After", "7200")
+				w.WriteHeader(code)
+			})
+			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
+			dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
+			emit(t, pool, "execution.completed")
+			pgtest.Eventually(t, patience, func() bool {
+				return value[bool](t, pool, `select http_status > 0 from agent_webhook_outbox`)
+			}, "the first attempt has ended")
+			emit(t, pool, "execution.failed")
+			for what, sql := range map[string]string{
+				"the message waits":   `select next_attempt_at > clock_timestamp() + interval '1 hour' from agent_webhook_outbox where attempts = 1`,
+				"the target rests":    `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
+				"nothing else is due": `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
+			} {
+				if !value[bool](t, pool, sql) {
+					t.Errorf("not so: %s", what)
+				}
+			}
+		})
+	}
+}
+
+func TestPrivateAddressesAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	inside := listens(t, status(http.StatusOK))
+	target(t, pool, webhooks.TargetDefinition{URL: inside.URL + "/?token=abc123"})
+	dispatches(t, pool, nil, time.Millisecond)
+	emit(t, pool, "execution.completed")
+	outbox(t, pool, "dead")
+	if inside.count() != 0 {
+		t.Errorf("%d requests came through", inside.count())
+	}
+	if got := value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
+		t.Errorf("error %q", got)
+	}
+	if got := value[string](t, pool, `select distinct error_class from agent_activity where skill_name = 'webhook_send'`); got != "refused" {
+		t.Errorf("class %q", got)
+	}
+}
+
+func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	well := make(chan struct{})
+	them := listens(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+		select {
+		case <-well:
+		default:
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+	})
+	target(t, pool, webhooks.TargetDefinition{URL: them.URL, MaxFailures: 3})
+	dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
+	emit(t, pool, "execution.completed")
+	pgtest.Eventually(t, patience, func() bool { return value[int](t, pool, `select failures from agent_webhook_targets`) == 3 }, "it has failed 3 times")
+	if !value[bool](t, pool, `select enabled from agent_webhook_targets`) {
+		t.Fatal("it was taken out within a moment: a restart of the receiver must not do that")
+	}
+	exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
+	emit(t, pool, "execution.failed")
+	pgtest.Eventually(t, patience, func() bool { return !value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
+	got, err := webhooks.GetTarget(t.Context(), pool, "them")
+	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") || got.Pending != 2 {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if n := value[int](t, pool, `select emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
+		t.Errorf("%d messages for a target that is out of service", n)
+	}
+	close(well)
+	exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
+	if changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", ""); !changed || err != nil {
+		t.Fatal(changed, err)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == 2
+	}, "what waited is sent")
+}
+
+// A dispatcher that died in the middle of an attempt leaves a row that is due when its lease ends, and an open activity.
+func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	them := listens(t, status(http.StatusOK))
+	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
+	emit(t, pool, "execution.completed")
+	exec(t, pool, `
+		with lost as (
+		  insert into agent_activity (trace_id, skill_name, status) values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'webhook_send', 'running') returning id),
+		open as (insert into agent_activity_open (activity_id, kind) select id, 'call' from lost)
+		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms', activity_id = (select id from lost)`)
+	id := value[string](t, pool, `select id::text from agent_webhook_outbox`)
+	dispatches(t, pool, []string{them.host(t)})
+	outbox(t, pool, "sent")
+	if them.count() != 1 || them.requests[0].Header.Get("webhook-id") != id {
+		t.Errorf("%d requests", them.count())
+	}
+	if got := value[string](t, pool, `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`); got != "unknown success" {
+		t.Errorf("activities: %s", got)
+	}
+	if value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
+		t.Error("it was sent again before the lease had ended")
+	}
+}
+
+func TestASlowTargetDoesNotHoldUpAnother(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	free := make(chan struct{})
+	slow := listens(t, func(int, http.ResponseWriter, *http.Request) { <-free })
+	defer close(free)
+	quick := listens(t, status(http.StatusOK))
+	target(t, pool, webhooks.TargetDefinition{Name: "slow", URL: slow.URL})
+	target(t, pool, webhooks.TargetDefinition{Name: "quick", URL: quick.URL})
+	for range 40 {
+		emit(t, pool, "execution.completed")
+	}
+	dispatches(t, pool, []string{slow.host(t)})
+	pgtest.Eventually(t, patience, func() bool { return quick.count() == 40 }, "the quick target has everything")
+	if slow.count() > 4 {
+		t.Errorf("%d requests at once to the slow one", slow.count())
+	}
+}
+
+func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	causes := map[string]string{
+		"execution.completed": `
+			with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 minute') returning id),
+			     x as (insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
+			           select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'operate', 'running', id, 1 from w returning id)
+			select 1`,
+		"approval.requested": `
+			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'pay', 1, '{"iban": "secret"}', 'h', clock_timestamp() + interval '1 hour')`,
+		"skill.disabled": `
+			insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:s');
+			update agent_skills set enabled = false, disabled_by = 'admin', disabled_reason = 'why'`,
+		"objective.completed": `
+			insert into agent_objectives (name, goal, last_trace_id) values ('o', 'g', 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE');
+			update agent_objectives set status = 'completed'`,
+		"webhook.dead": `
+			insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)
+			values ('e', 'd', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '', '');
+			update agent_webhook_deliveries set status = 'dead', error_message = 'why'`,
+	}
+	// Nobody wants anything: nothing is written. (Each cause is then undone.)
+	try := func(event string, wanted bool) {
+		tx, err := pool.Begin(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = tx.Rollback(t.Context()) }()
+		for sql := range strings.SplitSeq(causes[event], ";\n") {
+			exec(t, tx, sql)
+		}
+		if event == "execution.completed" {
+			exec(t, tx, `select finish_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
+		}
+		got := value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
+		if !wanted && got != "" {
+			t.Errorf("%s is told though nobody wants it: %s", event, got)
+		}
+		if wanted && (!strings.HasPrefix(got, event+" ") || !strings.Contains(got, `"type": "`+event) || strings.Contains(got, "iban")) {
+			t.Errorf("%s: %q", event, got)
+		}
+	}
+	for event := range causes {
+		try(event, false)
+	}
+	for event := range causes {
+		target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{event}})
+		for other := range causes {
+			try(other, other == event)
+		}
+	}
+	target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
+	try("execution.completed", true)
+	try("skill.disabled", false)
+	exec(t, pool, `select emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
+	if n := value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
+		t.Errorf("a payload of %d bytes", n)
+	}
+}

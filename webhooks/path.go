@@ -1,0 +1,215 @@
+package webhooks
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/textproto"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// Content is what a delivery's paths look into.
+//
+// A path is body, body.issue.number, body.items.0.id (a digit is an index where there is a list), header.x-github-event,
+// delivery (the sender's delivery id) or endpoint. In a template a path stands in braces: issue-{body.issue.number}. Anything
+// else in braces stays as it is.
+type Content struct {
+	Endpoint, DeliveryID string
+	Header               http.Header
+	Body                 any // as JSON has it, numbers as json.Number; a text where the endpoint takes no JSON
+}
+
+var (
+	pathForm    = regexp.MustCompile(`^(delivery|endpoint|body(\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)$`)
+	placeholder = regexp.MustCompile(`\{(delivery|endpoint|body(?:\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)\}`)
+	suspicious  = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
+)
+
+// checkPath reports a path that can never lead anywhere.
+func checkPath(path string) error {
+	if !pathForm.MatchString(path) {
+		return fmt.Errorf("%q is no path; write body.field, body.list.0.field, header.name, delivery or endpoint", path)
+	}
+	return nil
+}
+
+// checkTemplate reports a template with something that looks like a placeholder and is none.
+func checkTemplate(text string) error {
+	if rest := placeholder.ReplaceAllString(text, ""); suspicious.MatchString(rest) {
+		return errors.New("has braces that are no placeholder; write {body.field}, {header.name}, {delivery} or {endpoint}")
+	}
+	return nil
+}
+
+// parseBody reads exactly one JSON value.
+func parseBody(raw []byte) (any, error) {
+	d := json.NewDecoder(bytes.NewReader(raw))
+	d.UseNumber()
+	var v any
+	if err := d.Decode(&v); err != nil {
+		return nil, fmt.Errorf("parse body: %w", err)
+	}
+	return v, nil
+}
+
+// At is the value that a path leads to; an error when it leads nowhere.
+func (c Content) At(path string) (any, error) {
+	if err := checkPath(path); err != nil {
+		return nil, err
+	}
+	root, rest, _ := strings.Cut(path, ".")
+	switch root {
+	case "delivery":
+		return c.DeliveryID, nil
+	case "endpoint":
+		return c.Endpoint, nil
+	case "header":
+		values := c.Header[textproto.CanonicalMIMEHeaderKey(rest)]
+		if len(values) == 0 {
+			return nil, fmt.Errorf("%s: the delivery has no such header", path)
+		}
+		return values[0], nil
+	}
+	at := c.Body
+	for step := range strings.SplitSeq(rest, ".") {
+		if step == "" {
+			break
+		}
+		var ok bool
+		if at, ok = descend(at, step); !ok {
+			return nil, fmt.Errorf("%s: the body has nothing at %q", path, step)
+		}
+	}
+	return at, nil
+}
+
+func descend(at any, step string) (any, bool) {
+	switch at := at.(type) {
+	case map[string]any:
+		v, ok := at[step]
+		return v, ok
+	case []any:
+		i, err := strconv.Atoi(step)
+		if err != nil || i < 0 || i >= len(at) {
+			return nil, false
+		}
+		return at[i], true
+	}
+	return nil, false
+}
+
+// Text fills a template with plain values; one that leads nowhere, or to a list, an object or null, is an error.
+func (c Content) Text(template string) (string, error) {
+	return c.fill(template, func(path string, v any) (string, error) {
+		switch v := v.(type) {
+		case string:
+			return v, nil
+		case json.Number:
+			return v.String(), nil
+		case bool:
+			return strconv.FormatBool(v), nil
+		}
+		return "", fmt.Errorf("%s: is %s, not a text, a number or a truth value", path, kindOf(v))
+	})
+}
+
+// Quoted fills a template with values as JSON, each cut at most bytes: so that what a sender wrote can be told from
+// what the admin wrote.
+func (c Content) Quoted(template string, most int) (string, error) {
+	return c.fill(template, func(_ string, v any) (string, error) { return quote(v, most), nil })
+}
+
+func (c Content) fill(template string, show func(path string, v any) (string, error)) (string, error) {
+	var problems []error
+	text := placeholder.ReplaceAllStringFunc(template, func(match string) string {
+		path := match[1 : len(match)-1]
+		v, err := c.At(path)
+		if err == nil {
+			match, err = show(path, v)
+		}
+		if err != nil {
+			problems = append(problems, err)
+		}
+		return match
+	})
+	return text, errors.Join(problems...)
+}
+
+// quote is a value as JSON of about most bytes; what was cut says so.
+func quote(v any, most int) string {
+	var out bytes.Buffer
+	e := json.NewEncoder(&out)
+	e.SetEscapeHTML(true) // < and > too: no tag can be closed from within
+	if err := e.Encode(v); err != nil {
+		return "null"
+	}
+	text := strings.TrimSuffix(out.String(), "\n")
+	if len(text) <= most {
+		return text
+	}
+	return strings.ToValidUTF8(text[:most], "") + fmt.Sprintf("… (cut: %d bytes in all)", len(text))
+}
+
+func kindOf(v any) string {
+	switch v.(type) {
+	case nil:
+		return "null"
+	case []any:
+		return "a list"
+	case map[string]any:
+		return "an object"
+	}
+	return fmt.Sprintf("%T", v)
+}
+
+// Matches reports whether every path of a filter has the value, or one of the list of values, that it names. A path that leads
+// nowhere matches nothing: other events have other fields.
+func (c Content) Matches(when map[string]any) bool {
+	for path, want := range when {
+		v, err := c.At(path)
+		if err != nil {
+			return false
+		}
+		options, isList := want.([]any)
+		if !isList {
+			options = []any{want}
+		}
+		found := false
+		for _, option := range options {
+			found = found || same(v, option)
+		}
+		if !found {
+			return false
+		}
+	}
+	return true
+}
+
+// same compares scalars. A header is a text, so it also equals a number that is written so; numbers with a fraction or an
+// exponent are compared as numbers.
+func same(a, b any) bool {
+	x, okA := scalar(a)
+	y, okB := scalar(b)
+	if !okA || !okB || x == y || !strings.ContainsAny(x+y, ".eE") {
+		return okA && okB && x == y
+	}
+	m, errA := strconv.ParseFloat(x, 64)
+	n, errB := strconv.ParseFloat(y, 64)
+	return errA == nil && errB == nil && m == n
+}
+
+func scalar(v any) (string, bool) {
+	switch v := v.(type) {
+	case nil:
+		return "null", true
+	case float64: // as a filter comes out of the database
+		return strconv.FormatFloat(v, 'f', -1, 64), true
+	case string, bool, json.Number, int, int64, uint64:
+		return fmt.Sprint(v), true
+	}
+	return "", false
+}

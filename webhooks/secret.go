@@ -1,0 +1,75 @@
+package webhooks
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
+
+// maxSecret is the size in bytes of the largest file that holds a secret.
+const maxSecret = 64 << 10
+
+// checkSecrets reports references that are none. A literal is never repeated in the message.
+func checkSecrets(secrets []string) []error {
+	if len(secrets) == 0 {
+		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
+	}
+	var problems []error
+	for i, s := range secrets {
+		path, isFile := strings.CutPrefix(s, "file:")
+		if envForm.MatchString(s) || isFile && filepath.IsAbs(path) {
+			continue
+		}
+		problems = append(problems, fmt.Errorf(
+			"secrets[%d]: is no reference; a secret does not belong into a file that is shared: write ${NAME} of the environment or file:/absolute/path", i))
+	}
+	return problems
+}
+
+// Secrets resolves references now. A missing one is an error that says what to set; it never has a secret in it. getenv nil is
+// the process's environment.
+func Secrets(references []string, getenv func(string) string) ([]string, error) {
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	secrets := make([]string, len(references))
+	for i, r := range references {
+		var err error
+		if secrets[i], err = resolveSecret(r, getenv); err != nil {
+			problems = append(problems, err)
+		}
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, fmt.Errorf("read secrets: %w", err)
+	}
+	return secrets, nil
+}
+
+func resolveSecret(reference string, getenv func(string) string) (string, error) {
+	if path, isFile := strings.CutPrefix(reference, "file:"); isFile {
+		raw, err := os.ReadFile(path)
+		switch text := strings.TrimSpace(string(raw)); {
+		case err != nil:
+			return "", fmt.Errorf("read file %s: %w", path, err)
+		case text == "" || len(raw) > maxSecret:
+			return "", fmt.Errorf("file %s is empty or larger than %d bytes", path, maxSecret)
+		default:
+			return text, nil
+		}
+	}
+	if !envForm.MatchString(reference) {
+		return "", errors.New("a reference is ${NAME} or file:/path")
+	}
+	name := reference[2 : len(reference)-1]
+	value := getenv(name)
+	if value == "" {
+		return "", fmt.Errorf("set the environment variable %s", name)
+	}
+	return value, nil
+}

@@ -1,0 +1,173 @@
+package webhooks
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"regexp"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	defaultFailures = 20
+	mostFailures    = 1000
+	maxURL          = 2048
+)
+
+var eventForm = regexp.MustCompile(`^(\*|[a-z_]+\.(\*|[a-z_]+))$`)
+
+// EventTypes are what the agent tells of itself.
+func EventTypes() []string {
+	return []string{
+		"approval.requested", "execution.cancelled", "execution.completed", "execution.failed", "objective.completed",
+		"skill.disabled", "webhook.dead",
+	}
+}
+
+// TargetDefinition is what a workspace file declares about a target.
+type TargetDefinition struct {
+	Name        string   `yaml:"name" json:"name"`
+	Description string   `yaml:"description" json:"description,omitempty"`
+	URL         string   `yaml:"url" json:"url"`
+	Secrets     []string `yaml:"secrets" json:"secrets"` // references; each signs, so that one can be rotated
+	Events      []string `yaml:"events" json:"events"`   // execution.failed, execution.*, *
+	MaxFailures int      `yaml:"max_failures" json:"max_failures,omitempty"`
+}
+
+// ValidateTarget reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
+// [errors.Join].
+func ValidateTarget(d TargetDefinition) error {
+	problems := append(checkName(d.Name, d.Description), checkSecrets(d.Secrets)...)
+	switch u, err := url.Parse(d.URL); {
+	case err != nil, u.Host == "", u.Scheme != "https" && u.Scheme != "http", len(d.URL) > maxURL:
+		problems = append(problems, errors.New("url: must be an https:// or http:// address"))
+	case u.User != nil:
+		problems = append(problems, errors.New("url: has a user or a password in it; messages are signed with the secrets instead"))
+	}
+	if len(d.Events) == 0 {
+		problems = append(problems, errors.New("events: is empty; name types such as execution.failed, families such as execution.*, or *"))
+	}
+	for i, e := range d.Events {
+		if !eventForm.MatchString(e) || !known(e) {
+			problems = append(problems, fmt.Errorf("events[%d]: %q is no event of the agent; there are %v", i, e, EventTypes()))
+		}
+	}
+	if d.MaxFailures < 0 || d.MaxFailures > mostFailures {
+		problems = append(problems, fmt.Errorf("max_failures: must be between 1 and %d", mostFailures))
+	}
+	return errors.Join(problems...)
+}
+
+// known reports whether a pattern can match an event.
+func known(pattern string) bool {
+	for _, e := range EventTypes() {
+		if pattern == "*" || pattern == e || pattern == family(e) {
+			return true
+		}
+	}
+	return false
+}
+
+func family(event string) string {
+	for i := range len(event) {
+		if event[i] == '.' {
+			return event[:i] + ".*"
+		}
+	}
+	return event
+}
+
+// PutTarget makes the target d.Name say what d declares and reports whether anything changed. Whether it is in service, and
+// how it fared, stays.
+func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source string) (changed bool, err error) {
+	if err := ValidateTarget(d); err != nil {
+		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		insert into agent_webhook_targets as t (name, description, url, secrets, events, max_failures, source)
+		values (@name, @description, @url, @secrets, @events, @max_failures, @source)
+		on conflict (name) do update
+		   set description = excluded.description, url = excluded.url, secrets = excluded.secrets, events = excluded.events,
+		       max_failures = excluded.max_failures, source = excluded.source, updated_at = clock_timestamp()
+		 where (t.description, t.url, t.secrets, t.events, t.max_failures, t.source) is distinct from
+		       (excluded.description, excluded.url, excluded.secrets, excluded.events, excluded.max_failures, excluded.source)`,
+		postgres.Strict{
+			"name": d.Name, "description": d.Description, "url": d.URL, "secrets": d.Secrets, "events": d.Events,
+			"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": source,
+		})
+	if err != nil {
+		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// Targets lists all targets by name, with how much waits for each.
+func Targets(ctx context.Context, db postgres.DB) ([]Target, error) {
+	return targets(ctx, db, "")
+}
+
+// GetTarget reads a target by name; [ErrNotFound] when there is none.
+func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error) {
+	got, err := targets(ctx, db, name)
+	if err == nil && (len(got) == 0 || name == "") {
+		err = fmt.Errorf("webhook target %q: %w", name, ErrNotFound)
+	}
+	if err != nil {
+		return Target{}, err
+	}
+	return got[0], nil
+}
+
+func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
+	rows, err := db.Query(ctx, `
+		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.max_failures, t.enabled, t.disabled_reason,
+		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at, t.updated_at,
+		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending') as pending,
+		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead') as dead
+		  from agent_webhook_targets t where @name = '' or t.name = @name order by t.name`, postgres.Strict{"name": name})
+	if err != nil {
+		return nil, fmt.Errorf("list webhook targets: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Target])
+	if err != nil {
+		return nil, fmt.Errorf("list webhook targets: %w", err)
+	}
+	return got, nil
+}
+
+// RemoveTargets deletes the targets of source that are not among keep, with what was to be sent to them, and returns their
+// names.
+func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_webhook_targets where source = @source and name <> all(@keep::text[]) returning name`,
+		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return sortedNames(rows, err, "remove webhook targets of source "+source)
+}
+
+// SetTarget takes a target in or out of service, by an admin's word. Put back, it is sent what waited for it. False when it
+// was so already.
+func SetTarget(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		with changed as (
+		  update agent_webhook_targets
+		     set enabled = @enabled, disabled_by = case when @enabled then '' else @by end,
+		         disabled_reason = case when @enabled then '' else @reason end,
+		         disabled_at = case when @enabled then null else clock_timestamp() end, updated_at = clock_timestamp(),
+		         failures = 0, failing_since = null, blocked_until = 'epoch'
+		   where name = @name and enabled <> @enabled returning id)
+		select pg_notify('agent_webhooks', '') from changed`,
+		postgres.Strict{"name": name, "enabled": enabled, "by": by, "reason": reason})
+	if err != nil {
+		return false, fmt.Errorf("change webhook target %q: %w", name, err)
+	}
+	if tag.RowsAffected() > 0 {
+		return true, nil
+	}
+	_, err = GetTarget(ctx, db, name)
+	return false, err
+}
