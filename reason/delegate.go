@@ -1,0 +1,283 @@
+package reason
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// delegateFlow is the durable function of a delegated task.
+const delegateFlow = "delegate"
+
+const (
+	// deepest is how many delegations may be nested.
+	deepest = 2
+	// classDelegate is the class of a delegated task that did not end well.
+	classDelegate = "delegate"
+	// share is the part of what a turn has left that a task gets which names no tokens: one in so many.
+	share = 3
+)
+
+// delegated is the input of a delegated task. It is made by the runtime; of the model's words only the task and
+// narrowings are in it.
+type delegated struct {
+	Task      string          `json:"task"`
+	System    string          `json:"system"`
+	Purpose   string          `json:"purpose"`
+	Scopes    []string        `json:"scopes"`
+	Only      []string        `json:"only,omitempty"` // the skills it may use; all in scope when empty
+	Approvals ApprovalMode    `json:"approvals"`
+	Budget    Budget          `json:"budget"`
+	Above     []budgets.Scope `json:"above"`
+	Depth     int             `json:"depth"`
+}
+
+// delegateArgs is what a model may say about a task.
+type delegateArgs struct {
+	Task   string   `json:"task"`
+	Skills []string `json:"skills"`
+	Tokens int      `json:"tokens"`
+}
+
+// ending is what a turn learns of its task.
+type ending struct {
+	Status  string  `json:"status"`
+	Summary string  `json:"summary"`
+	Outcome Outcome `json:"outcome"`
+}
+
+// RegisterDelegate tells the engine how to run delegated tasks.
+func (l *Loop) RegisterDelegate(e *executions.Engine) error {
+	return e.Register(delegateFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		var d delegated
+		if err := json.Unmarshal(input, &d); err != nil {
+			return executions.Result{}, fmt.Errorf("read the delegated task: %w", err)
+		}
+		got, err := l.Run(ctx, l.childTurn(ctx, e, d))
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{Summary: got.Text, Value: got}, nil
+	})
+}
+
+// childTurn is the turn of a delegated task.
+func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated) Turn {
+	current, _ := executions.Current(ctx)
+	t := Turn{
+		Purpose: d.Purpose, System: d.System, Prompt: d.Task, Scopes: d.Scopes, Approvals: d.Approvals, Budget: &d.Budget,
+		BudgetScope: childScope(trace.ID(current.TraceID), current.ID),
+		above:       d.Above, only: d.Only, depth: d.Depth,
+	}
+	if d.Depth < deepest {
+		t.Tools = []Tool{l.DelegateTool(e, d.Scopes)}
+	}
+	return t
+}
+
+// DelegateTool lets a turn hand a sub-task to a child execution and have its answer. The child is in the same
+// trace. It may use what the turn may and scopes allow, fewer skills if the model names some, within a part of
+// what the turn has left of its budget; what it uses counts for the turn, too. It asks for approvals the way the turn does:
+// where that is waiting, the child waits, and the turn with it. The turn waits durably, without a process; when it is
+// cancelled the child is. A child that fails is a result for the model. Tasks are nested two deep at most.
+func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
+	return Tool{
+		Name: "delegate",
+		Description: "Hands a self-contained sub-task to a helper that knows nothing of this conversation, and returns its answer. " +
+			"Say in the task all that the helper needs to know, and what it is to answer.",
+		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["task"],"properties":{
+			"task":{"type":"string","minLength":1,"maxLength":20000},
+			"skills":{"type":"array","maxItems":40,"items":{"type":"string"},"description":"the only skills it may use; all of yours when left out"},
+			"tokens":{"type":"integer","minimum":1000,"description":"how many tokens it may use; a third of what you have left when left out"}}}`),
+		Do: func(context.Context, json.RawMessage) (any, error) {
+			return nil, &executions.StepError{Class: classDelegate, Message: "there is no turn to delegate from"}
+		},
+		within: func(w *turn) func(context.Context, json.RawMessage) (any, error) {
+			return func(ctx context.Context, args json.RawMessage) (any, error) { return w.delegate(ctx, e, scopes, args) }
+		},
+	}
+}
+
+// bind gives the tools that act for a turn their turn.
+func (w *turn) bind() {
+	w.Tools = slices.Clone(w.Tools)
+	for i, t := range w.Tools {
+		if t.within != nil {
+			w.Tools[i].Do = t.within(w)
+		}
+	}
+}
+
+// allowed are the skills that a delegated turn was given.
+func (t Turn) allowed(all []skills.Skill) []skills.Skill {
+	if len(t.only) == 0 {
+		return all
+	}
+	return slices.DeleteFunc(all, func(s skills.Skill) bool { return !slices.Contains(t.only, s.Name) })
+}
+
+// delegate starts a child, waits for its end, and returns what came of it.
+func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []string, args json.RawMessage) (any, error) {
+	var asked delegateArgs
+	if err := json.Unmarshal(args, &asked); err != nil {
+		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
+	}
+	end, err := executions.Phase(ctx, "delegate", func(ctx context.Context, effect *executions.Effect) (ending, error) {
+		child, err := executions.StepTx(ctx, "start", func(ctx context.Context, tx pgx.Tx) (string, error) {
+			spec, err := w.childSpec(ctx, asked, scopes)
+			if err != nil {
+				return "", err
+			}
+			x, _, err := e.StartTx(ctx, tx, spec)
+			return x.ID, err
+		}, executions.Input(asked))
+		if err != nil {
+			return ending{}, err
+		}
+		effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
+		end, err := w.childEnd(ctx, e, child)
+		if err == nil {
+			effect.Output = map[string]any{"task": asked.Task, "execution_id": child, "status": end.Status, "answer": end.Outcome.Text}
+		}
+		return end, err
+	}, executions.Input(asked))
+	if err != nil {
+		return nil, err
+	}
+	w.count(end.Outcome)
+	if end.Status != string(executions.Completed) {
+		return nil, &executions.StepError{Class: classDelegate, Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary)}
+	}
+	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
+}
+
+// count adds what a child has used: the turn's budget holds for both.
+func (w *turn) count(o Outcome) {
+	w.outcome.Usage.PromptTokens += o.Usage.PromptTokens
+	w.outcome.Usage.CompletionTokens += o.Usage.CompletionTokens
+	w.outcome.Usage.TotalTokens += o.Usage.TotalTokens
+	w.outcome.Usage.Estimated = w.outcome.Usage.Estimated || o.Usage.Estimated
+	w.outcome.CostUSD += o.CostUSD
+}
+
+// childSpec is a child that is in no respect wider than the turn.
+func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []string) (executions.Spec, error) {
+	current, _ := executions.Current(ctx)
+	if w.depth >= deepest {
+		return executions.Spec{}, &executions.StepError{Class: classDelegate, Message: "a delegated task cannot be delegated further"}
+	}
+	only, err := w.narrowed(asked.Skills)
+	if err != nil {
+		return executions.Spec{}, err
+	}
+	budget, err := w.childBudget(asked.Tokens)
+	if err != nil {
+		return executions.Spec{}, err
+	}
+	return executions.Spec{
+		Flow: delegateFlow, Surface: trace.Surface(current.Surface), TraceID: trace.ID(current.TraceID), Agent: current.Agent,
+		ParentID: current.ID, Awaited: true, Queue: current.Queue, Priority: current.Priority,
+		Input: delegated{
+			Task: asked.Task, System: w.System, Purpose: w.Purpose, Approvals: w.Approvals, Only: only, Budget: budget,
+			Scopes: slices.DeleteFunc(slices.Clone(w.Scopes), func(s string) bool { return !slices.Contains(scopes, s) }),
+			Above:  append(slices.Clone(w.above), w.scope(trace.ID(current.TraceID), w.budget)), Depth: w.depth + 1,
+		},
+	}, nil
+}
+
+// narrowed checks the names of skills that a model gives a child.
+func (w *turn) narrowed(names []string) ([]string, error) {
+	if len(names) == 0 {
+		return w.only, nil
+	}
+	for _, name := range names {
+		if !slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) {
+			return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf(
+				"skills: %q is none of yours: %s", shown(name), strings.Join(skillNames(w.skills), ", "))}
+		}
+	}
+	return names, nil
+}
+
+// childBudget is a part of what the turn has left.
+func (w *turn) childBudget(tokens int) (Budget, error) {
+	left := w.budget
+	left.Iterations -= w.outcome.Iterations
+	left.Time -= w.used()
+	if left.Iterations <= 0 || left.Time <= 0 {
+		return Budget{}, &executions.StepError{Class: classDelegate, Message: "nothing is left of the budget for a delegated task"}
+	}
+	part := 1.0 / share
+	if w.budget.Tokens < math.MaxInt {
+		left.Tokens -= w.Before.Usage.TotalTokens + w.outcome.Usage.TotalTokens
+		if tokens > 0 {
+			part = min(1, float64(tokens)/float64(max(left.Tokens, 1)))
+		}
+		left.Tokens = int(float64(left.Tokens) * part)
+	} else if tokens > 0 {
+		left.Tokens = tokens
+	}
+	if w.budget.CostUSD > 0 {
+		left.CostUSD = (left.CostUSD - w.Before.CostUSD - w.outcome.CostUSD) * part
+	}
+	if left.Tokens <= 0 || w.budget.CostUSD > 0 && left.CostUSD <= 0 {
+		return Budget{}, &executions.StepError{Class: classDelegate, Message: "nothing is left of the budget for a delegated task"}
+	}
+	return left, nil
+}
+
+// childEnd waits for a child and reads what came of it. One that does not end in time is cancelled.
+func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (ending, error) {
+	patience := max(time.Hour, 2*w.budget.Time)
+	if w.Approvals == Park {
+		patience = 24 * time.Hour
+	}
+	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
+	if err != nil {
+		return ending{}, err
+	}
+	return executions.Step(ctx, "read", func(ctx context.Context) (ending, error) {
+		if out.TimedOut {
+			if _, err := e.Cancel(ctx, child, "delegate", "it did not end in time"); err != nil {
+				return ending{}, err
+			}
+		}
+		x, err := executions.Get(ctx, w.Pool, child)
+		if err != nil {
+			return ending{}, err
+		}
+		end := ending{Status: string(x.Status), Summary: x.ResultSummary}
+		if x.ErrorMessage != nil {
+			end.Summary = *x.ErrorMessage
+		}
+		if x.Status == executions.Completed {
+			err = json.Unmarshal(x.Result, &end.Outcome)
+		} else {
+			end.Outcome, err = w.spentBy(ctx, child)
+		}
+		return end, err
+	})
+}
+
+// spentBy is what a child that did not complete has used, by the scope that was its own.
+func (w *turn) spentBy(ctx context.Context, child string) (Outcome, error) {
+	span, _ := trace.From(ctx)
+	spent, err := budgets.Of(ctx, w.Pool, childScope(span.TraceID, child))
+	o := Outcome{CostUSD: spent.CostUSD}
+	o.Usage.TotalTokens, o.Usage.Estimated = int(spent.Tokens), true
+	return o, err
+}
+
+// childScope is where what a delegated task uses is counted, beside the scopes above it.
+func childScope(id trace.ID, child string) string { return budgets.RunScope(id) + "/" + child }

@@ -1,0 +1,303 @@
+package reason_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// delegating is a world whose turn may delegate; says gives the replies by the prompt of who asks.
+func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *executions.Engine) {
+	t.Helper()
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		answers := 0
+		for _, m := range req.Messages {
+			if m.Role == openai.ChatMessageRoleAssistant {
+				answers++
+			}
+		}
+		replies := says[req.Messages[1].Content]
+		if answers >= len(replies) {
+			return modeltest.Status(http.StatusBadRequest, 0)
+		}
+		return replies[answers]
+	})
+	w.delegates(t)
+	return w, w.engine(t, true)
+}
+
+// delegates lets the world's turn delegate.
+func (w *world) delegates(t *testing.T) {
+	t.Helper()
+	w.prepare = func(e *executions.Engine) {
+		if err := w.loop.RegisterDelegate(e); err != nil {
+			t.Error(err)
+		}
+		w.turn.Tools = []reason.Tool{w.loop.DelegateTool(e, []string{skills.ScopeInternal})}
+	}
+}
+
+// begin starts the turn; a process that runs the engine takes it up, also after waits.
+func begin(t *testing.T, w *world, e *executions.Engine) string {
+	t.Helper()
+	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+func until(t *testing.T, w *world, id string, status executions.Status) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil && x.Status == status
+	}, "execution "+id+" is "+string(status))
+	return x
+}
+
+// child is the execution that another started.
+func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		var id string
+		if err := w.pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
+			postgres.Strict{"id": parent}).Scan(&id); err != nil {
+			return false
+		}
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil
+	}, parent+" has a child")
+	return x
+}
+
+// offeredTo are the names of the tools in the first request with a prompt.
+func (w *world) offeredTo(prompt string) (names []string) {
+	for _, r := range w.model.Requests() {
+		if r.Messages[1].Content == prompt {
+			for _, tool := range r.Tools {
+				names = append(names, tool.Function.Name)
+			}
+			return names
+		}
+	}
+	return nil
+}
+
+func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.":       {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(100, 10, 0), modeltest.Text("All told.").WithUsage(200, 10, 0)},
+		"Size it up.": {modeltest.ToolCall("sizes", `{"limit":1}`).WithUsage(300, 10, 0), modeltest.Text("orders").WithUsage(400, 10, 0)},
+	})
+	parent := until(t, w, begin(t, w, e), executions.Completed)
+	child := w.child(t, parent.ID)
+	if child.TraceID != parent.TraceID || child.Status != executions.Completed || child.Surface != parent.Surface {
+		t.Errorf("the child is %s in %s, the parent in %s", child.Status, child.TraceID, parent.TraceID)
+	}
+	got := outcome(t, parent)
+	if got.Text != "All told." || !slices.Equal(got.Calls, []string{"delegate"}) || got.Usage.TotalTokens != 1040 {
+		t.Errorf("outcome is %+v", got)
+	}
+	if names := w.offeredTo("Size it up."); !slices.Equal(names, []string{"sizes", "delegate"}) {
+		t.Errorf("the child was offered %v", names)
+	}
+	told := w.model.Requests()[len(w.model.Requests())-1].Messages
+	if last := told[len(told)-1]; !strings.Contains(last.Content, `"answer":"orders"`) {
+		t.Errorf("the turn was told %q", last.Content)
+	}
+	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Kind != "phase" || !strings.Contains(string(row[0].Output), child.ID) {
+		t.Errorf("rows of the delegation: %+v", row)
+	}
+	run := budgets.RunScope(trace.ID(parent.TraceID))
+	for scope, tokens := range map[string]int64{run: 1040, run + "/" + child.ID: 720} {
+		if spent, err := budgets.Of(t.Context(), w.pool, scope); err != nil || spent.Tokens != tokens || spent.ReservedTokens != 0 {
+			t.Errorf("%s has %+v (%v), want %d tokens", scope, spent, err, tokens)
+		}
+	}
+}
+
+func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.": {modeltest.ToolCall("delegate", `{"task":"Deep.","tokens":1000000}`), modeltest.Text("ok")},
+		"Deep.": {modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["hidden"]}`), modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["probe"]}`), modeltest.Text("ok")},
+		"Deeper.": {
+			modeltest.ToolCall("hidden", `{}`), modeltest.ToolCall("delegate", `{"task":"Deepest."}`), modeltest.Text("ok"),
+		},
+	})
+	w.builtins["hidden"] = func(context.Context, skills.Call) (any, error) {
+		t.Error("a skill out of scope was called")
+		return nil, nil
+	}
+	w.put(t, skills.Definition{Name: "hidden", Scope: skills.ScopeExternal})
+	w.loop.Budget = reason.Budget{Tokens: 50_000, CostUSD: 0.5, Iterations: 8}
+	parent := until(t, w, begin(t, w, e), executions.Completed)
+	child := w.child(t, parent.ID)
+	if names := w.offeredTo("Deep."); slices.Contains(names, "hidden") || !slices.Contains(names, "delegate") {
+		t.Errorf("the child was offered %v", names)
+	}
+	if names := w.offeredTo("Deeper."); !slices.Equal(names, []string{"probe"}) {
+		t.Errorf("the grandchild was offered %v", names)
+	}
+	grandchild := w.child(t, child.ID)
+	tokens := func(x executions.Execution) (n [2]int64) {
+		if err := w.pool.QueryRow(t.Context(), `
+			select (input->'budget'->>'Tokens')::bigint, (input->'budget'->>'Iterations')::bigint
+			  from agent_executions where id = @id`, postgres.Strict{"id": x.ID}).Scan(&n[0], &n[1]); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	c, g := tokens(child), tokens(grandchild)
+	if c[0] >= 50_000 || c[1] >= 8 || g[0] > c[0]/3 || g[1] >= c[1] {
+		t.Errorf("tokens and iterations: child %v, grandchild %v", c, g)
+	}
+}
+
+func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.": {modeltest.ToolCall("delegate", `{"task":"Spend."}`).WithUsage(500, 20, 0), modeltest.Text("That was all.").WithUsage(600, 10, 0)},
+		"Spend.": {
+			modeltest.ToolCall("probe", `{}`).WithUsage(1000, 100, 0), modeltest.ToolCall("probe", `{}`).WithUsage(2000, 100, 0), modeltest.Text("never said"),
+		},
+	})
+	w.loop.Budget = reason.Budget{Tokens: 6000}
+	got := outcome(t, until(t, w, begin(t, w, e), executions.Completed))
+	told := w.model.Requests()[len(w.model.Requests())-1].Messages
+	last := told[len(told)-1].Content
+	if !strings.Contains(last, `"ended":"tokens"`) || !strings.Contains(last, "leaves too little") || len(w.model.Requests()) != 3 {
+		t.Errorf("after %d requests the turn was told %q", len(w.model.Requests()), last)
+	}
+	if got.Text != "That was all." || got.Usage.TotalTokens != 520+1100+610 {
+		t.Errorf("outcome is %+v", got)
+	}
+}
+
+func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
+	})
+	parent := until(t, w, begin(t, w, e), executions.Completed)
+	if got := outcome(t, parent); got.Text != "It did not work." {
+		t.Errorf("outcome is %+v", got)
+	}
+	told := w.model.Requests()[len(w.model.Requests())-1].Messages
+	if last := told[len(told)-1]; !strings.Contains(last.Content, `"error":"delegate"`) || !strings.Contains(last.Content, "ended as failed") {
+		t.Errorf("the turn was told %q", last.Content)
+	}
+	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Status != "success" || !strings.Contains(string(row[0].Output), "failed") {
+		t.Errorf("rows of the delegation: %+v", row)
+	}
+}
+
+func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.": {modeltest.ToolCall("delegate", `{"task":"Hang."}`)}, "Hang.": {modeltest.Hang()},
+	})
+	id := begin(t, w, e)
+	child := w.child(t, id)
+	until(t, w, child.ID, executions.Running)
+	until(t, w, id, executions.Waiting)
+	if _, err := e.Cancel(t.Context(), id, "admin", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	until(t, w, child.ID, executions.Cancelled)
+}
+
+func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.":    {modeltest.ToolCall("delegate", `{"task":"Drop it."}`), modeltest.Text("Gone.")},
+		"Drop it.": {modeltest.ToolCall("drop", `{}`), modeltest.Text("dropped")},
+	})
+	var dropped int
+	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) { dropped++; return "ok", nil }
+	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
+	w.turn.Approvals = reason.Park
+	id := begin(t, w, e)
+	child := w.child(t, id)
+	asked := until(t, w, child.ID, executions.Waiting)
+	until(t, w, id, executions.Waiting)
+	if asked.WaitingFor == nil || *asked.WaitingFor != "approval" || dropped != 0 {
+		t.Fatalf("the child waits for %v, %d drops", asked.WaitingFor, dropped)
+	}
+	if _, err := approvals.Decide(t.Context(), w.pool, *asked.WaitingKey, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	if got := outcome(t, until(t, w, id, executions.Completed)); got.Text != "Gone." || dropped != 1 {
+		t.Errorf("outcome is %+v after %d drops", got, dropped)
+	}
+}
+
+func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
+	for at := 1; ; at++ {
+		c, parked := newCrash(), false
+		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
+			w := newWorld(t)
+			w.plan(modeltest.ToolCall("delegate", `{"task":"Part."}`), modeltest.Text("ok"))
+			var steps atomic.Int32
+			w.wrap = func(ctx context.Context) context.Context {
+				return executions.Gate(ctx, func(ctx context.Context) error {
+					if int(steps.Add(1)) == at {
+						c.here(ctx)
+					}
+					return nil
+				})
+			}
+			w.loop.Budget = reason.Budget{Iterations: 3}
+			w.delegates(t)
+			x := w.survive(t, c)
+			if parked = c.done.CompareAndSwap(false, true); parked { // the first process has come to its wait
+				w.engine(t, true)
+			}
+			x = until(t, w, x.ID, executions.Completed)
+			if n := value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
+				t.Errorf("%d children", n)
+			}
+			if got := w.book(t); got.Aside != 0 || got.Unsettled != 0 {
+				t.Errorf("the day has %+v", got)
+			}
+		})
+		if parked || t.Failed() {
+			if at < 5 {
+				t.Errorf("the turn had %d steps only", at-1)
+			}
+			return
+		}
+	}
+}
+
+func TestManyDelegateAtOnce(t *testing.T) {
+	w, e := delegating(t, map[string][]modeltest.Reply{
+		"Look.":     {modeltest.ToolCall("delegate", `{"task":"Part."}`).AndCall("delegate", `{"task":"Part two."}`), modeltest.Text("ok")},
+		"Part.":     {modeltest.Text("one")},
+		"Part two.": {modeltest.Text("two")},
+	})
+	var parents []string
+	for range 8 {
+		parents = append(parents, begin(t, w, e))
+	}
+	for _, id := range parents {
+		until(t, w, id, executions.Completed)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate' and status = 'completed'`); n != 16 {
+		t.Errorf("%d tasks were done, want 16", n)
+	}
+}

@@ -1,0 +1,176 @@
+package reason_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// blank is an answer of nothing.
+func blank() modeltest.Reply {
+	return modeltest.Raw(http.StatusOK, "application/json",
+		`{"choices":[{"index":0,"message":{"role":"assistant","content":" \n"},"finish_reason":"stop"}]}`)
+}
+
+// stalled fails when a turn did not end as one that stalled, with its row and its log line.
+func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome, why string) {
+	t.Helper()
+	if x.Status != executions.Completed || got.Ended != reason.Stalled || !strings.Contains(got.Text, why) || x.ResultSummary != got.Text {
+		t.Errorf("execution is %s, outcome %+v", x.Status, got)
+	}
+	rows := named(w.rows(t, x), "reasoning")
+	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" || !strings.Contains(rows[0].Message, got.Text) {
+		t.Errorf("rows are %+v", rows)
+	}
+	if len(w.log.find(t, "reasoning stalled")) != 1 {
+		t.Error("the stall is not in the log")
+	}
+}
+
+func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("All is well."))
+	_, got := w.completed(t)
+	if got.Text != "All is well." || got.Ended != reason.Answered {
+		t.Errorf("outcome is %+v", got)
+	}
+	if told := w.since(t, 2); told[len(told)-1].Role != "system" || !strings.Contains(told[len(told)-1].Content, "empty") {
+		t.Errorf("the model was told %+v", told)
+	}
+}
+
+func TestTwoEmptyAnswersEndTheTurn(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), blank())
+	x, got := w.completed(t)
+	w.stalled(t, x, got, "the model gave no text; calls made: probe.")
+}
+
+func TestACallMakesAnEmptyAnswerGood(t *testing.T) {
+	w := newWorld(t, blank(), modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("ok"))
+	if _, got := w.completed(t); got.Text != "ok" {
+		t.Errorf("outcome is %+v", got)
+	}
+}
+
+func TestARefusalInWordsIsAnAnswer(t *testing.T) {
+	w := newWorld(t, modeltest.Raw(http.StatusOK, "application/json",
+		`{"choices":[{"index":0,"message":{"role":"assistant","content":null,"refusal":"I will not."},"finish_reason":"stop"}]}`))
+	if _, got := w.completed(t); got.Text != "I will not." || got.Ended != reason.Answered {
+		t.Errorf("outcome is %+v", got)
+	}
+}
+
+func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
+	w := newWorld(t)
+	var calls atomic.Int32
+	w.builtins["sizes"] = func(context.Context, skills.Call) (any, error) {
+		calls.Add(1)
+		return "the same", nil
+	}
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.ToolCall("sizes", `{"limit":`+strings.Repeat(" ", n)+`1.0}`) // the same arguments, written otherwise
+	})
+	x, got := w.completed(t)
+	w.stalled(t, x, got, "made the same call again and again; calls made: sizes, sizes")
+	if calls.Load() != 5 || len(w.model.Requests()) != 5 {
+		t.Errorf("%d calls in %d iterations", calls.Load(), len(w.model.Requests()))
+	}
+	for n := 1; n < 5; n++ {
+		last := w.since(t, n)
+		told := strings.Contains(last[len(last)-1].Content, "with the same arguments 3 times in a row")
+		if told != (n == 3) {
+			t.Errorf("with request %d the model was told %+v", n, last)
+		}
+	}
+}
+
+func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
+	w := newWorld(t)
+	var calls atomic.Int32
+	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
+		calls.Add(1)
+		return "alive", nil
+	}
+	reply := modeltest.ToolCall("probe", `{}`)
+	for range 30 {
+		reply = reply.AndCall("probe", `{}`)
+	}
+	w.plan(reply)
+	x, got := w.completed(t)
+	w.stalled(t, x, got, "again and again")
+	if calls.Load() != 5 {
+		t.Errorf("%d calls were made", calls.Load())
+	}
+}
+
+func TestOtherCallsBetweenAreNoLoopAndTheIterationsStillHold(t *testing.T) {
+	w := newWorld(t)
+	w.loop.Budget = reason.Budget{Iterations: 9}
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.ToolCall("sizes", fmt.Sprintf(`{"limit":%d}`, 1+n%2))
+	})
+	if _, got := w.completed(t); got.Ended != "iterations" || len(got.Calls) != 9 {
+		t.Errorf("outcome is %+v", got)
+	}
+}
+
+func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
+	storm := modeltest.Status(http.StatusTooManyRequests, time.Hour)
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), storm)
+	w.turn.OnTool = func(reason.ToolEvent) {}
+	x, _ := w.run(t)
+	message := deref(x.ErrorMessage)
+	if x.Status != executions.Failed || !strings.Contains(message, "429") {
+		t.Errorf("execution is %s: %s", x.Status, message)
+	}
+	rows := named(w.rows(t, x), "model_call")
+	if len(rows) != 2 || rows[1].Status != "error" || rows[1].Class != "model" || !strings.Contains(rows[1].Message, "429") {
+		t.Errorf("%d rows, the last says %q", len(rows), rows[len(rows)-1].Message)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity_open`); n != 0 {
+		t.Errorf("%d rows are open", n)
+	}
+}
+
+func TestAProviderThatIgnoresMaxTokensIsCutOff(t *testing.T) {
+	w := newWorld(t, modeltest.Text(strings.Repeat("blah ", 60_000)))
+	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Text) > 40_000 || !strings.Contains(got.Text, "cut off") {
+		t.Errorf("the turn ended %s with %d bytes", got.Ended, len(got.Text))
+	}
+	if r := w.model.Requests()[0]; r.MaxTokens == 0 { //nolint:staticcheck // the older name is what every server knows
+		t.Error("the answer's length was not bounded")
+	}
+}
+
+func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
+	w := newWorld(t)
+	w.loop.Budget = reason.Budget{Context: 2000}
+	w.plan(modeltest.Text(strings.Repeat("blah ", 2500)).AndCall("probe", `{}`), modeltest.Text("ok"))
+	if _, got := w.completed(t); got.Text != "ok" {
+		t.Fatalf("the turn ended %s: %.200q", got.Ended, got.Text)
+	}
+	r := w.model.Requests()[1]
+	if n := promptTokens(t, r); n > 2000 {
+		t.Errorf("%d tokens", n)
+	}
+	whole(t, 1, r.Messages)
+}
+
+func TestACutStreamLeavesOneAnswer(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.CutStream("Half an"), modeltest.EndedStream("Half an ans"), modeltest.Text("A whole answer."))
+	x, got := w.completed(t)
+	if got.Text != "A whole answer." || !slices.Equal(got.Calls, []string{"probe"}) || len(named(w.rows(t, x), "model_call")) != 2 {
+		t.Errorf("outcome is %+v", got)
+	}
+}

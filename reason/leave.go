@@ -1,0 +1,185 @@
+package reason
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// leave is what a call needs of an admin.
+type leave struct {
+	skill skills.Skill
+	key   string // skill and arguments
+	asked approvals.Approval
+}
+
+// decision is what came of it.
+type decision struct {
+	Status string `json:"status"`
+	By     string `json:"by"`
+	Reason string `json:"reason"`
+}
+
+// needLeave handles a call that only an admin can allow: it is set aside until the reply's other calls are
+// made, or only recorded.
+func (w *turn) needLeave(ctx context.Context, c *call, s skills.Skill) error {
+	hash, err := approvals.Hash(c.args)
+	if err != nil {
+		return err // the schema's check has read them
+	}
+	c.leave = &leave{skill: s, key: s.Name + " " + hash}
+	if w.Approvals == Park {
+		return nil
+	}
+	if err := w.request(ctx, c); err != nil || c.result != "" {
+		return err
+	}
+	w.outcome.Calls = append(w.outcome.Calls, s.Name+" (awaits approval)")
+	c.result = encode(map[string]string{
+		"status": "pending_approval", "approval_id": c.leave.asked.ID,
+		"note": "An admin must approve this call. It runs later, if approved; do not ask again.",
+	})
+	return w.showOnce(ctx, c, "deferred", string(activity.PendingApproval), "")
+}
+
+// await asks for all the leave that a reply's calls need, and then makes each call when it is decided. Of equal
+// calls only one is asked for at a time: one denial is for all.
+func (w *turn) await(ctx context.Context, calls []*call) error {
+	for {
+		round, err := w.round(ctx, calls)
+		if err != nil || len(round) == 0 {
+			return err
+		}
+		if err := w.announce(ctx, round); err != nil {
+			return err
+		}
+		for _, c := range round {
+			if err := w.follow(ctx, c); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// round asks for the calls that have no result yet, and returns those that now wait.
+func (w *turn) round(ctx context.Context, calls []*call) (waiting []*call, err error) {
+	taken := map[string]bool{}
+	for _, c := range calls {
+		if c.leave == nil || c.result != "" || taken[c.leave.key] {
+			continue
+		}
+		if why, denied := w.denied[c.leave.key]; denied {
+			if err := w.denyAgain(ctx, c, why); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		if err := w.request(ctx, c); err != nil {
+			return nil, err
+		}
+		if c.result == "" {
+			taken[c.leave.key] = true
+			waiting = append(waiting, c)
+		}
+	}
+	return waiting, nil
+}
+
+// request records that one call wants leave. A request that cannot be stored is the call's result.
+func (w *turn) request(ctx context.Context, c *call) error {
+	s := c.leave.skill
+	asked, err := approvals.Ask(ctx, approvals.Request{
+		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: c.args, Park: w.Approvals == Park,
+	})
+	if failure, ok := errors.AsType[*executions.StepError](err); ok {
+		c.result = w.bound(failed(failure))
+		return nil
+	}
+	c.leave.asked = asked
+	return err
+}
+
+// announce shows, once, what waits for a decision.
+func (w *turn) announce(ctx context.Context, round []*call) error {
+	if w.OnApproval == nil {
+		return nil
+	}
+	first, err := w.news(ctx, "approvals")
+	if err != nil || !first {
+		return err
+	}
+	for _, c := range round {
+		w.OnApproval(c.leave.asked)
+	}
+	return nil
+}
+
+// follow waits for the decision on a call, and does what it says.
+func (w *turn) follow(ctx context.Context, c *call) error {
+	d, err := w.decided(ctx, c.leave.asked)
+	switch {
+	case err != nil:
+		return err
+	case d.Status != "approved":
+		return w.deny(ctx, c, d.why())
+	}
+	current, _ := executions.Current(ctx)
+	id := c.leave.asked.ID
+	step := "approved " + id
+	err = w.invokeSkill(ctx, c, c.leave.skill, step, approvals.Use(id, current.ID, step))
+	if approvals.IsUsed(err) {
+		return w.deny(ctx, c, "the approval has expired, or the skill has changed since it was given")
+	}
+	return err
+}
+
+// decided waits durably for an admin.
+func (w *turn) decided(ctx context.Context, asked approvals.Approval) (decision, error) {
+	out, err := executions.Wait(ctx, "decision on "+asked.ID, executions.Approval(asked.ID, approvals.Lifetime))
+	switch {
+	case err != nil:
+		return decision{}, err
+	case out.TimedOut:
+		return decision{Status: "expired"}, nil
+	}
+	var d decision
+	if err := json.Unmarshal(out.Data, &d); err != nil {
+		return decision{}, fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
+	}
+	return d, nil
+}
+
+// why says why a call was not allowed.
+func (d decision) why() string {
+	switch {
+	case d.Reason != "":
+		return d.Reason
+	case d.Status == "expired":
+		return "nobody decided in time"
+	}
+	return "an admin rejected it"
+}
+
+// deny tells the model that a call is not allowed, and remembers it for the rest of the turn.
+func (w *turn) deny(ctx context.Context, c *call, why string) error {
+	w.denied[c.leave.key] = why
+	w.outcome.Calls = append(w.outcome.Calls, c.name+" (denied)")
+	c.result = denial(why)
+	return w.showOnce(ctx, c, "denied "+c.leave.asked.ID, classDenied, why)
+}
+
+// denyAgain refuses a call that was denied before in this turn. No admin is asked again.
+func (w *turn) denyAgain(ctx context.Context, c *call, why string) error {
+	c.result = denial(why)
+	return w.refuse(ctx, c, c.leave.skill.ID, classDenied, "denied before in this turn: "+why)
+}
+
+func denial(why string) string {
+	return encode(map[string]string{"error": "DENIED", "reason": why, "note": "Do not ask for this call again."})
+}

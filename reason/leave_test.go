@@ -1,0 +1,386 @@
+package reason_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// dropped is what the skill drop was called with.
+type dropped struct {
+	mu   sync.Mutex
+	args []string
+}
+
+func (d *dropped) list() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Sorted(slices.Values(d.args))
+}
+
+// parking makes the world's turn wait for leave, and adds the skill drop, which needs it.
+func (w *world) parking(t *testing.T) *dropped {
+	t.Helper()
+	w.turn.Approvals = reason.Park
+	d := &dropped{}
+	w.builtins["drop"] = func(_ context.Context, c skills.Call) (any, error) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.args = append(d.args, string(c.Args))
+		return "dropped", nil
+	}
+	w.put(t, dropSkill(""))
+	return d
+}
+
+func dropSkill(extra string) skills.Definition {
+	fields := map[string]any{"table": map[string]any{"type": "string"}}
+	if extra != "" {
+		fields[extra] = map[string]any{"type": "string"}
+	}
+	return skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{"type": "object", "properties": fields}}
+}
+
+// park runs the turn until it waits.
+func (w *world) park(t *testing.T) executions.Execution {
+	t.Helper()
+	x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+	if err != nil || x.Status != executions.Waiting {
+		t.Fatalf("execution is %s: %v %s", x.Status, err, deref(x.ErrorMessage))
+	}
+	return x
+}
+
+// ended waits for the end of an execution, and lets each pending approval be decided meanwhile.
+func (w *world) ended(t *testing.T, id string, decide func(approvals.Approval)) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		for _, a := range w.pending(t) {
+			if decide != nil {
+				decide(a)
+			}
+		}
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil && x.Status.Ended()
+	}, "the execution ends")
+	return x
+}
+
+func (w *world) pending(t *testing.T) []approvals.Approval {
+	t.Helper()
+	list, err := approvals.Pending(t.Context(), w.pool, 50)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+func (w *world) decide(t *testing.T, a approvals.Approval, approve bool, reason string) {
+	t.Helper()
+	if _, err := approvals.Decide(t.Context(), w.pool, a.ID, approve, "ana", reason); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (w *world) approveAll(t *testing.T) func(approvals.Approval) {
+	t.Helper()
+	return func(a approvals.Approval) { w.decide(t, a, true, "") }
+}
+
+func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Gone."))
+	x := w.park(t)
+	asked := w.pending(t)
+	if len(asked) != 1 || !asked[0].Parked || len(d.list()) != 0 || len(w.model.Requests()) != 1 {
+		t.Fatalf("pending are %+v, calls %q", asked, d.list())
+	}
+	w.decide(t, asked[0], true, "") // while nobody runs
+	w.engine(t, true)
+	x = w.ended(t, x.ID, nil)
+	if got := outcome(t, x); got.Text != "Gone." || !slices.Equal(got.Calls, []string{"drop"}) {
+		t.Errorf("execution is %s, outcome %+v", x.Status, got)
+	}
+	if got := d.list(); !slices.Equal(got, []string{`{"table":"x"}`}) {
+		t.Errorf("calls are %q", got)
+	}
+	if told := w.since(t, 1)[1]; told.Role != "tool" || told.Content != `"dropped"` {
+		t.Errorf("the model was told %+v", told)
+	}
+	rows := named(w.rows(t, x), "drop")
+	if len(rows) != 2 || rows[0].Status != "pending_approval" || rows[1].Status != "success" {
+		t.Errorf("rows are %+v", rows)
+	}
+	same := value[bool](t, w.pool, `
+		select a.consumed_for = a.execution_id || ' approved ' || a.id and c.created_at <= a.consumed_at + interval '1 second' and c.step = 'approved ' || a.id
+		  from agent_approvals a join agent_activity c on c.execution_id = a.execution_id and c.skill_name = 'drop' and c.status = 'success'`)
+	if !same {
+		t.Error("the grant was not consumed for the call")
+	}
+}
+
+func TestOneDenialEndsIt(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	w.plan(
+		modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table": "x"}`),
+		modeltest.ToolCall("drop", ` { "table" : "x" } `), modeltest.Text("I may not."))
+	x := w.park(t)
+	w.engine(t, true)
+	asked := 0
+	x = w.ended(t, x.ID, func(a approvals.Approval) {
+		asked++
+		w.decide(t, a, false, "not on a Friday")
+	})
+	if got := outcome(t, x); got.Text != "I may not." || len(d.list()) != 0 || asked != 1 {
+		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, deref(x.ErrorMessage), d.list(), asked)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
+		t.Errorf("%d approvals were asked for", n)
+	}
+	replies := 0
+	for _, r := range append(w.since(t, 1), w.since(t, 2)...) {
+		if r.Role != openai.ChatMessageRoleTool {
+			continue
+		}
+		replies++
+		var told struct{ Error, Reason string }
+		if err := json.Unmarshal([]byte(r.Content), &told); err != nil || told.Error != "DENIED" || told.Reason != "not on a Friday" {
+			t.Errorf("the model was told %s", r.Content)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 || replies != 3 {
+		t.Errorf("%d replies; a denial counts as %d calls of the skill", replies, n)
+	}
+}
+
+func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
+	x := w.park(t)
+	w.engine(t, true)
+	w.ended(t, x.ID, func(a approvals.Approval) { w.decide(t, a, strings.Contains(string(a.Arguments), "y"), "") })
+	if got := d.list(); !slices.Equal(got, []string{`{"table":"y"}`}) {
+		t.Errorf("calls are %q", got)
+	}
+}
+
+func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	twice := modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"x"}`)
+	w.plan(twice, modeltest.Text("Done."))
+	x := w.park(t)
+	w.engine(t, true)
+	w.ended(t, x.ID, w.approveAll(t))
+	if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 || len(d.list()) != 2 {
+		t.Errorf("%d grants for calls %q", n, d.list())
+	}
+}
+
+func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	var probed atomic.Int32
+	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
+		probed.Add(1)
+		return "alive", nil
+	}
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("probe", `{}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
+	x := w.park(t)
+	asked := w.pending(t)
+	if len(asked) != 2 || probed.Load() != 1 {
+		t.Fatalf("%d pending, %d probes", len(asked), probed.Load())
+	}
+	w.engine(t, true)
+	w.decide(t, asked[1], false, "keep y") // the second first
+	w.decide(t, asked[0], true, "")
+	w.ended(t, x.ID, nil)
+	added := w.since(t, 1)
+	if len(added) != 4 || added[1].Content != `"dropped"` || added[2].Content != `"alive"` || !strings.Contains(added[3].Content, "keep y") {
+		t.Errorf("the model was told %+v", added)
+	}
+	if !slices.Equal(d.list(), []string{`{"table":"x"}`}) {
+		t.Errorf("calls are %q", d.list())
+	}
+}
+
+func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Nobody."))
+	x := w.park(t)
+	exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": x.ID})
+	w.engine(t, true)
+	w.ended(t, x.ID, nil)
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || !strings.Contains(told, "nobody decided in time") || len(d.list()) != 0 {
+		t.Errorf("the model was told %s, calls %q", told, d.list())
+	}
+}
+
+func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Well."))
+	x := w.park(t)
+	w.decide(t, w.pending(t)[0], true, "")
+	w.put(t, dropSkill("cascade"))
+	w.engine(t, true)
+	x = w.ended(t, x.ID, nil)
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || len(d.list()) != 0 || x.Status != executions.Completed {
+		t.Errorf("the model was told %s, calls %q", told, d.list())
+	}
+}
+
+func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
+	w := newWorld(t)
+	d := w.parking(t)
+	open := dropSkill("")
+	open.Trust = skills.TrustAuto
+	w.put(t, open)
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		if n > 0 {
+			return modeltest.Text("ok")
+		}
+		w.put(t, dropSkill(""))
+		return modeltest.ToolCall("drop", `{"table":"x"}`)
+	})
+	w.completed(t)
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"disabled"`) || len(d.list()) != 0 {
+		t.Errorf("the model was told %s, calls %q", told, d.list())
+	}
+}
+
+// A process that dies before any new step of a turn, before an approval or after it, leaves a turn that goes on
+// elsewhere: asked once, called once.
+func TestCrashAnywhereAroundAnApproval(t *testing.T) {
+	const all = 10 // steps that the turn takes
+	for at := 1; at <= all+1; at++ {
+		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			d := w.parking(t)
+			w.turn.OnApproval = func(approvals.Approval) {}
+			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`).AndCall("sizes", `{"limit":1}`), modeltest.Text("Done."))
+			c := newCrash()
+			var steps atomic.Int32
+			w.wrap = func(ctx context.Context) context.Context {
+				return executions.Gate(ctx, func(ctx context.Context) error {
+					if int(steps.Add(1)) == at {
+						c.here(ctx)
+					}
+					return nil
+				})
+			}
+			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
+			if err != nil {
+				t.Fatal(err)
+			}
+			second := false
+			got := w.endedAfter(t, x.ID, func() {
+				select {
+				case <-c.came:
+					second = true
+					exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+					w.engine(t, true)
+				default:
+				}
+			})
+			close(c.wake)
+			if second != (at <= all) {
+				t.Errorf("the process died: %v", second)
+			}
+			if o := outcome(t, got); o.Text != "Done." || o.Iterations != 2 {
+				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, deref(got.ErrorMessage), o)
+			}
+			if calls := d.list(); !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
+				t.Errorf("calls are %q", calls)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
+				t.Errorf("%d grants were used", n)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
+				t.Errorf("%d approvals, %d model calls", n, len(w.transcripts(t)))
+			}
+		})
+	}
+}
+
+// endedAfter approves what is asked for until the execution ends, and looks each time.
+func (w *world) endedAfter(t *testing.T, id string, look func()) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		look()
+		for _, a := range w.pending(t) {
+			w.decide(t, a, true, "")
+		}
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil && x.Status.Ended()
+	}, "the execution ends")
+	return x
+}
+
+func TestCrashDuringAnApprovedCall(t *testing.T) {
+	for name, test := range map[string]struct {
+		idempotent bool
+		calls      int32
+	}{"idempotent": {true, 2}, "not": {false, 1}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			w.turn.Approvals = reason.Park
+			c := newCrash()
+			var calls atomic.Int32
+			w.builtins["drop"] = func(ctx context.Context, _ skills.Call) (any, error) {
+				calls.Add(1)
+				c.here(ctx)
+				return "dropped", nil
+			}
+			skill := dropSkill("")
+			skill.Idempotent = test.idempotent
+			w.put(t, skill)
+			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Done."))
+			x := w.park(t)
+			w.engine(t, true)
+			got := w.endedAfter(t, x.ID, func() {
+				select {
+				case <-c.came:
+					exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+					w.engine(t, true)
+				default:
+				}
+			})
+			close(c.wake)
+			if got.Status != executions.Completed || calls.Load() != test.calls {
+				t.Errorf("execution is %s (%s), %d calls", got.Status, deref(got.ErrorMessage), calls.Load())
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 1 {
+				t.Errorf("%d grants were used", n)
+			}
+			told := w.since(t, len(w.model.Requests())-1)[1].Content
+			if test.idempotent != (told == `"dropped"`) || !test.idempotent && !strings.Contains(told, `"error":"unknown"`) {
+				t.Errorf("the model was told %s", told)
+			}
+		})
+	}
+}

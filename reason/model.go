@@ -1,0 +1,186 @@
+package reason
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// reply is what is recorded of a model call.
+type reply struct {
+	Message openai.ChatCompletionMessage `json:"message"`
+	Usage   models.Usage                 `json:"usage"` // with what lost attempts have used
+	CostUSD float64                      `json:"cost_usd"`
+	Spent   time.Duration                `json:"spent_ns"` // of the turn's time, when the answer had come
+}
+
+// asked is what a model call's row shows: the messages it was the first to see, and the tools' names.
+// The rows of a turn together are its whole transcript.
+type asked struct {
+	Messages []openai.ChatCompletionMessage `json:"messages"`
+	Earlier  int                            `json:"earlier_messages"`
+	Tools    []string                       `json:"tools"`
+}
+
+// modelCall is one call of the model.
+type modelCall struct {
+	purpose string
+	shown   any // what its row shows
+	request models.Request
+	account *account
+	time    time.Duration        // that all calls of the account may take; 0 is no bound
+	used    func() time.Duration // how much of it is gone
+}
+
+// ask makes one model call of a turn.
+func (w *turn) ask(ctx context.Context) (reply, error) {
+	fresh := min(w.fresh, len(w.messages))
+	w.fresh = 0
+	if w.account == nil {
+		w.account = w.open(ctx, w.Turn, w.budget)
+	}
+	got, err := w.consult(ctx, modelCall{
+		purpose: w.Purpose,
+		shown:   asked{Messages: w.messages[len(w.messages)-fresh:], Earlier: len(w.messages) - fresh, Tools: w.names()},
+		request: models.Request{Messages: w.messages, Tools: w.definitions(), OnDelta: w.OnDelta, OnRestart: w.OnRestart},
+		account: w.account, time: w.budget.Time, used: w.used,
+	})
+	if err != nil {
+		return reply{}, err
+	}
+	w.spent, w.mark = got.Spent, time.Now()
+	return got, nil
+}
+
+// used is how much of the turn's time is gone. What was waited for durably, and what a lost process did
+// after its last recorded answer, is not in it.
+func (w *turn) used() time.Duration { return w.spent + time.Since(w.mark) }
+
+// consult makes one model call, durably: it is the one way to the model. Its worst case is reserved in the
+// transaction that records the intent, and what it used is settled in the one that records the result. A
+// limit that refuses it gives a *executions.StepError that endedBy understands.
+func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
+	r, err := c.account.reservation(ctx, l.Model, c.request)
+	if err != nil {
+		return reply{}, fmt.Errorf("ask the model: %w", err)
+	}
+	got, err := executions.Do(ctx, "model", executions.Call{
+		Entry: activity.Entry{
+			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: l.Model.Model(), Input: c.shown,
+		},
+		Idempotent: true, // asking again costs money, and changes nothing in the world
+		Also:       r.Reserve,
+	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
+		return l.complete(ctx, c, r, effect)
+	})
+	if err != nil {
+		return reply{}, fmt.Errorf("ask the model: %w", err)
+	}
+	l.Model.Learn(r.reckoned, got.Usage) // also of an answer that another process got
+	return got, nil
+}
+
+// complete sends the request, within the time that is left.
+func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
+	limited := ctx
+	if c.time > 0 {
+		var cancel context.CancelFunc
+		limited, cancel = context.WithTimeout(ctx, c.time-c.used())
+		defer cancel()
+	}
+	got, err := l.send(limited, c, r, effect)
+	var refused *models.Error
+	switch {
+	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
+		return reply{}, &executions.StepError{Class: classBudget, Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
+	case errors.As(err, &refused):
+		return reply{}, &executions.StepError{Class: "model", Message: err.Error()}
+	}
+	return got, err
+}
+
+// send asks, within what is granted, and fills in what the row says about the answer.
+func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
+	limit, err := r.grant(ctx, l.Pool, effect)
+	if err != nil {
+		return reply{}, err
+	}
+	c.request.MaxTokens, c.request.IdempotencyKey = limit, effect.Key
+	if ctx.Err() != nil {
+		r.used(0, 0)
+		return reply{}, ctx.Err()
+	}
+	response, err := l.Model.Complete(ctx, c.request)
+	l.Model.Learn(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
+	used, cost := response.Usage.Plus(response.Lost), response.CostUSD+response.LostUSD
+	r.used(used.TotalTokens, cost)
+	effect.Usage = activity.Usage{
+		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens, Estimated: used.Estimated,
+	}
+	effect.CostUSD, effect.Model = cost, response.Model
+	if err != nil {
+		return reply{}, err
+	}
+	if response.FinishReason == openai.FinishReasonLength {
+		l.markCut(ctx, &response, c)
+	}
+	effect.Output = response.Message
+	got := reply{Message: response.Message, Usage: used, CostUSD: cost}
+	if c.used != nil {
+		got.Spent = c.used()
+	}
+	return got, nil
+}
+
+// markCut says in the answer itself that it is not whole. Calls that were cut are refused for their arguments.
+func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCall) {
+	l.Logger.WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
+		"completion_tokens", response.Usage.CompletionTokens)
+	if len(response.Message.ToolCalls) > 0 {
+		return
+	}
+	mark := "[The answer was cut off here: it had reached its limit of tokens.]"
+	if c.request.MaxTokens > 0 {
+		mark = fmt.Sprintf("[The answer was cut off here: it had reached its limit of %d tokens.]", c.request.MaxTokens)
+	}
+	if response.Message.Content != "" {
+		mark = "\n\n" + mark
+	}
+	response.Message.Content += mark
+	if c.request.OnDelta != nil {
+		c.request.OnDelta(mark)
+	}
+}
+
+// definitions are the tools in the form the model gets them.
+func (w *turn) definitions() []openai.Tool {
+	tools := make([]openai.Tool, 0, len(w.skills)+len(w.Tools))
+	for _, s := range w.skills {
+		tools = append(tools, s.Tool())
+	}
+	for _, t := range w.Tools {
+		tools = append(tools, openai.Tool{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{
+			Name: t.Name, Description: t.Description, Parameters: t.Parameters,
+		}})
+	}
+	return tools
+}
+
+// names lists what can be called.
+func (w *turn) names() []string {
+	names := make([]string, 0, len(w.skills)+len(w.Tools))
+	for _, s := range w.skills {
+		names = append(names, s.Name)
+	}
+	for _, t := range w.Tools {
+		names = append(names, t.Name)
+	}
+	return names
+}

@@ -1,0 +1,268 @@
+package reason_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+const patience = 40 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database, a scripted model and a loop between them.
+type world struct {
+	pool     *pgxpool.Pool
+	model    *modeltest.Server
+	loop     *reason.Loop
+	log      *journal
+	builtins map[string]skills.Builtin
+	turn     reason.Turn
+	// prepare, where set, gets every engine before it runs.
+	prepare func(e *executions.Engine)
+	// wrap, where set, changes the context that the turn runs with.
+	wrap func(ctx context.Context) context.Context
+	// instead, where set, is done in place of the turn.
+	instead func(ctx context.Context) (executions.Result, error)
+	// took is what each run of the flow returned, in the order in which they ended.
+	mu   sync.Mutex
+	took []reason.Outcome
+}
+
+// newWorld has two skills: sizes, which takes a limit, and probe, which takes nothing.
+func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), log: &journal{}, builtins: map[string]skills.Builtin{}}
+	w.builtins["sizes"] = func(_ context.Context, c skills.Call) (any, error) { return map[string]any{"largest": "orders"}, nil }
+	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
+	w.put(t, skills.Definition{Name: "sizes", Idempotent: true, Parameters: map[string]any{
+		"type": "object", "required": []any{"limit"}, "properties": map[string]any{"limit": map[string]any{"type": "integer", "minimum": 1}},
+	}})
+	w.put(t, skills.Definition{Name: "probe"})
+	w.turn = reason.Turn{Purpose: "test", System: "You are tested.", Prompt: "Look.", Scopes: []string{skills.ScopeInternal}}
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 3, Base: time.Millisecond, MaxWait: 3 * time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.loop = &reason.Loop{
+		Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.NewJSONHandler(w.log, nil)),
+		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+			return selfheal.Admit(ctx, w.pool, skill, owner)
+		},
+		After: selfheal.After(w.pool),
+	}
+	return w
+}
+
+// put declares a skill that is a builtin of the same name.
+func (w *world) put(t *testing.T, d skills.Definition) {
+	t.Helper()
+	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
+	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// engine runs the world's turn; call it with run to let it take work by itself.
+func (w *world) engine(t *testing.T, run bool) *executions.Engine {
+	t.Helper()
+	e, err := executions.New(w.pool, executions.Options{
+		Keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Register("turn", w.flow); err != nil {
+		t.Fatal(err)
+	}
+	if w.prepare != nil {
+		w.prepare(e)
+	}
+	if !run {
+		return e
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	group, running := errgroup.WithContext(ctx)
+	group.Go(func() error { return e.Run(running) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	return e
+}
+
+func (w *world) flow(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	if w.wrap != nil {
+		ctx = w.wrap(ctx)
+	}
+	if w.instead != nil {
+		return w.instead(ctx)
+	}
+	got, err := w.loop.Run(ctx, w.turn)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	w.mu.Lock()
+	w.took = append(w.took, got)
+	w.mu.Unlock()
+	return executions.Result{Summary: got.Text, Value: got}, nil
+}
+
+// run takes one turn to its end.
+func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
+	t.Helper()
+	x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x, outcome(t, x)
+}
+
+// completed is run for a turn that must not fail.
+func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
+	t.Helper()
+	x, got := w.run(t)
+	if x.Status != executions.Completed {
+		t.Fatalf("the execution is %s: %v", x.Status, deref(x.ErrorMessage))
+	}
+	return x, got
+}
+
+func outcome(t *testing.T, x executions.Execution) (got reason.Outcome) {
+	t.Helper()
+	if x.Status == executions.Completed {
+		if err := json.Unmarshal(x.Result, &got); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return got
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// row is what a test looks at in the activity log.
+type row struct {
+	Skill, Kind, Status, Class, Message string
+	Input, Output                       json.RawMessage
+}
+
+// rows are those of an execution, in the order of the story.
+func (w *world) rows(t *testing.T, x executions.Execution) []row {
+	t.Helper()
+	got, err := w.pool.Query(t.Context(), `
+		select skill_name, kind, status, error_class, coalesce(error_message, ''), input, coalesce(output, 'null')
+		  from agent_activity where execution_id = @id order by created_at, id`, postgres.Strict{"id": x.ID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := pgx.CollectRows(got, pgx.RowToStructByPos[row])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+// named are the rows of one skill.
+func named(rows []row, skill string) (list []row) {
+	for _, r := range rows {
+		if r.Skill == skill {
+			list = append(list, r)
+		}
+	}
+	return list
+}
+
+// since is what request n added to the messages of the one before.
+func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
+	t.Helper()
+	requests := w.model.Requests()
+	if n >= len(requests) {
+		t.Fatalf("there were %d requests, not %d", len(requests), n+1)
+	}
+	if n == 0 {
+		return requests[0].Messages
+	}
+	return requests[n].Messages[len(requests[n-1].Messages):]
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+// journal keeps what was logged.
+type journal struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(p)
+}
+
+// find returns the records with a message.
+func (j *journal) find(t *testing.T, message string) (list []map[string]any) {
+	t.Helper()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	decoder := json.NewDecoder(bytes.NewReader(j.text.Bytes()))
+	for decoder.More() {
+		var record map[string]any
+		if err := decoder.Decode(&record); err != nil {
+			t.Fatal(err)
+		}
+		if record["msg"] == message {
+			list = append(list, record)
+		}
+	}
+	return list
+}
+
+var errBroken = errors.New("it broke")

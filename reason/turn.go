@@ -1,0 +1,157 @@
+package reason
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// turn is a Turn under way.
+type turn struct {
+	*Loop
+	Turn
+	budget   Budget
+	account  *account // from the first model call on
+	skills   []skills.Skill
+	more     int // skills in scope that are not offered, but can be searched
+	messages []openai.ChatCompletionMessage
+	opening  int // messages at the start that always stay
+	prompt   int // the index of the prompt
+	fresh    int // messages that the next model call is the first to see
+	outcome  Outcome
+	results  []*longResult
+	denied   map[string]string // why, by skill and arguments
+	last     string            // the last call, with its arguments
+	same     int               // how often it was made in a row
+	silent   int               // answers without words in a row
+	bad      int               // replies in a row whose calls were all refused
+	why      string            // it stalled, or which limit stopped it
+	spent    time.Duration     // of the turn's time, up to the last recorded answer
+	mark     time.Time         // when this process had that answer
+}
+
+// newTurn opens the transcript.
+func (l *Loop) newTurn(t Turn) *turn {
+	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, mark: time.Now()}
+	w.say(openai.ChatMessageRoleSystem, t.System)
+	history := wholeExchanges(t.History)
+	w.messages = append(w.messages, history...)
+	w.opening = 1
+	for w.opening < len(w.messages) && w.messages[w.opening].Role == openai.ChatMessageRoleSystem {
+		w.opening++
+	}
+	w.prompt = len(w.messages)
+	w.say(openai.ChatMessageRoleUser, t.Prompt)
+	w.bind()
+	if len(history) > 0 {
+		w.fresh = 1 // the rest is recorded where it was said
+	}
+	return w
+}
+
+// Run takes a turn. It is called inside an execution and returns executions.ErrParked and its like
+// untouched; other errors are those of the model that retries did not help.
+func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
+	view := l.watch(ctx, &t)
+	defer view.close(ctx)
+	tools, err := executions.Step(ctx, "tools", func(ctx context.Context) (offer, error) {
+		return l.offered(ctx, t)
+	})
+	if err != nil {
+		return Outcome{}, fmt.Errorf("choose tools: %w", err)
+	}
+	w := l.newTurn(t)
+	w.skills, w.more = tools.Skills, tools.More
+	if w.more > 0 {
+		w.Tools = append(w.Tools, w.skillSearch())
+	}
+	for w.outcome.Ended == "" {
+		if w.outcome.Ended = w.exhausted(); w.outcome.Ended != "" {
+			break
+		}
+		if err := w.iterate(ctx); err != nil {
+			return w.outcome, err
+		}
+	}
+	if w.outcome.Text == "" {
+		w.outcome.Text = w.summary()
+	}
+	return w.outcome, nil
+}
+
+// iterate asks the model once and does what it says.
+func (w *turn) iterate(ctx context.Context) error {
+	w.fit()
+	reply, err := w.ask(ctx)
+	if limit, why, ok := endedBy(err); ok {
+		w.outcome.Ended, w.why = limit, why
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	w.outcome.Iterations++
+	w.outcome.Usage.PromptTokens += reply.Usage.PromptTokens
+	w.outcome.Usage.CompletionTokens += reply.Usage.CompletionTokens
+	w.outcome.Usage.TotalTokens += reply.Usage.TotalTokens
+	w.outcome.Usage.Estimated = w.outcome.Usage.Estimated || reply.Usage.Estimated
+	w.outcome.CostUSD += reply.CostUSD
+	w.messages = append(w.messages, sendable(reply.Message))
+	if len(reply.Message.ToolCalls) == 0 {
+		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
+	}
+	w.silent = 0
+	return w.act(ctx, reply.Message.ToolCalls)
+}
+
+// answer ends the turn with the model's words. For one that says nothing there is a second chance.
+func (w *turn) answer(ctx context.Context, text string) error {
+	if text != "" {
+		w.outcome.Text, w.outcome.Ended = text, Answered
+		return nil
+	}
+	if w.silent++; w.silent > 1 {
+		return w.stall(ctx, nil, "the model gave no text", fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
+	}
+	w.say(openai.ChatMessageRoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
+	return nil
+}
+
+// say adds a message.
+func (w *turn) say(role, text string) {
+	w.messages = append(w.messages, openai.ChatCompletionMessage{Role: role, Content: text})
+	w.fresh++
+}
+
+// exhausted names the budget that has run out, if one has. What it looks at is recorded, so a replay
+// decides alike.
+func (w *turn) exhausted() string {
+	switch {
+	case w.outcome.Iterations >= w.budget.Iterations:
+		return "iterations"
+	case w.Before.Usage.TotalTokens+w.outcome.Usage.TotalTokens >= w.budget.Tokens:
+		return "tokens"
+	case w.budget.CostUSD > 0 && w.Before.CostUSD+w.outcome.CostUSD >= w.budget.CostUSD:
+		return "money"
+	}
+	return ""
+}
+
+// summary says what a turn that ends without an answer has done.
+func (w *turn) summary() string {
+	done := "nothing was done"
+	if len(w.outcome.Calls) > 0 {
+		done = "calls made: " + strings.Join(w.outcome.Calls, ", ")
+	}
+	if w.why != "" {
+		return fmt.Sprintf("Stopped because %s; %s.", w.why, done)
+	}
+	return fmt.Sprintf("Stopped because the budget of %s ran out; %s.", w.outcome.Ended, done)
+}

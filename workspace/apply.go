@@ -1,0 +1,147 @@
+package workspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// errPlanned rolls a plan back.
+var errPlanned = errors.New("only planned")
+
+// Plan tells what [Apply] would do now. It writes nothing, but needs a database that could be written to.
+func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
+	var diff Diff
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		var err error
+		if diff, err = match(ctx, tx, w); err != nil {
+			return err
+		}
+		return errPlanned
+	})
+	if !errors.Is(err, errPlanned) {
+		return Diff{}, wrap("plan workspace", err)
+	}
+	return diff, nil
+}
+
+// Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
+// exist or does not take its arguments makes the error a [Problems].
+func Apply(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
+	var diff Diff
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		var err error
+		diff, err = match(ctx, tx, w)
+		return err
+	})
+	if err != nil {
+		return Diff{}, wrap("apply workspace", err)
+	}
+	return diff, nil
+}
+
+// wrap leaves problems, which name their place, as they are.
+func wrap(what string, err error) error {
+	if problems, ok := errors.AsType[Problems](err); ok {
+		return problems
+	}
+	return fmt.Errorf("%s: %w", what, err)
+}
+
+// match makes what tx sees match w.
+func match(ctx context.Context, tx pgx.Tx, w Workspace) (Diff, error) {
+	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
+	if err != nil {
+		return Diff{}, fmt.Errorf("lock workspace: %w", err)
+	}
+	diff := Diff{Items: []Item{}}
+	for _, t := range tables(w) {
+		items, err := t.match(ctx, tx)
+		if err != nil {
+			return Diff{}, err
+		}
+		diff.Items = append(diff.Items, items...)
+	}
+	return diff, checkCalls(ctx, tx, w.Automations)
+}
+
+// table is how the documents of one kind meet the rows of one table.
+type table[D, R any] struct {
+	kind      string
+	documents []Document[D]
+	name      func(D) string
+	get       func(ctx context.Context, tx pgx.Tx, name string) (R, error)
+	notFound  error
+	put       func(ctx context.Context, tx pgx.Tx, d D) (changed bool, err error)
+	remove    func(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error)
+	declared  []string // the JSON names of the row's fields that a document decides
+}
+
+func (t table[D, R]) match(ctx context.Context, tx pgx.Tx) ([]Item, error) {
+	var items []Item
+	keep := []string{}
+	for _, document := range byName(t.documents, t.name) {
+		item, err := t.write(ctx, tx, document.Definition)
+		if err != nil {
+			return nil, err
+		}
+		items = append(items, item)
+		keep = append(keep, item.Name)
+	}
+	removed, err := t.remove(ctx, tx, Source, keep)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range removed {
+		items = append(items, Item{Kind: t.kind, Name: name, Action: Remove})
+	}
+	return items, nil
+}
+
+// write writes one document and says what that changed.
+func (t table[D, R]) write(ctx context.Context, tx pgx.Tx, d D) (Item, error) {
+	item := Item{Kind: t.kind, Name: t.name(d), Action: Unchanged}
+	before, err := t.get(ctx, tx, item.Name)
+	if err != nil && !errors.Is(err, t.notFound) {
+		return item, err
+	}
+	if err != nil {
+		item.Action = Create
+	}
+	changed, err := t.put(ctx, tx, d)
+	if err != nil || !changed || item.Action == Create {
+		return item, err
+	}
+	item.Action = Update
+	after, err := t.get(ctx, tx, item.Name)
+	if err != nil {
+		return item, err
+	}
+	item.Changes, err = t.changes(before, after)
+	return item, err
+}
+
+func (t table[D, R]) changes(before, after R) ([]Change, error) {
+	then, err := fieldsIn(before, t.declared...)
+	if err != nil {
+		return nil, fmt.Errorf("compare %s: %w", t.kind, err)
+	}
+	now, err := fieldsIn(after, t.declared...)
+	if err != nil {
+		return nil, fmt.Errorf("compare %s: %w", t.kind, err)
+	}
+	return changes(then, now), nil
+}
+
+// byName orders documents as their rows are locked, which is the same for everyone.
+func byName[D any](documents []Document[D], name func(D) string) []Document[D] {
+	return slices.SortedFunc(slices.Values(documents), func(a, b Document[D]) int {
+		return strings.Compare(name(a.Definition), name(b.Definition))
+	})
+}

@@ -1,0 +1,353 @@
+package workspace_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// everything has something of every kind.
+const everything = `
+kind: automation
+name: often
+cron: "*/5 * * * *"
+skill: two
+arguments: {n: 3}
+---
+kind: skill
+name: one
+description: the first
+handler: "sql:select 1 as one"
+---
+kind: skill
+name: two
+parameters: {type: object, properties: {n: {type: integer}}}
+handler: "sql:"
+config:
+  query: |
+    select @n::int as n
+    order by 1
+---
+kind: objective
+name: plan
+goal: go on
+review_every: 24h
+steps: [first, second]
+`
+
+func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
+	t.Helper()
+	diff, err := workspace.Apply(t.Context(), pool, w)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return diff
+}
+
+// actions is a diff in short: "create skill one".
+func actions(d workspace.Diff) []string {
+	list := []string{}
+	for _, item := range d.Items {
+		if item.Action != workspace.Unchanged {
+			list = append(list, string(item.Action)+" "+item.Kind+" "+item.Name)
+		}
+	}
+	return list
+}
+
+// versions is the physical version of every row that a workspace may write.
+func versions(t testing.TB, pool *pgxpool.Pool) []string {
+	t.Helper()
+	rows, err := pool.Query(t.Context(), `
+		select 'skill ' || name || ' ' || xmin || ' ' || ctid from agent_skills
+		union all select 'automation ' || name || ' ' || xmin || ' ' || ctid from agent_automations
+		union all select 'objective ' || name || ' ' || xmin || ' ' || ctid from agent_objectives
+		union all select 'step ' || title || ' ' || xmin || ' ' || ctid from agent_objective_steps
+		order by 1`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+func exec(t testing.TB, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	if tag, err := pool.Exec(t.Context(), sql); err != nil || tag.RowsAffected() == 0 {
+		t.Fatalf("%s: %d rows, %v", sql, tag.RowsAffected(), err)
+	}
+}
+
+func query(t testing.TB, pool *pgxpool.Pool, sql string) string {
+	t.Helper()
+	var text string
+	if err := pool.QueryRow(t.Context(), sql).Scan(&text); err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
+func TestApplyTwiceWritesNothingTheSecondTime(t *testing.T) {
+	pool := pgtest.DB(t)
+	w := load(t, "a.yaml", everything)
+	first := apply(t, pool, w)
+	if diff := cmp.Diff([]string{"create skill one", "create skill two", "create objective plan", "create automation often"}, actions(first)); diff != "" {
+		t.Error(diff)
+	}
+	before := versions(t, pool)
+	second := apply(t, pool, w)
+	if !second.Empty() || len(second.Items) != len(first.Items) {
+		t.Errorf("the second diff has %v in %d items", actions(second), len(second.Items))
+	}
+	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
+		t.Errorf("rows were written again: %s", diff)
+	}
+}
+
+func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	before := versions(t, pool)
+	next := load(t, "a.yaml", strings.ReplaceAll(everything, "the first", "the best")+"---\n"+good)
+	planned, err := workspace.Plan(t.Context(), pool, next)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
+		t.Errorf("the plan wrote: %s", diff)
+	}
+	if diff := cmp.Diff(apply(t, pool, next), planned); diff != "" {
+		t.Errorf("apply did something else: %s", diff)
+	}
+	if planned.Empty() {
+		t.Error("the plan is empty")
+	}
+}
+
+func TestApplyTellsWhatChanged(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	changed := strings.NewReplacer("the first", "the best", "order by 1", "order by n desc", "go on", "go further",
+		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two", "name: two\nidempotent: true").Replace(everything)
+	diff := apply(t, pool, load(t, "a.yaml", changed))
+	var text bytes.Buffer
+	if err := diff.WriteText(&text); err != nil {
+		t.Fatal(err)
+	}
+	want := `~ skill one
+    description: "the first" → "the best"
+~ skill two
+    config.query:
+      - order by 1
+      + order by n desc
+    idempotent: false → true
+    parameters.properties.n: {"type":"integer"} → {"type":"number"}
+~ objective plan
+    goal: "go on" → "go further"
+    review_every_seconds: 86400 → 43200
+    steps: ["first","second"] → ["first","second","third"]
+~ automation often
+    arguments.n: 3 → 4
+    cron: "*/5 * * * *" → "*/6 * * * *"
+0 to create, 4 to update, 0 to remove, 0 unchanged
+`
+	if diff := cmp.Diff(want, text.String()); diff != "" {
+		t.Error(diff)
+	}
+	raw, err := json.Marshal(diff.Items[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantJSON := `{"kind":"skill","name":"one","action":"update","changes":[{"field":"description","old":"the first","new":"the best"}]}`
+	if string(raw) != wantJSON {
+		t.Errorf("item is %s\nwant %s", raw, wantJSON)
+	}
+}
+
+func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	for name, source := range map[string]string{"own": "", "built": skills.SourceBuiltin} {
+		if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: name, Handler: "builtin:x"}, source); err != nil {
+			t.Fatal(err)
+		}
+	}
+	diff := apply(t, pool, load(t, "a.yaml", good))
+	want := []string{"create skill a", "remove skill one", "remove skill two", "remove objective plan", "remove automation often"}
+	if diff := cmp.Diff(want, actions(diff)); diff != "" {
+		t.Error(diff)
+	}
+	if got := query(t, pool, `select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
+		t.Errorf("left: %s", got)
+	}
+	if again := apply(t, pool, load(t, "a.yaml", good)); !again.Empty() {
+		t.Errorf("a second apply did %v", actions(again))
+	}
+}
+
+func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := automations.Pause(t.Context(), pool, "two", "its skill failed"); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
+	exec(t, pool, `
+		insert into agent_objective_evidence (step_id, given_by, reason) select id, 'admin', 'seen' from agent_objective_steps where title = 'first'`)
+	exec(t, pool, `update agent_objective_steps set status = 'done', result = 'seen', attempts = 1 where title = 'first'`)
+	exec(t, pool, `update agent_objectives set status = 'paused', round = 4, due_at = '2030-01-01'`)
+	exec(t, pool, `insert into agent_memory (key, value) values ('k', '"v"')`)
+	state := func() string {
+		return query(t, pool, `
+			select jsonb_build_array(
+			  (select jsonb_build_array(enabled, disabled_by, disabled_reason, disabled_at, evidence) from agent_skills where name = 'one'),
+			  (select to_jsonb(a) - 'description' - 'updated_at' - 'revision' - 'arguments' from agent_automations a),
+			  (select jsonb_agg(to_jsonb(s) order by position) from agent_objective_steps s where title <> 'third'),
+			  (select jsonb_build_array(status, round, due_at) from agent_objectives),
+			  (select to_jsonb(m) from agent_memory m))::text`)
+	}
+	before := state()
+	changed := strings.NewReplacer("the first", "the best", "go on", "go further", "second]", "second, third]", "n: 3", "n: 4").Replace(everything)
+	if diff := apply(t, pool, load(t, "a.yaml", changed)); diff.Count(workspace.Update) != 3 {
+		t.Errorf("the changed workspace did %v", actions(diff))
+	}
+	if diff := cmp.Diff(before, state()); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestApplyGivesAChangedScheduleItsNextTime(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
+	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(everything, "*/5 *", "*/6 *")))
+	if soon := query(t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
+		t.Error("the automation keeps the time of its old schedule")
+	}
+}
+
+func TestApplyChecksWhatAutomationsCall(t *testing.T) {
+	pool := pgtest.DB(t)
+	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "beside", Handler: "builtin:x"}, skills.SourceBuiltin); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ old, with, want string }{
+		"no such skill":    {"skill: two", "skill: tow", `a.yaml:5:8: skill: there is no skill "tow"; did you mean "two"?`},
+		"wrong argument":   {"n: 3", "n: three", `a.yaml:6:16: arguments.n: got string, want integer (skill two)`},
+		"unknown argument": {"n: 3", "m: 3", `a.yaml:6:12: arguments: additional properties 'm' not allowed (skill two)`},
+		"of a builtin":     {"skill: two", "skill: beside", `a.yaml:6:12: arguments: additional properties 'n' not allowed (skill beside)`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := load(t, "a.yaml", strings.Replace(everything, c.old, c.with, 1))
+			_, planned := workspace.Plan(t.Context(), pool, w)
+			_, applied := workspace.Apply(t.Context(), pool, w)
+			for _, err := range []error{planned, applied} {
+				if !errors.As(err, new(workspace.Problems)) || err.Error() != c.want {
+					t.Errorf("error is %v\nwant %s", err, c.want)
+				}
+			}
+			if rows := versions(t, pool); len(rows) != 1 {
+				t.Errorf("left behind: %v", rows)
+			}
+		})
+	}
+	beside := strings.Replace(everything, "skill: two\narguments: {n: 3}", "skill: beside", 1)
+	if diff := apply(t, pool, load(t, "a.yaml", beside)); diff.Empty() {
+		t.Error("an automation may not call a skill from beside the workspace")
+	}
+}
+
+func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
+	pool := pgtest.DB(t)
+	w := load(t, "a.yaml", everything)
+	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
+	if _, err := workspace.Apply(t.Context(), pool, w); err == nil || !strings.Contains(err.Error(), "review_every") {
+		t.Errorf("error is %v", err)
+	}
+	if rows := versions(t, pool); len(rows) != 0 {
+		t.Errorf("left behind: %v", rows)
+	}
+}
+
+func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
+	pool := pgtest.DB(t)
+	one, other := load(t, "a.yaml", everything), load(t, "a.yaml", good+"---\nkind: skill\nname: two\nhandler: builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
+	for round := range 5 {
+		group, ctx := errgroup.WithContext(t.Context())
+		for i := range 8 {
+			w := one
+			if i%2 == 1 {
+				w = other
+			}
+			group.Go(func() error {
+				_, err := workspace.Apply(ctx, pool, w)
+				return err
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		names := query(t, pool, `select string_agg(name, ' ' order by name) from agent_skills`)
+		if names != "one two" && names != "a two" {
+			t.Fatalf("round %d: skills are of both workspaces: %s", round, names)
+		}
+	}
+}
+
+func TestApplyStopsWithItsContext(t *testing.T) {
+	pool := pgtest.DB(t)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Rollback(context.WithoutCancel(t.Context()))
+	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", good)); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() {
+		_, err := workspace.Apply(ctx, pool, load(t, "a.yaml", everything))
+		done <- err
+	}()
+	cancel()
+	if err := <-done; !errors.Is(err, context.Canceled) {
+		t.Errorf("error is %v", err)
+	}
+}
+
+func TestDiffShowsNoSecret(t *testing.T) {
+	pool := pgtest.DB(t)
+	file := func(header string) string {
+		return "kind: skill\nname: a\nhandler: http:https://example.com/\nconfig: {headers: {X-Token: " + header + "}}\n"
+	}
+	const secret = "9f2c1e7ab34455d0aa"
+	apply(t, pool, load(t, "a.yaml", file("old")))
+	diff := apply(t, pool, load(t, "a.yaml", file(secret)))
+	raw, err := json.Marshal(diff)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff.Empty() || strings.Contains(string(raw), secret) {
+		t.Errorf("diff is %s", raw)
+	}
+}

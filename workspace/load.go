@@ -1,0 +1,179 @@
+package workspace
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// maxFile is the size in bytes of the largest file that is read.
+const maxFile = 1 << 20
+
+// LoadDir is [Load] for a folder on disk; positions begin with its name.
+func LoadDir(dir string) (Workspace, error) {
+	switch info, err := os.Stat(dir); {
+	case errors.Is(err, fs.ErrNotExist):
+		return Workspace{}, fmt.Errorf("load workspace: there is no folder %s", dir)
+	case err != nil:
+		return Workspace{}, fmt.Errorf("load workspace: %w", err)
+	case !info.IsDir():
+		return Workspace{}, fmt.Errorf("load workspace: %s is a file; name the folder it is in", dir)
+	}
+	return load(os.DirFS(dir), dir)
+}
+
+// Load reads every .yaml and .yml file of a folder and of the folders in it, those whose name begins
+// with a dot left out. The error of files that are wrong is [Problems], which names every one, and then
+// the workspace is empty. A folder without any such file is an error too, since to apply it would be to
+// remove everything.
+func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }
+
+func load(fsys fs.FS, dir string) (Workspace, error) {
+	files, err := find(fsys)
+	if err != nil {
+		return Workspace{}, fmt.Errorf("load workspace: %w", err)
+	}
+	if len(files) == 0 {
+		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file", filepath.Join(dir, "."))
+	}
+	l := &loader{first: make(map[string]Position)}
+	for _, name := range files {
+		l.file(fsys, name, filepath.Join(dir, filepath.FromSlash(name)))
+	}
+	if err := l.problems.err(); err != nil {
+		return Workspace{}, err
+	}
+	return l.workspace, nil
+}
+
+// find lists the YAML files of fsys. A link to a file is read, one to a folder is not followed.
+func find(fsys fs.FS) ([]string, error) {
+	var files []string
+	err := fs.WalkDir(fsys, ".", func(name string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		hidden := strings.HasPrefix(entry.Name(), ".") && name != "."
+		switch ext := path.Ext(name); {
+		case entry.IsDir() && hidden:
+			return fs.SkipDir
+		case entry.IsDir() || hidden || ext != ".yaml" && ext != ".yml":
+			return nil
+		}
+		info, err := fs.Stat(fsys, name)
+		if err != nil {
+			return err
+		}
+		if info.Mode().IsRegular() {
+			files = append(files, name)
+		}
+		return nil
+	})
+	return files, err
+}
+
+// loader gathers documents and problems.
+type loader struct {
+	workspace Workspace
+	problems  Problems
+	first     map[string]Position // where "kind name" was declared
+}
+
+// file reads the documents of one file; shown is its name in positions.
+func (l *loader) file(fsys fs.FS, name, shown string) {
+	raw, err := read(fsys, name)
+	if err != nil {
+		l.problems.add(Position{File: shown}, "%s", err)
+		return
+	}
+	documents := yaml.NewDecoder(bytes.NewReader(raw))
+	for {
+		var root yaml.Node
+		err := documents.Decode(&root)
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			line, message := syntaxError(err)
+			l.problems.add(Position{File: shown, Line: line}, "is not YAML: %s", message)
+			return
+		}
+		if node := root.Content[0]; node.ShortTag() != "!!null" {
+			l.document(shown, node)
+		}
+	}
+}
+
+func read(fsys fs.FS, name string) ([]byte, error) {
+	file, err := fsys.Open(name)
+	if err != nil {
+		return nil, fmt.Errorf("cannot be read: %w", err)
+	}
+	raw, err := io.ReadAll(io.LimitReader(file, maxFile+1))
+	if err := errors.Join(err, file.Close()); err != nil {
+		return nil, fmt.Errorf("cannot be read: %w", err)
+	}
+	if len(raw) > maxFile {
+		return nil, fmt.Errorf("is larger than %d bytes; split it", maxFile)
+	}
+	return raw, nil
+}
+
+// document reads one document by its kind.
+func (l *loader) document(file string, node *yaml.Node) {
+	if node.Kind != yaml.MappingNode {
+		l.problems.add(position(file, node), "is %s; a document is a mapping that begins with kind: %s", what(node), kindList())
+		return
+	}
+	value := lookup(node, "kind")
+	if value == nil {
+		l.problems.add(position(file, node), "kind: is missing; write kind: %s", kindList())
+		return
+	}
+	for _, k := range kinds() {
+		if value.Kind == yaml.ScalarNode && k.name == value.Value {
+			k.read(l, source{file: file, node: node})
+			return
+		}
+	}
+	l.problems.add(position(file, value), "%s", unknown("kind", value.Value, value.Value, kindNames()))
+}
+
+// declare notes that a document declares a name, which no other of its kind may.
+func (l *loader) declare(kind, name string, s source) {
+	if name == "" {
+		return // said by the kind's own check
+	}
+	at := s.at("name")
+	if first, taken := l.first[kind+" "+name]; taken {
+		l.problems.add(at, "name: there is another %s %q at %s", kind, name, first)
+		return
+	}
+	l.first[kind+" "+name] = at
+}
+
+var yamlLine = regexp.MustCompile(`^line (\d+): `)
+
+// syntaxError takes the line out of an error of the parser; 0 where it names none.
+func syntaxError(err error) (int, string) {
+	message := strings.TrimPrefix(err.Error(), "yaml: ")
+	match := yamlLine.FindStringSubmatch(message)
+	if match == nil {
+		return 0, message
+	}
+	line, err := strconv.Atoi(match[1])
+	if err != nil {
+		return 0, message
+	}
+	return line, message[len(match[0]):]
+}

@@ -1,0 +1,224 @@
+package workspace_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// files makes a folder of the given files.
+func files(pairs ...string) fstest.MapFS {
+	fsys := fstest.MapFS{}
+	for i := 0; i+1 < len(pairs); i += 2 {
+		fsys[pairs[i]] = &fstest.MapFile{Data: []byte(pairs[i+1])}
+	}
+	return fsys
+}
+
+// load reads a folder of one or more files that are right.
+func load(t testing.TB, pairs ...string) workspace.Workspace {
+	t.Helper()
+	w, err := workspace.Load(files(pairs...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+const good = "kind: skill\nname: a\nhandler: 'sql:select 1 as one'\n"
+
+func TestLoadReadsEveryDocumentOfEveryFile(t *testing.T) {
+	w := load(t,
+		"a.yaml", good+"---\n# nothing\n---\nkind: skill\nname: b\nhandler: builtin:b\ntimeout: 5s\n",
+		"deep/er/c.yml", "kind: objective\nname: c\ngoal: be good\nsteps: [one, two]\n",
+		"notes.txt", "not: [read",
+		".hidden.yaml", "not: [read",
+		".git/config.yaml", "not: [read",
+		"empty.yaml", "",
+	)
+	if len(w.Skills) != 2 || len(w.Objectives) != 1 {
+		t.Fatalf("read %d skills and %d objectives, not 2 and 1", len(w.Skills), len(w.Objectives))
+	}
+	if got := w.Skills[1]; got.At.String() != "a.yaml:7:1" || got.Definition.Timeout != "5s" {
+		t.Errorf("second skill is at %s with timeout %q", got.At, got.Definition.Timeout)
+	}
+	if diff := cmp.Diff([]string{"one", "two"}, w.Objectives[0].Definition.Steps); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestLoadReadsJSONSchemaAsJSONHasIt(t *testing.T) {
+	w := load(t, "a.yaml", `
+kind: skill
+name: a
+parameters:
+  type: object
+  properties:
+    day: {type: string, default: 2024-01-02}
+    n: {type: integer, minimum: 1, maximum: 0x10, default: 12}
+    ratio: {type: number, default: 0.5}
+    on: {type: boolean, default: true}
+    "1": {type: string, enum: ["1", two]}
+handler: http:https://example.com/
+`)
+	want := map[string]any{
+		"day":   map[string]any{"type": "string", "default": "2024-01-02"},
+		"n":     map[string]any{"type": "integer", "minimum": 1, "maximum": 16, "default": 12},
+		"ratio": map[string]any{"type": "number", "default": 0.5},
+		"on":    map[string]any{"type": "boolean", "default": true},
+		"1":     map[string]any{"type": "string", "enum": []any{"1", "two"}},
+	}
+	if diff := cmp.Diff(want, w.Skills[0].Definition.Parameters["properties"]); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
+	for name, c := range map[string]struct{ file, want string }{
+		"cron":              {"kind: automation\nname: a\ncron: often\nskill: b\n", `f.yaml:3:7: cron: parse schedule "often"`},
+		"number for text":   {"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n", `f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`},
+		"unknown key":       {good + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
+		"far key":           {good + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
+		"endless key":       {good + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` + strings.Repeat("h", 80) + `…"; known are config, `},
+		"key twice":         {good + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
+		"wrong type":        {good + "idempotent: perhaps\n", `f.yaml:4:13: idempotent: is "perhaps"; it must be true or false`},
+		"yes for true":      {good + "idempotent: yes\n", `f.yaml:4:13: idempotent: is "yes"; it must be true or false`},
+		"large number":      {"kind: objective\nname: a\ngoal: b\npriority: 99999999999999999999\n", `f.yaml:4:11: priority: is "9999`},
+		"list for text":     {good + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
+		"text for list":     {"kind: objective\nname: a\ngoal: b\nsteps: c\n", `f.yaml:4:8: steps: is "c"; it must be a list`},
+		"text for mapping":  {good + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
+		"text for number":   {"kind: objective\nname: a\ngoal: b\npriority: high\n", `f.yaml:4:11: priority: is "high"; it must be a whole number`},
+		"item of list":      {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n", `f.yaml:6:3: steps[1]: is a list; it must be text`},
+		"empty item":        {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- ''\n", `f.yaml:6:3: steps[1]: must have`},
+		"no kind":           {"name: a\n", `f.yaml:1:1: kind: is missing; write kind: skill, `},
+		"unknown kind":      {"kind: skil\nname: a\n", `f.yaml:1:7: unknown kind "skil"; did you mean "skill"?`},
+		"kind a list":       {"kind: [skill]\n", `f.yaml:1:7: unknown kind `},
+		"not a mapping":     {"- a\n", `f.yaml:1:1: is a list; a document is a mapping`},
+		"not YAML":          {"a: b\n  c: d\n", `f.yaml:2: is not YAML: mapping values are not allowed`},
+		"tab":               {"kind: skill\nconfig:\n\tquery: x\n", `f.yaml:3: is not YAML: `},
+		"second document":   {good + "---\n" + "kind: skill\nname: x y\nhandler: builtin:b\n", `f.yaml:6:7: name: "x y" must be`},
+		"no name":           {"kind: skill\nhandler: builtin:b\n", `f.yaml:1:1: name: "" must be`},
+		"no handler":        {"kind: skill\nname: a\n", `f.yaml:1:1: handler: "" must begin`},
+		"nested field":      {"kind: skill\nname: a\nhandler: 'sql:'\nconfig:\n  query: select @x\n", `f.yaml:5:10: config.query: @x is not declared`},
+		"schema":            {good + "parameters: {type: object, properties: {x: {type: text}}}\n", `f.yaml:4:51: parameters.properties.x.type: `},
+		"alias":             {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
+		"alias of itself":   {good + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
+		"merge key":         {good + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
+		"number not JSON's": {good + "config: {query: .nan}\n", `f.yaml:4:17: config.query: .nan is not a number that JSON has`},
+		"own tag":           {good + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
+		"binary":            {good + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
+		"key not text":      {good + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
+		"too deep":          {good + "config: {query: " + strings.Repeat("[", 60) + strings.Repeat("]", 60) + "}\n", `nested more than 50 deep`},
+		"far too deep":      {good + "config: " + strings.Repeat("[", 20000) + "\n", `is not YAML: `},
+		"too large":         {good + "# " + strings.Repeat("x", 1<<20), `f.yaml: is larger than 1048576 bytes`},
+		"not text":          {"kind: \xff\xfe", `f.yaml: is not YAML: `},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, err := workspace.Load(files("f.yaml", c.file))
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error is %v\nwant %s", err, c.want)
+			}
+			if diff := cmp.Diff(0, len(w.Skills)+len(w.Objectives)+len(w.Automations)); diff != "" {
+				t.Errorf("something was read: %s", diff)
+			}
+		})
+	}
+}
+
+func TestLoadReportsAllProblemsOfAllFilesAtOnce(t *testing.T) {
+	_, err := workspace.Load(files(
+		"b.yaml", good+"scope: everyone\ntrust: maybe\nidempotnt: true\n---\nkind: thing\n",
+		"a.yaml", good+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: a\ngoal: g\n",
+		"c.yaml", "x: [",
+	))
+	want := []string{
+		`a.yaml:8:15: review_every: "often" is not a duration: write 30m, 12h or 7d`,
+		`a.yaml:11:7: name: there is another objective "a" at a.yaml:6:7`,
+		`b.yaml:2:7: name: there is another skill "a" at a.yaml:2:7`,
+		`b.yaml:4:8: scope: "everyone" is not one of internal, external, both`,
+		`b.yaml:5:8: trust: "maybe" is not one of auto, notify, approve`,
+		`b.yaml:6:1: unknown key "idempotnt"; did you mean "idempotent"?`,
+		`b.yaml:8:7: unknown kind "thing"; known are `,
+		`c.yaml:1: is not YAML: `,
+	}
+	got := strings.Split(err.Error(), "\n")
+	if len(got) != len(want) {
+		t.Fatalf("%d problems, not %d:\n%s", len(got), len(want), err)
+	}
+	for i := range want {
+		if !strings.HasPrefix(got[i], want[i]) {
+			t.Errorf("problem %d is %s\nwant %s", i, got[i], want[i])
+		}
+	}
+}
+
+func TestLoadDoesNotRepeatWhatFollowsFromAnUnreadableField(t *testing.T) {
+	_, err := workspace.Load(files("f.yaml", "kind: skill\nname: a\nhandlr: builtin:x\n"))
+	if want := `f.yaml:3:1: unknown key "handlr"; did you mean "handler"?`; err == nil || err.Error() != want {
+		t.Errorf("error is %v\nwant %s", err, want)
+	}
+}
+
+func TestLoadRefusesAFolderWithoutFiles(t *testing.T) {
+	if _, err := workspace.Load(files("README.md", "x")); err == nil || !strings.Contains(err.Error(), "has no .yaml file") {
+		t.Errorf("error is %v", err)
+	}
+}
+
+func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "a.yaml")
+	if err := os.WriteFile(file, []byte(good+"x: y\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(dir, "folder.yaml"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(file, filepath.Join(dir, "b.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ dir, want string }{
+		"position has the folder": {dir, file + ":4:1: unknown key"},
+		"links to files are read": {dir, "b.yaml:2:7: name: there is another skill"},
+		"not there":               {filepath.Join(dir, "none"), "there is no folder " + filepath.Join(dir, "none")},
+		"a file":                  {file, "is a file; name the folder it is in"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := workspace.LoadDir(c.dir); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error is %v\nwant %s", err, c.want)
+			}
+		})
+	}
+}
+
+func TestLoadReadsTheExample(t *testing.T) {
+	fsys, err := examples.Caretaker()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := workspace.Load(fsys); err != nil {
+		t.Error(err)
+	}
+}
+
+func FuzzLoad(f *testing.F) {
+	f.Add(good)
+	f.Add("kind: objective\nname: a\ngoal: b\nsteps: [a, {b: c}]\n---\n- x")
+	f.Add("kind: skill\nparameters: {<<: *a, 1: .inf, ? [a] : !!binary x}")
+	f.Fuzz(func(t *testing.T, text string) {
+		w, err := workspace.Load(files("f.yaml", text))
+		if err != nil && len(w.Skills)+len(w.Objectives)+len(w.Automations) > 0 {
+			t.Errorf("half read: %v", err)
+		}
+	})
+}

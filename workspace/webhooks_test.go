@@ -1,0 +1,110 @@
+package workspace_test
+
+import (
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+const hooks = `
+kind: webhook
+name: github
+scheme: github
+secrets: ["${GITHUB_SECRET}", "file:/run/secrets/github"]
+max_bytes: 26214400
+actions:
+  - when: {header.x-github-event: issues, body.action: [opened, reopened]}
+    event: EVENT_COMPLETED
+    key: "issue-{body.issue.number}"
+    data: {title: body.issue.title}
+  - when: {header.x-github-event: push}
+    prompt: Look at the push to {body.ref}.
+---
+kind: webhook_target
+name: ops
+url: https://example.com/hook
+secrets: ["${OPS_SECRET}"]
+events: [execution.failed, "webhook.*"]
+`
+
+func loadText(t *testing.T, text string) (workspace.Workspace, error) {
+	t.Helper()
+	return workspace.Load(fstest.MapFS{"hooks.yaml": {Data: []byte(text)}})
+}
+
+func TestWebhooksAreAppliedAndWhatAnAdminDecidedStays(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w, err := loadText(t, hooks)
+	if err != nil {
+		t.Fatal(err)
+	}
+	apply(t, pool, w)
+	if diff := apply(t, pool, w); !diff.Empty() {
+		t.Errorf("applied again it changes something: %+v", diff)
+	}
+	e, err := webhooks.GetEndpoint(t.Context(), pool, "github")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(w.Webhooks[0].Definition.Actions, e.Actions); diff != "" {
+		t.Errorf("actions (-file +row):\n%s", diff)
+	}
+	if _, err := webhooks.SetEndpoint(t.Context(), pool, "github", false, "admin", "noisy"); err != nil {
+		t.Fatal(err)
+	}
+	if w, err = loadText(t, strings.Replace(hooks, "execution.failed", "execution.completed", 1)); err != nil {
+		t.Fatal(err)
+	}
+	w.Webhooks[0].Definition.MaxAttempts = 9
+	var changed []string
+	for _, item := range apply(t, pool, w).Items {
+		for _, c := range item.Changes {
+			changed = append(changed, item.Kind+" "+c.Field)
+		}
+	}
+	if diff := cmp.Diff([]string{"webhook settings.max_attempts", "webhook_target events"}, changed); diff != "" {
+		t.Errorf("changes (-want +got):\n%s", diff)
+	}
+	if e, err = webhooks.GetEndpoint(t.Context(), pool, "github"); err != nil || e.Enabled || e.Settings.MaxAttempts != 9 {
+		t.Errorf("enabled %v, %d attempts, %v", e.Enabled, e.Settings.MaxAttempts, err)
+	}
+	if n := apply(t, pool, workspace.Workspace{}).Count(workspace.Remove); n != 2 {
+		t.Errorf("%d removed", n)
+	}
+}
+
+func TestWebhooksThatCannotBeAreRefusedAtTheirPlace(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ old, new, want string }{
+		"a literal secret":        {`"${GITHUB_SECRET}"`, `whsec_AAAA`, `hooks.yaml:5:11: secrets[0]: is no reference`},
+		"a relative file":         {`file:/run/secrets/github`, `file:github`, `secrets[1]: is no reference`},
+		"an unknown scheme":       {`scheme: github`, `scheme: sha1`, `scheme: "sha1" is not one of`},
+		"a decision":              {`EVENT_COMPLETED`, `APPROVAL_DECIDED`, `"APPROVAL_DECIDED" is not one that a webhook may raise`},
+		"the end of an execution": {`event: EVENT_COMPLETED`, `resume: agent`, `resume: "agent" is not one of`},
+		"a Go template":           {`{body.issue.number}`, `{{.body.issue.number}}`, `braces that are no placeholder`},
+		"a path that is none":     {`body.action:`, `payload.action:`, `"payload.action" is no path`},
+		"two actions in one":      {`    prompt:`, "    automation: x\n    prompt:", `exactly one of`},
+		"no key":                  {`    key: "issue-{body.issue.number}"`, ``, `key: is empty`},
+		"too many bytes":          {`26214400`, `26214401`, `max_bytes: must be between`},
+		"a user in the URL":       {`https://example.com`, `https://u:p@example.com`, `has a user or a password`},
+		"an unknown event":        {`execution.failed`, `execution.fialed`, `is no event of the agent`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			_, err := loadText(t, strings.Replace(hooks, c.old, c.new, 1))
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error %v, want %q", err, c.want)
+			}
+			if err != nil && strings.Contains(err.Error(), "whsec_AAAA") {
+				t.Error("the error has the secret")
+			}
+		})
+	}
+}
