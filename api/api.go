@@ -1,0 +1,97 @@
+// Package api is the agent over HTTP: whether it is well, what it did, the levers an admin has, and the
+// door through which the other surfaces are reached.
+//
+// All routes are one table: those of this package (routes.go) and the endpoints that the surfaces bring
+// (see Endpoint). A row names method, path, who may call it, query parameters, body and answer, and
+// everything else follows from it: the routing, what is refused, limits, and the OpenAPI 3.1 document at
+// /openapi.json. So none can be reached that is not documented, and a route of this package accepts nothing
+// that it does not document. Its handler reads the request, calls one function of the package that owns
+// the subject, and returns a value.
+//
+// It promises:
+//
+//   - Who may call a route is a column of the table. Admin asks for the admin token, Visitor for a chat
+//     key, both as "Authorization: Bearer", compared by digest and in constant time over all keys; neither
+//     opens the other's routes. Under /v1 that holds also to learn that a route does not exist. Without a
+//     configured token or key nobody enters.
+//   - What a browser sends from a page of another origin is refused, except at webhooks.
+//   - A body is read whole, within its limit and within time, before its route sees it. An ordinary request
+//     and its answer end in time, whatever the client does; a stream lasts as long as its client reads, and
+//     ends at shutdown with the cause executions.ErrDraining.
+//   - Every error is application/problem+json (RFC 9457, see internal/problem) or, where stock OpenAI
+//     clients call, OpenAI's error object. A cause that names the inside goes to the log.
+//   - Unknown parameters, body fields and values are refused by name, never ignored: a misspelt filter
+//     that is ignored would list everything.
+//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of
+//     its page by a key that only grows, so rows that come in between shift nothing: what was there when
+//     the listing began is listed exactly once.
+//   - A POST with an Idempotency-Key is done once; see once.go.
+//   - What an admin changes is an activity under an op_ trace, committed together with the change. A lane
+//     that is broken is recorded under the trace of who held it.
+//   - Times are RFC 3339 in UTC, ids strings, names snake_case.
+//
+// /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It
+// looks at the database, the schema, the worker's lease and the shutdown; a model that is down does not
+// make a process unready, because its other work goes on.
+package api
+
+import (
+	"errors"
+	"log/slog"
+	"net/http"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+)
+
+// Options are what the API stands on.
+type Options struct {
+	Pool   *pgxpool.Pool      // required
+	Engine *executions.Engine // required: cancels executions and says whether this process works
+	// AdminToken is what Admin routes ask for; empty refuses every request.
+	AdminToken string
+	// ChatKeys are what Visitor routes ask for, by the name that VisitorFrom tells; empty refuses every
+	// request. No key may be empty, the admin token, or another one's.
+	ChatKeys map[string]string
+	// Endpoints are the routes of the surfaces.
+	Endpoints []Endpoint
+	// Stopping is closed when the process shuts down: streams end then. Nil for never.
+	Stopping <-chan struct{}
+	Logger   *slog.Logger // nil for none
+}
+
+// New returns the handler; serve it with Server. It does not touch the database, and it is safe for
+// concurrent use. An endpoint or a key that cannot be is an error.
+func New(o Options) (http.Handler, error) {
+	if o.Pool == nil || o.Engine == nil {
+		return nil, errors.New("make API: a pool and an engine are required")
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	gate, err := newGate(o.AdminToken, o.ChatKeys)
+	if err != nil {
+		return nil, err
+	}
+	s := &server{
+		pool: o.Pool, engine: o.Engine, gate: gate, stopping: o.Stopping, limits: usual(), log: o.Logger,
+		watch: &watch{db: o.Pool, log: o.Logger},
+	}
+	table, err := s.table(o.Endpoints)
+	if err != nil {
+		return nil, err
+	}
+	return s.handler(table)
+}
+
+// server is what the handlers share.
+type server struct {
+	pool     *pgxpool.Pool
+	engine   *executions.Engine
+	gate     *gate
+	stopping <-chan struct{}
+	limits   limits
+	watch    *watch
+	log      *slog.Logger
+}

@@ -1,0 +1,263 @@
+package api_test
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestAnIncompleteSetUpIsRefused(t *testing.T) {
+	if _, err := api.New(api.Options{}); err == nil || !strings.Contains(err.Error(), "required") {
+		t.Errorf("error is %v", err)
+	}
+}
+
+// operations are all that the document lists, with their placeholders filled.
+func (a *agent) operations() (list [][2]string) {
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		for method := range methods.(map[string]any) {
+			list = append(list, [2]string{strings.ToUpper(method), strings.NewReplacer("{", "", "}", "").Replace(path)})
+		}
+	}
+	return list
+}
+
+func TestEveryRouteUnderV1AsksForTheToken(t *testing.T) {
+	a := start(t)
+	operations := append(a.operations(), [2]string{"GET", "/v1/nothing"}, [2]string{"PATCH", "/v1/traces"})
+	if len(operations) < 15 {
+		t.Fatalf("only %d operations", len(operations))
+	}
+	for _, op := range operations {
+		if !strings.HasPrefix(op[1], "/v1/") {
+			continue
+		}
+		w := a.raw(op[0], op[1], "", nil)
+		a.refused(w, http.StatusUnauthorized, "AGENT_ADMIN_TOKEN")
+		if !strings.HasPrefix(w.Header().Get("WWW-Authenticate"), "Bearer ") {
+			t.Errorf("%s %s: WWW-Authenticate is %q", op[0], op[1], w.Header().Get("WWW-Authenticate"))
+		}
+	}
+}
+
+func TestOnlyTheTokenOpensV1(t *testing.T) {
+	a := start(t)
+	for name, test := range map[string]struct {
+		header string
+		status int
+	}{
+		"the token":          {"Bearer " + token, 200},
+		"any case of scheme": {"bearer " + token, 200},
+		"another":            {"Bearer " + token + "x", 401},
+		"a beginning of it":  {"Bearer " + token[:5], 401},
+		"empty":              {"Bearer ", 401},
+		"another scheme":     {"Basic " + token, 401},
+		"no scheme":          {token, 401},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if w := a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {test.header}}); w.Code != test.status {
+				t.Errorf("status is %d", w.Code)
+			}
+		})
+	}
+}
+
+func TestWithoutAConfiguredTokenNobodyEnters(t *testing.T) {
+	pool := pgtest.DB(t)
+	a := &agent{t: t}
+	var err error
+	if a.handler, err = api.New(api.Options{Pool: pool, Engine: engine(t, pool)}); err != nil {
+		t.Fatal(err)
+	}
+	for _, header := range []string{"", "Bearer", "Bearer "} {
+		a.refused(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}), http.StatusUnauthorized, "token")
+	}
+}
+
+func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
+	a := start(t)
+	for name, test := range map[string]struct {
+		method, path, body string
+		status             int
+		words              string
+	}{
+		"route":               {"GET", "/v1/nothing", "", 404, "/v1/nothing"},
+		"route outside":       {"GET", "/nothing", "", 404, "/nothing"},
+		"trailing slash":      {"GET", "/v1/traces/", "", 404, "/v1/traces/"},
+		"parameter":           {"GET", "/v1/traces?surfaec=chat", "", 400, `"surfaec"`},
+		"parameter of a row":  {"GET", "/v1/traces/x?full=1", "", 400, `"full"`},
+		"parameter of a post": {"POST", "/v1/lanes/x/break?force=1", "", 400, `"force"`},
+		"twice":               {"GET", "/v1/traces?surface=chat&surface=flow", "", 400, "surface is given 2 times"},
+		"surface":             {"GET", "/v1/activity?surface=mail", "", 400, "surface"},
+		"status of a trace":   {"GET", "/v1/traces?status=success", "", 400, "status"},
+		"activity status":     {"GET", "/v1/activity?status=completed", "", 400, "status"},
+		"empty":               {"GET", "/v1/executions?flow=", "", 400, "flow"},
+		"too long":            {"GET", "/v1/executions?flow=" + strings.Repeat("x", 400), "", 400, "flow"},
+		"NUL":                 {"GET", "/v1/activity?skill=a%00b", "", 400, "skill"},
+		"not UTF-8":           {"GET", "/v1/activity?skill=%ff", "", 400, "skill"},
+		"escape":              {"GET", "/v1/activity?skill=%zz", "", 400, "query"},
+		"since":               {"GET", "/v1/traces?since=yesterday", "", 400, "since"},
+		"until":               {"GET", "/v1/activity?until=2026-01-01", "", 400, "until"},
+		"limit":               {"GET", "/v1/traces?limit=many", "", 400, "limit"},
+		"no limit":            {"GET", "/v1/skills?limit=0", "", 400, "limit"},
+		"large limit":         {"GET", "/v1/lanes?limit=501", "", 400, "limit"},
+		"enabled":             {"GET", "/v1/skills?enabled=yes", "", 400, "enabled"},
+		"trace filter":        {"GET", "/v1/executions?trace_id=zz_1", "", 400, "trace_id"},
+		"cursor of traces":    {"GET", "/v1/traces?cursor=x", "", 400, "cursor"},
+		"cursor of activity":  {"GET", "/v1/activity?cursor=x", "", 400, "cursor"},
+		"cursor of runs":      {"GET", "/v1/executions?cursor=!", "", 400, "cursor"},
+		"cursor of lanes":     {"GET", "/v1/lanes?cursor=eHg", "", 400, "cursor"},
+		"forged cursor":       {"GET", "/v1/skills?cursor=c2tpbGxzCm5vIGlk", "", 400, "cursor"},
+		"trace id":            {"GET", "/v1/traces/hb_nonsense", "", 400, "hb_nonsense"},
+		"no such trace":       {"GET", "/v1/traces/" + string(trace.New(trace.Chat)), "", 404, "no such trace"},
+		"execution id":        {"GET", "/v1/executions/42", "", 400, "42"},
+		"no such execution":   {"GET", "/v1/executions/018f0000-0000-7000-8000-000000000000", "", 404, "no such execution"},
+		"cancel nothing":      {"POST", "/v1/executions/018f0000-0000-7000-8000-000000000000/cancel", `{"reason":"x"}`, 404, "no such execution"},
+		"enable nothing":      {"POST", "/v1/skills/nothing/enable", `{"reason":"x"}`, 404, "not found"},
+		"disable nothing":     {"POST", "/v1/skills/nothing/disable", `{"reason":"x"}`, 404, "not found"},
+		"NUL in a skill":      {"POST", "/v1/skills/a%00/disable", `{"reason":"x"}`, 404, "not found"},
+		"break nothing":       {"POST", "/v1/lanes/nothing/break", `{"reason":"x"}`, 404, "nobody holds nothing"},
+		"break a run":         {"POST", "/v1/lanes/execution:7/break", `{"reason":"x"}`, 404, "/v1/executions/7/cancel"},
+		"NUL in a lane":       {"POST", "/v1/lanes/a%00/break", `{"reason":"x"}`, 400, "control"},
+		"long lane":           {"POST", "/v1/lanes/" + strings.Repeat("x", 256) + "/break", `{"reason":"x"}`, 400, "255"},
+		"unknown field":       {"POST", "/v1/lanes/x/break", `{"reason":"x","force":true}`, 400, `"force"`},
+		"no reason":           {"POST", "/v1/lanes/x/break", `{}`, 400, "reason"},
+		"blank reason":        {"POST", "/v1/skills/x/enable", `{"reason":" \n"}`, 400, "reason"},
+		"NUL in a reason":     {"POST", "/v1/skills/x/enable", `{"reason":"a\u0000"}`, 400, "reason"},
+		"long reason":         {"POST", "/v1/skills/x/enable", `{"reason":"` + strings.Repeat("x", 1001) + `"}`, 400, "reason"},
+		"wrong type":          {"POST", "/v1/lanes/x/break", `{"reason":7}`, 400, "reason"},
+		"null":                {"POST", "/v1/lanes/x/break", `null`, 400, "object"},
+		"no body":             {"POST", "/v1/lanes/x/break", "", 400, "object"},
+		"cut body":            {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
+		"more":                {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "more"},
+		"too large":           {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			a.refused(a.raw(test.method, test.path, test.body, asAdmin()), test.status, test.words)
+		})
+	}
+}
+
+func TestAWrongMethodIsToldWhichAreRight(t *testing.T) {
+	a := start(t)
+	for _, test := range [][3]string{
+		{"POST", "/v1/traces", "GET, HEAD"},
+		{"GET", "/v1/lanes/x/break", "POST"},
+		{"DELETE", "/healthz", "GET, HEAD"},
+		{"POST", "/openapi.json", "GET, HEAD"},
+		{"OPTIONS", "/v1/skills", "GET, HEAD"},
+	} {
+		w := a.raw(test[0], test[1], "", asAdmin())
+		a.refused(w, http.StatusMethodNotAllowed, test[2])
+		if got := w.Header().Get("Allow"); got != test[2] {
+			t.Errorf("%s %s: Allow is %q", test[0], test[1], got)
+		}
+	}
+}
+
+func TestABodyHasToSayThatItIsJSON(t *testing.T) {
+	a := start(t)
+	for kind, status := range map[string]int{
+		"": 415, "text/plain": 415, "application/x-www-form-urlencoded": 415, "application/json; charset=utf-8": 404,
+	} {
+		header := asAdmin()
+		header.Set("Content-Type", kind)
+		a.refused(a.raw("POST", "/v1/lanes/x/break", `{"reason":"x"}`, header), status, "")
+	}
+}
+
+func TestAnswersAreNeitherKeptNorGuessedAt(t *testing.T) {
+	a := start(t)
+	for _, path := range []string{"/v1/traces", "/v1/nothing"} {
+		header := a.raw("GET", path, "", asAdmin()).Header()
+		if header.Get("X-Content-Type-Options") != "nosniff" || header.Get("Cache-Control") != "no-store" {
+			t.Errorf("%s: %v", path, header)
+		}
+	}
+}
+
+func TestARequestLeavesALineInTheLog(t *testing.T) {
+	a := start(t)
+	a.raw("GET", "/v1/nothing?secret=1", "", asAdmin())
+	got := a.log.String()
+	for _, words := range []string{"level=DEBUG msg=request", "path=/v1/nothing", "status=404", "duration="} {
+		if !strings.Contains(got, words) {
+			t.Errorf("%q is not in %s", words, got)
+		}
+	}
+	if strings.Contains(got, token) || strings.Contains(got, "secret") {
+		t.Errorf("the log says too much: %s", got)
+	}
+}
+
+func TestTheCauseOfAFailureStaysInside(t *testing.T) {
+	a := start(t)
+	exec(t, a.pool, `alter view agent_locks_live rename to gone`)
+	w := a.raw("GET", "/v1/lanes", "", asAdmin())
+	a.refused(w, http.StatusInternalServerError, "the log has the cause")
+	if strings.Contains(w.Body.String(), "agent_locks_live") {
+		t.Errorf("the client is told %s", w.Body)
+	}
+	if !strings.Contains(a.log.String(), `agent_locks_live`) {
+		t.Errorf("the log does not have the cause: %s", a.log)
+	}
+}
+
+func TestADatabaseThatIsTooSlowIsSaidToBeAway(t *testing.T) {
+	a := start(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 0)
+	defer cancel()
+	w := a.send(ctx, "GET", "/v1/lanes", "", asAdmin())
+	a.refused(w, http.StatusServiceUnavailable, "database")
+	if w.Header().Get("Retry-After") == "" {
+		t.Error("no Retry-After")
+	}
+}
+
+func TestTheDocumentIsComplete(t *testing.T) {
+	a := start(t)
+	if a.doc["openapi"] != "3.1.0" {
+		t.Errorf("version is %v", a.doc["openapi"])
+	}
+	for _, op := range []string{
+		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/activity", "GET /v1/executions",
+		"GET /v1/executions/id", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break", "GET /v1/skills",
+		"POST /v1/skills/name/enable", "POST /v1/skills/name/disable",
+	} {
+		found := false
+		for _, have := range a.operations() {
+			found = found || have[0]+" "+have[1] == op
+		}
+		if !found {
+			t.Errorf("%s is not in it", op)
+		}
+	}
+	seen := map[string]bool{}
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		for method, op := range methods.(map[string]any) {
+			id := op.(map[string]any)["operationId"].(string)
+			if seen[id] {
+				t.Errorf("operationId %s of %s %s is taken", id, method, path)
+			}
+			seen[id] = true
+		}
+	}
+	text, err := json.Marshal(a.doc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	components := a.doc["components"].(map[string]any)["schemas"].(map[string]any)
+	for _, piece := range strings.Split(string(text), `"#/components/schemas/`)[1:] {
+		name, _, _ := strings.Cut(piece, `"`)
+		if _, known := components[name]; !known {
+			t.Errorf("%s is referred to and not described", name)
+		}
+	}
+}

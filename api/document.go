@@ -1,0 +1,171 @@
+package api
+
+import (
+	"net/http"
+	"reflect"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+var pathParam = regexp.MustCompile(`\{(\w+)\}`)
+
+// document is the OpenAPI 3.1 description of the table.
+func document(table []route) object {
+	s := &schemas{components: object{}}
+	paths := object{}
+	for _, rt := range table {
+		path := plainPath(rt.path)
+		at, known := paths[path].(object)
+		if !known {
+			at = object{}
+			paths[path] = at
+		}
+		at[strings.ToLower(rt.method)] = s.operation(rt)
+	}
+	s.of(reflect.TypeFor[problem.Problem]())
+	return object{
+		"openapi": "3.1.0",
+		"info": object{
+			"title": "Lanekeeper", "version": "1",
+			"description": "What the agent does and did, an admin's levers, and the surfaces. Errors are RFC 9457 problems, " +
+				"and OpenAI's error objects where its clients call.",
+		},
+		"paths": paths,
+		"components": object{
+			"schemas": s.components,
+			"securitySchemes": object{
+				"admin":   object{"type": "http", "scheme": "bearer", "description": "AGENT_ADMIN_TOKEN"},
+				"visitor": object{"type": "http", "scheme": "bearer", "description": "a key of AGENT_CHAT_KEY"},
+			},
+		},
+	}
+}
+
+// plainPath is a pattern of http.ServeMux as OpenAPI writes it.
+func plainPath(pattern string) string {
+	return strings.ReplaceAll(strings.TrimSuffix(pattern, "{$}"), "...}", "}")
+}
+
+// operation describes one route.
+func (s *schemas) operation(rt route) object {
+	op := object{
+		"operationId": operationID(rt), "description": rt.about, "parameters": s.parameters(rt), "responses": s.responses(rt),
+		"security": []object{},
+	}
+	switch rt.access {
+	case Admin:
+		op["security"] = []object{{"admin": []string{}}}
+	case Visitor:
+		op["security"] = []object{{"visitor": []string{}}}
+	case Public:
+	}
+	if rt.body != nil {
+		op["requestBody"] = object{"required": true, "content": content("application/json", s.of(reflect.TypeOf(rt.body)))}
+	}
+	return op
+}
+
+// operationID is method and path as one word.
+func operationID(rt route) string {
+	words := strings.FieldsFunc(strings.TrimPrefix(plainPath(rt.path), "/v1"), func(r rune) bool { return strings.ContainsRune("/{}.-", r) })
+	return strings.ToLower(rt.method) + "_" + strings.Join(words, "_")
+}
+
+func (s *schemas) parameters(rt route) []object {
+	list := []object{}
+	for _, found := range pathParam.FindAllStringSubmatch(plainPath(rt.path), -1) {
+		list = append(list, object{"name": found[1], "in": "path", "required": true, "schema": object{"type": "string"}})
+	}
+	if rt.idempotent {
+		list = append(list, object{
+			"name": keyHeader, "in": "header", "description": "Makes the request count once, however often it is sent within 24 hours.",
+			"schema": object{"type": "string", "minLength": 1, "maxLength": maxKey},
+		})
+	}
+	for _, p := range rt.params {
+		schema := object{"type": "string", "minLength": 1, "maxLength": maxText}
+		switch {
+		case p.format == "integer":
+			schema = object{"type": "integer", "minimum": 1, "maximum": maxPage, "default": defaultPage}
+		case p.format != "":
+			schema = object{"type": "string", "format": p.format}
+		case p.enum != nil:
+			schema = object{"type": "string", "enum": p.enum}
+		}
+		list = append(list, object{"name": p.name, "in": "query", "description": p.about, "schema": schema})
+	}
+	return list
+}
+
+// responses lists what a route can answer.
+func (s *schemas) responses(rt route) object {
+	answer := object{"description": "Done", "content": s.answered(rt)}
+	if strings.Contains(rt.path, "{") || rt.handler != nil {
+		answer["headers"] = object{"X-Trace-Id": object{
+			"description": "The trace that the answer belongs to.", "schema": object{"type": "string"},
+		}}
+	}
+	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
+	if rt.unready {
+		all["503"] = object{"description": "Not so", "content": answer["content"]}
+	}
+	refused := content(problem.ContentType, s.of(reflect.TypeFor[problem.Problem]()))
+	if rt.openAI {
+		refused = content("application/json", object{
+			"type": "object", "properties": object{"error": s.of(reflect.TypeFor[chatwire.Failure]())}, "required": []string{"error"},
+		})
+	}
+	for _, status := range problems(rt) {
+		all[strconv.Itoa(status)] = object{"description": http.StatusText(status), "content": refused}
+	}
+	if rt.handler != nil && rt.path != "/openapi.json" {
+		all["default"] = object{"description": "Refused", "content": refused}
+	}
+	return all
+}
+
+// answered describes an answer: JSON, a stream of events, or either, as the request asks.
+func (s *schemas) answered(rt route) object {
+	events := object{"type": "string"}
+	switch {
+	case rt.contentType != "" && rt.contentType != "application/json":
+		return content(rt.contentType, events)
+	case rt.answer == nil:
+		return content("application/json", object{})
+	case rt.stream:
+		both := content("application/json", s.of(reflect.TypeOf(rt.answer)))
+		both["text/event-stream"] = object{"schema": events}
+		return both
+	}
+	return content("application/json", s.of(reflect.TypeOf(rt.answer)))
+}
+
+// problems lists the statuses of the problems that a route can answer with.
+func problems(rt route) []int {
+	var list []int
+	if rt.access != Public {
+		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusInternalServerError, http.StatusServiceUnavailable)
+		if strings.Contains(rt.path, "{") {
+			list = append(list, http.StatusNotFound)
+		}
+	}
+	if rt.body != nil {
+		list = append(list, http.StatusRequestEntityTooLarge)
+	}
+	if rt.wantsJSON() {
+		list = append(list, http.StatusUnsupportedMediaType)
+	}
+	if rt.conflicts || rt.idempotent {
+		list = append(list, http.StatusConflict)
+	}
+	if rt.idempotent {
+		list = append(list, http.StatusUnprocessableEntity)
+	}
+	return list
+}
+
+func content(kind string, schema object) object { return object{kind: object{"schema": schema}} }

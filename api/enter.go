@@ -1,0 +1,158 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"mime"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// limits bound what a client may take.
+type limits struct {
+	request time.Duration // a request that is no stream, from its header to its answer
+	body    time.Duration // sending a body
+	send    time.Duration // accepting an answer, or a piece of a stream
+}
+
+// usual are the limits. A request has longer than lanes.Break may take.
+func usual() limits {
+	return limits{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
+}
+
+// Server is the http.Server for the handler that New returns. It bounds what comes before a request is
+// known: its header. The handler bounds the rest, route by route, so there is neither a ReadTimeout nor a
+// WriteTimeout, which would cut streams.
+func Server(h http.Handler, log *slog.Logger) *http.Server {
+	return &http.Server{
+		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 32 << 10,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+	}
+}
+
+// enter lets in who may call the route, with a body that is complete.
+func (s *server) enter(rt route, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		control := http.NewResponseController(w)
+		limit(control.SetWriteDeadline, s.limits.request+s.limits.send)
+		r, err := s.gate.pass(w, r, rt)
+		if err == nil {
+			err = s.takeBody(w, r, rt, control)
+		}
+		if err != nil {
+			s.refuse(w, r, rt, err, "")
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// limit sets a deadline of the connection; zero lifts it. A ResponseWriter without a connection, as in
+// tests, has none to set.
+func limit(set func(time.Time) error, d time.Duration) {
+	var at time.Time
+	if d > 0 {
+		at = time.Now().Add(d)
+	}
+	_ = set(at) // what cannot be set is a connection that is gone: the next read or write says so
+}
+
+// takeBody reads the body of a route that takes one into memory.
+func (s *server) takeBody(w http.ResponseWriter, r *http.Request, rt route, control *http.ResponseController) error {
+	if rt.maxBody == 0 || r.Method == http.MethodGet || r.Method == http.MethodHead {
+		return nil
+	}
+	if rt.wantsJSON() && (r.ContentLength != 0 || r.Header.Get("Content-Type") != "") {
+		if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+			return problem.New(http.StatusUnsupportedMediaType, "send JSON, with Content-Type: application/json")
+		}
+	}
+	limit(control.SetReadDeadline, s.limits.body)
+	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, rt.maxBody))
+	if err != nil {
+		w.Header().Set("Connection", "close") // the rest of the body is not read
+		return s.badTransfer(err, rt.maxBody)
+	}
+	limit(control.SetReadDeadline, 0)
+	r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(raw)), int64(len(raw))
+	return nil
+}
+
+// badTransfer says why a body did not arrive.
+func (s *server) badTransfer(err error, most int64) error {
+	if _, large := errors.AsType[*http.MaxBytesError](err); large {
+		return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than %d bytes", most)
+	}
+	if timeout, is := errors.AsType[net.Error](err); is && timeout.Timeout() {
+		return problem.New(http.StatusRequestTimeout, "the body did not arrive within %s", s.limits.body)
+	}
+	return badBody("the body did not arrive whole")
+}
+
+// timed bounds the time of a request, or makes it a stream.
+func (s *server) timed(rt route, next http.Handler) http.Handler {
+	if !rt.stream {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			ctx, cancel := context.WithTimeout(r.Context(), s.limits.request)
+			defer cancel()
+			next.ServeHTTP(w, r.WithContext(ctx))
+		})
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodHead { // a stream has no end that a HEAD could wait for
+			w.Header().Set("Content-Type", rt.contentType)
+			return
+		}
+		ctx, leave := s.untilStopped(r.Context())
+		defer leave()
+		next.ServeHTTP(&flow{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
+	})
+}
+
+// untilStopped is a context that also ends at shutdown. leave frees what it needs, and has to be called.
+func (s *server) untilStopped(parent context.Context) (ctx context.Context, leave func()) {
+	ctx, cancel := context.WithCancelCause(parent)
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		select {
+		case <-s.stopping:
+			cancel(executions.ErrDraining)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() {
+		cancel(nil)
+		<-watched
+	}
+}
+
+// flow is the answer of a stream: it may last, but each piece has to get through in time.
+type flow struct {
+	http.ResponseWriter
+	control *http.ResponseController
+	each    time.Duration // what a piece may take
+}
+
+func (w *flow) Write(b []byte) (int, error) {
+	limit(w.control.SetWriteDeadline, w.each)
+	return w.ResponseWriter.Write(b)
+}
+
+// Flush is for handlers that ask for an http.Flusher.
+func (w *flow) Flush() { _ = w.FlushError() } // a client that is gone shows at the next write
+
+func (w *flow) FlushError() error {
+	limit(w.control.SetWriteDeadline, w.each)
+	return w.control.Flush()
+}
+
+// Unwrap lets http.ResponseController reach the connection.
+func (w *flow) Unwrap() http.ResponseWriter { return w.ResponseWriter }

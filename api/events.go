@@ -1,0 +1,90 @@
+package api
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Bounds of an event, in bytes.
+const (
+	maxEventKey = 500
+	maxEventID  = 255
+)
+
+// event is something that happened outside, for whoever waits for it.
+type event struct {
+	Event string          `json:"event"`
+	Key   string          `json:"key"`
+	Data  json.RawMessage `json:"data,omitempty"`
+	ID    string          `json:"id,omitempty"` // the same id twice counts once
+}
+
+// delivered says which event it is, and what it resumed.
+type delivered struct {
+	EventID string   `json:"event_id"`
+	Resumed []string `json:"resumed"`
+}
+
+// outside are the events that come from outside. The others say what the agent itself did, or what only
+// another route may decide; who could raise them could approve, or end what has not ended.
+func outside() []string {
+	return []string{"MESSAGE_RECEIVED", "DOCUMENT_UPLOADED", "SIGNATURE_COMPLETED", "TEST_COMPLETED", "EVENT_COMPLETED"}
+}
+
+// reserved begin the ids of the agent's own events.
+func reserved() []string { return []string{"completed ", "approval "} }
+
+func (e event) check() error {
+	switch {
+	case !slices.Contains(outside(), e.Event):
+		return badBody("event is %.60q; it can be %s", e.Event, strings.Join(outside(), ", "))
+	case e.Key == "" || len(e.Key) > maxEventKey || !storable(e.Key):
+		return badBody("key has to be 1 to %d bytes of text", maxEventKey)
+	case len(e.ID) > maxEventID || !storable(e.ID):
+		return badBody("id has to be at most %d bytes of text", maxEventID)
+	}
+	for _, prefix := range reserved() {
+		if strings.HasPrefix(e.ID, prefix) {
+			return badBody("an id that begins with %q is the agent's own", prefix)
+		}
+	}
+	return nil
+}
+
+func (s *server) raiseEvent(r request) (answer, error) {
+	e := r.body.(event)
+	if e.ID == "" {
+		e.ID = keyedID(r.Request, e)
+	}
+	got, err := s.engine.Deliver(r.Context(), s.pool, e.Event, e.Key, e.Data, e.ID)
+	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023", "22P02", "22P05") {
+		return answer{}, badBody("%s", refused.Message)
+	}
+	if err != nil {
+		return answer{}, err
+	}
+	if got.Resumed == nil {
+		got.Resumed = []string{}
+	}
+	return answer{body: delivered(got), status: http.StatusAccepted}, nil
+}
+
+// keyedID makes the event an effect of its Idempotency-Key, so that it counts once also when the process
+// died between raising it and keeping the answer.
+func keyedID(r *http.Request, e event) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join([]string{key, e.Event, e.Key, string(e.Data)}, "\n")))
+	return "request " + hex.EncodeToString(sum[:])
+}

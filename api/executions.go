@@ -1,0 +1,138 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"regexp"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// admin is who acts through this API, in the rows that name somebody.
+const admin = "admin"
+
+var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$`)
+
+// executionDetail is the row with what it has recorded last and what it waits for, as it may be shown.
+type executionDetail struct {
+	executions.Execution
+	Checkpoint *executions.Checkpoint `json:"checkpoint"` // the latest; null before the first
+	Waits      []wait                 `json:"waits"`      // those open now
+}
+
+// wait is what an execution waits for.
+type wait struct {
+	Number int             `json:"number"` // counts the waits of the execution
+	For    string          `json:"waiting_for"`
+	Key    string          `json:"waiting_key"`
+	Until  *time.Time      `json:"waiting_until"`
+	Data   json.RawMessage `json:"waiting_data"`
+}
+
+// cancelled is the status an execution has after a cancel.
+type cancelled struct {
+	ID      string            `json:"id"`
+	TraceID string            `json:"trace_id"`
+	Status  executions.Status `json:"status"`
+}
+
+func (s *server) listExecutions(r request) (answer, error) {
+	traceID, err := s.traceOf(r.Context(), r.query["trace_id"])
+	if err != nil {
+		return answer{}, err
+	}
+	got, err := paged("executions", r.query, func(x executions.Execution) string { return x.ID },
+		func(before string, limit int) ([]executions.Execution, error) {
+			return executions.List(r.Context(), s.pool, executions.Filter{
+				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], TraceID: traceID,
+				Before: before, Limit: limit,
+			})
+		})
+	for i := range got.Items {
+		got.Items[i] = got.Items[i].Redacted()
+	}
+	return answer{body: got}, err
+}
+
+// traceOf is the one trace that an id in any form means; the first candidate when none has executions.
+func (s *server) traceOf(ctx context.Context, anyForm string) (string, error) {
+	if anyForm == "" {
+		return "", nil
+	}
+	ids, err := trace.ParseAny(anyForm)
+	if err != nil {
+		return "", err
+	}
+	for _, id := range ids[:len(ids)-1] {
+		found, err := executions.List(ctx, s.pool, executions.Filter{TraceID: string(id), Limit: 1})
+		if err != nil || len(found) > 0 {
+			return string(id), err
+		}
+	}
+	return string(ids[len(ids)-1]), nil
+}
+
+func (s *server) getExecution(r request) (answer, error) {
+	x, err := s.execution(r)
+	if err != nil {
+		return answer{}, err
+	}
+	recorded, err := executions.Checkpoints(r.Context(), s.pool, x.ID)
+	if err != nil {
+		return answer{trace: x.TraceID}, err
+	}
+	x = x.Redacted()
+	detail := executionDetail{Execution: x, Waits: []wait{}}
+	if len(recorded) > 0 {
+		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted())
+	}
+	if x.Status == executions.Waiting {
+		w := wait{Number: x.WaitNumber, Until: x.WaitingUntil, Data: x.WaitingData}
+		w.For, w.Key = value(x.WaitingFor), value(x.WaitingKey)
+		detail.Waits = append(detail.Waits, w)
+	}
+	return answer{body: detail, trace: x.TraceID}, nil
+}
+
+func (s *server) cancelExecution(r request) (answer, error) {
+	x, err := s.execution(r)
+	if err != nil {
+		return answer{}, err
+	}
+	status, err := s.engine.Cancel(r.Context(), x.ID, admin, r.body.(because).Reason)
+	if err != nil {
+		return answer{trace: x.TraceID}, err
+	}
+	return answer{body: cancelled{x.ID, x.TraceID, status}, trace: x.TraceID}, nil
+}
+
+// execution is the one that the path names.
+func (s *server) execution(r request) (executions.Execution, error) {
+	id, err := uuidIn(r, "an execution")
+	if err != nil {
+		return executions.Execution{}, err
+	}
+	return executions.Get(r.Context(), s.pool, id)
+}
+
+// uuidIn is the id in the path, which is that of a thing.
+func uuidIn(r request, thing string) (string, error) {
+	id := r.PathValue("id")
+	if !uuidForm.MatchString(id) {
+		return "", problem.New(http.StatusBadRequest, "%.60q is not the id of %s, which is a uuid", id, thing).
+			Kind("malformed-id", "Malformed id")
+	}
+	return id, nil
+}
+
+// value is what a pointer leads to; zero for nil.
+func value[T any](p *T) (v T) {
+	if p != nil {
+		v = *p
+	}
+	return v
+}

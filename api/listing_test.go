@@ -1,0 +1,275 @@
+package api_test
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// begin starts an execution that nobody runs.
+func (a *agent) begin(flow string, id trace.ID) executions.Execution {
+	a.t.Helper()
+	x, _, err := a.engine.Start(a.t.Context(), a.pool, executions.Spec{
+		Flow: flow, Surface: id.Surface(), TraceID: id, Input: map[string]string{"for": flow},
+	})
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return x
+}
+
+// claim lets a worker of its own run an execution.
+func (a *agent) claim(x executions.Execution) {
+	a.t.Helper()
+	exec(a.t, a.pool, `
+		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 minute') returning id)
+		update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w where x.id = @id`,
+		postgres.Strict{"id": x.ID})
+}
+
+// fails ends an execution.
+func (a *agent) fails(x executions.Execution) {
+	a.t.Helper()
+	a.claim(x)
+	exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
+}
+
+// note writes an activity.
+func (a *agent) note(e activity.Entry, status activity.Status) string {
+	a.t.Helper()
+	id, err := activity.Note(a.t.Context(), a.pool, e, activity.Outcome{Status: status})
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return id
+}
+
+// skill declares a skill.
+func (a *agent) skill(name string) {
+	a.t.Helper()
+	d := skills.Definition{Name: name, Description: "for the test", Handler: "http:GET https://example.com/"}
+	if _, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace); err != nil {
+		a.t.Fatal(err)
+	}
+}
+
+// take takes a lane for an owner.
+func (a *agent) take(lane, owner string) {
+	a.t.Helper()
+	got := value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
+	if !got {
+		a.t.Fatalf("%s does not get %s", owner, lane)
+	}
+}
+
+// list follows a listing to its end, pages of limit, and returns one field of each item. between is
+// called after every page.
+func (a *agent) list(path, field string, limit int, between func()) (found []string) {
+	a.t.Helper()
+	cursor := ""
+	for {
+		var got struct {
+			Items []map[string]any `json:"items"`
+			Next  *string          `json:"next_cursor"`
+		}
+		at := fmt.Sprintf("%s%slimit=%d", path, map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")], limit)
+		if cursor != "" {
+			at += "&cursor=" + url.QueryEscape(cursor)
+		}
+		a.get(at, &got)
+		if len(got.Items) > limit || (got.Next != nil && len(got.Items) != limit) || (len(got.Items) == 0 && cursor != "") {
+			a.t.Fatalf("a page of %d has %d rows, next %v", limit, len(got.Items), got.Next)
+		}
+		for _, item := range got.Items {
+			found = append(found, item[field].(string))
+		}
+		if got.Next == nil {
+			return found
+		}
+		cursor = *got.Next
+		if between != nil {
+			between()
+		}
+	}
+}
+
+// kinds are the listings: how a row comes to be, and what names it.
+func (a *agent) kinds() map[string]struct {
+	path, field string
+	add         func(n int) string
+} {
+	return map[string]struct {
+		path, field string
+		add         func(n int) string
+	}{
+		"traces":     {"/v1/traces", "trace_id", func(int) string { return a.begin("beat", trace.New(trace.Heartbeat)).TraceID }},
+		"executions": {"/v1/executions", "id", func(int) string { return a.begin("beat", trace.New(trace.Flow)).ID }},
+		"activity": {"/v1/activity", "id", func(int) string {
+			return a.note(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "look"}, activity.Success)
+		}},
+		"skills": {"/v1/skills", "name", func(n int) string {
+			name := fmt.Sprintf("skill_%d", n)
+			a.skill(name)
+			return name
+		}},
+		"objectives": {"/v1/objectives", "name", func(n int) string { return a.objective(fmt.Sprintf("objective_%d", n)) }},
+		"automations": {"/v1/automations", "name", func(n int) string {
+			return a.automation(fmt.Sprintf("automation_%d", n))
+		}},
+		"approvals": {"/v1/approvals", "id", func(n int) string { return a.approval(fmt.Sprintf(`{"n":%d}`, n), false).ID }},
+		"memory":    {"/v1/memory", "key", func(n int) string { return a.remember(fmt.Sprintf("key_%d", n), "general") }},
+		"lanes": {"/v1/lanes", "lane", func(n int) string {
+			lane := fmt.Sprintf("lane:%03d", (n*37)%101)
+			a.take(lane, "somebody")
+			return lane
+		}},
+	}
+}
+
+func TestPagesHaveEveryRowOnceThoughOthersAreWrittenBetween(t *testing.T) {
+	for name := range (&agent{}).kinds() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a := start(t)
+			kind := a.kinds()[name]
+			var want []string
+			n := 0
+			for ; n < 12; n++ {
+				want = append(want, kind.add(n))
+			}
+			slices.Reverse(want)
+			if diff := cmp.Diff(want, a.list(kind.path, kind.field, 12, nil)); diff != "" {
+				t.Errorf("one page: %s", diff)
+			}
+			got := a.list(kind.path, kind.field, 5, func() {
+				for range 3 {
+					kind.add(n)
+					n++
+				}
+			})
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("pages between which others write: %s", diff)
+			}
+		})
+	}
+}
+
+func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
+	a := start(t)
+	var want []string
+	for range 20 {
+		want = append(want, a.begin("beat", trace.New(trace.Flow)).ID)
+	}
+	slices.Reverse(want)
+	var writers errgroup.Group
+	for range 3 {
+		writers.Go(func() error {
+			for range 40 {
+				_, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow})
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	got := a.list("/v1/executions", "id", 3, nil)
+	if err := writers.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if !slices.IsSortedFunc(got, func(x, y string) int { return strings.Compare(y, x) }) {
+		t.Errorf("not newest first: %v", got)
+	}
+	if len(slices.Compact(slices.Clone(got))) != len(got) || len(got) < 20 || !slices.Equal(got[len(got)-20:], want) {
+		t.Errorf("got %v, want the last 20 to be %v", got, want)
+	}
+}
+
+func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
+	a := start(t)
+	exec(t, a.pool, `
+		insert into agent_executions (trace_id, surface, flow) select agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
+	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 500 {
+		t.Errorf("%d executions", len(got))
+	}
+	exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (agent_trace_id('fl'), 'flow', 'beat')`)
+	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 501 {
+		t.Errorf("%d executions", len(got))
+	}
+}
+
+func TestFiltersNarrowListings(t *testing.T) {
+	a := start(t)
+	beat, chat := trace.New(trace.Heartbeat), trace.New(trace.Chat)
+	first := a.begin("beat", beat)
+	second := a.begin("answer", chat)
+	a.fails(second)
+	look := a.note(activity.Entry{TraceID: string(beat), Surface: "heartbeat", Skill: "look", Lane: "heartbeat", Agent: "warden"}, activity.Success)
+	say := a.note(activity.Entry{TraceID: string(chat), Surface: "chat", Skill: "say"}, activity.Error)
+	a.skill("look")
+	a.skill("say")
+	a.post("/v1/skills/say/disable", `{"reason":"too loud"}`, &struct{}{})
+	audit := value[string](t, a.pool, `select id::text from agent_activity where skill_name = 'disable_skill'`)
+	for path, test := range map[string]struct {
+		field string
+		want  []string
+	}{
+		"/v1/traces?surface=chat":                                  {"trace_id", []string{string(chat)}},
+		"/v1/traces?status=pending":                                {"trace_id", []string{string(beat)}},
+		"/v1/traces?since=2999-01-01T00:00:00Z":                    {"trace_id", nil},
+		"/v1/executions?status=failed":                             {"id", []string{second.ID}},
+		"/v1/executions?surface=heartbeat":                         {"id", []string{first.ID}},
+		"/v1/executions?flow=answer":                               {"id", []string{second.ID}},
+		"/v1/executions?trace_id=" + string(beat):                  {"id", []string{first.ID}},
+		"/v1/executions?trace_id=" + chat.OTel():                   {"id", []string{second.ID}},
+		"/v1/executions?trace_id=" + chat.Suffix():                 {"id", []string{second.ID}},
+		"/v1/executions?trace_id=" + strings.ToLower(string(beat)): {"id", []string{first.ID}},
+		"/v1/executions?trace_id=" + trace.New(trace.Chat).OTel():  {"id", nil},
+		"/v1/activity?surface=chat":                                {"id", []string{say}},
+		"/v1/activity?status=error":                                {"id", []string{say}},
+		"/v1/activity?skill=look":                                  {"id", []string{look}},
+		"/v1/activity?lane=heartbeat":                              {"id", []string{look}},
+		"/v1/activity?agent=warden":                                {"id", []string{look}},
+		"/v1/activity?trace_id=" + beat.OTel():                     {"id", []string{look}},
+		"/v1/activity?agent=admin&surface=operate":                 {"id", []string{audit}},
+		"/v1/activity?until=2020-01-01T00:00:00Z":                  {"id", nil},
+		"/v1/activity?since=2020-01-01T00:00:00%2B02:00":           {"id", []string{audit, say, look}},
+		"/v1/skills?enabled=true":                                  {"name", []string{"look"}},
+		"/v1/skills?enabled=false":                                 {"name", []string{"say"}},
+		"/v1/skills?disabled_by=admin":                             {"name", []string{"say"}},
+		"/v1/skills?scope=external":                                {"name", nil},
+		"/v1/skills?source=workspace":                              {"name", []string{"say", "look"}},
+	} {
+		t.Run(path, func(t *testing.T) {
+			a.t = t
+			if diff := cmp.Diff(test.want, a.list(path, test.field, 10, nil)); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestACursorBelongsToItsListing(t *testing.T) {
+	a := start(t)
+	for range 2 {
+		a.begin("beat", trace.New(trace.Flow))
+	}
+	var got struct {
+		Next string `json:"next_cursor"`
+	}
+	a.get("/v1/executions?limit=1", &got)
+	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/lanes", "/v1/skills"} {
+		a.refused(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
+	}
+}

@@ -1,0 +1,221 @@
+package api_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/santhosh-tekuri/jsonschema/v6"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const (
+	token    = "a-token-of-the-admin"
+	patience = 40 * time.Second
+)
+
+// agent is the API on a database of its own. Its client checks every answer against the OpenAPI document.
+type agent struct {
+	t       *testing.T
+	pool    *pgxpool.Pool
+	engine  *executions.Engine
+	handler http.Handler
+	log     *logged
+	doc     map[string]any
+	schemas *jsonschema.Compiler
+}
+
+// logged is a log that many write.
+type logged struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *logged) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *logged) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+func start(t *testing.T) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	return with(t, pool, engine(t, pool))
+}
+
+// with is the API on a pool and an engine that may belong to different databases.
+func with(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) *agent {
+	t.Helper()
+	return wired(t, api.Options{Pool: pool, Engine: e})
+}
+
+// wired is the API with the options of a test; token and log are added.
+func wired(t *testing.T, o api.Options) *agent {
+	t.Helper()
+	a := &agent{t: t, pool: o.Pool, engine: o.Engine, log: &logged{}}
+	o.AdminToken = token
+	o.Logger = slog.New(slog.NewTextHandler(a.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	var err error
+	if a.handler, err = api.New(o); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(a.raw("GET", "/openapi.json", "", nil).Body.Bytes(), &a.doc); err != nil {
+		t.Fatal(err)
+	}
+	a.schemas = jsonschema.NewCompiler()
+	a.schemas.AssertFormat()
+	if err := a.schemas.AddResource("openapi.json", a.doc); err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+// engine is one that is not run.
+func engine(t *testing.T, pool *pgxpool.Pool) *executions.Engine {
+	t.Helper()
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// raw sends a request as it stands.
+func (a *agent) raw(method, path, body string, header http.Header) *httptest.ResponseRecorder {
+	a.t.Helper()
+	return a.send(a.t.Context(), method, path, body, header)
+}
+
+func (a *agent) send(ctx context.Context, method, path, body string, header http.Header) *httptest.ResponseRecorder {
+	a.t.Helper()
+	var reader io.Reader
+	if body != "" {
+		reader = strings.NewReader(body)
+	}
+	r := httptest.NewRequestWithContext(ctx, method, path, reader)
+	maps.Copy(r.Header, header)
+	w := httptest.NewRecorder()
+	a.handler.ServeHTTP(w, r)
+	return w
+}
+
+func asAdmin() http.Header {
+	return http.Header{"Authorization": {"Bearer " + token}, "Content-Type": {"application/json"}}
+}
+
+// get expects 200 and reads the answer into into.
+func (a *agent) get(path string, into any) http.Header {
+	a.t.Helper()
+	return a.expect(a.raw("GET", path, "", asAdmin()), "GET", path, http.StatusOK, into)
+}
+
+// post expects 200 and reads the answer into into.
+func (a *agent) post(path, body string, into any) http.Header {
+	a.t.Helper()
+	return a.expect(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusOK, into)
+}
+
+// problem is what every error has to be.
+type problem struct {
+	Type, Title, Detail, Holder string
+	Status                      int
+	TraceID                     string `json:"trace_id"`
+}
+
+// refused expects a problem with a status, whose detail has some words.
+func (a *agent) refused(w *httptest.ResponseRecorder, status int, words string) problem {
+	a.t.Helper()
+	var p problem
+	if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil {
+		a.t.Fatalf("status %d, body %q: %v", w.Code, w.Body, err)
+	}
+	if w.Code != status || p.Status != status || p.Type == "" || p.Title == "" || !strings.Contains(p.Detail, words) {
+		a.t.Errorf("got %d %+v, want %d with %q", w.Code, p, status, words)
+	}
+	if kind := w.Header().Get("Content-Type"); kind != "application/problem+json" {
+		a.t.Errorf("Content-Type is %q", kind)
+	}
+	return p
+}
+
+// expect checks status, schema and type of an answer, and decodes it.
+func (a *agent) expect(w *httptest.ResponseRecorder, method, path string, status int, into any) http.Header {
+	a.t.Helper()
+	if w.Code != status || w.Header().Get("Content-Type") != "application/json" {
+		a.t.Fatalf("%s %s: %d %s", method, path, w.Code, w.Body)
+	}
+	a.conforms(method, path, status, w.Body.Bytes())
+	if err := json.Unmarshal(w.Body.Bytes(), into); err != nil {
+		a.t.Fatal(err)
+	}
+	return w.Header()
+}
+
+// conforms checks an answer against the document.
+func (a *agent) conforms(method, path string, status int, body []byte) {
+	a.t.Helper()
+	path, _, _ = strings.Cut(path, "?")
+	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(body))
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	for template := range a.doc["paths"].(map[string]any) {
+		form := regexp.MustCompile("^" + regexp.MustCompile(`\{\w+\}`).ReplaceAllString(template, "[^/]+") + "$")
+		if !form.MatchString(path) {
+			continue
+		}
+		pointer := strings.ReplaceAll(strings.ReplaceAll(template, "/", "~1"), "{", "%7B")
+		schema, err := a.schemas.Compile("openapi.json#/paths/" + strings.ReplaceAll(pointer, "}", "%7D") + "/" + strings.ToLower(method) +
+			"/responses/" + strconv.Itoa(status) + "/content/application~1json/schema")
+		if err != nil {
+			a.t.Fatal(err)
+		}
+		if err := schema.Validate(value); err != nil {
+			a.t.Errorf("%s %s is not as documented: %v", method, path, err)
+		}
+		return
+	}
+	a.t.Errorf("%s is not documented", path)
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// value reads one value.
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) T {
+	t.Helper()
+	var v T
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}

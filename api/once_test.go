@@ -1,0 +1,212 @@
+package api_test
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// counted is an endpoint that says how often it was called.
+func counted(calls *atomic.Int64, act func(w http.ResponseWriter, r *http.Request, n int64)) api.Endpoint {
+	return api.Endpoint{
+		Method: "POST", Path: "/v1/things", About: "Make a thing.", Access: api.Visitor, Idempotent: true, Stream: true,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { act(w, r, calls.Add(1)) }),
+	}
+}
+
+func made(w http.ResponseWriter, _ *http.Request, n int64) {
+	w.Header().Set("X-Trace-Id", "ch_1")
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusCreated)
+	fmt.Fprintf(w, `{"n":%d}`, n)
+}
+
+// keyed posts with a key.
+func (a *agent) keyed(path, body, bearerKey, key string) *httptest.ResponseRecorder {
+	a.t.Helper()
+	header := bearer(bearerKey)
+	header.Set("Idempotency-Key", key)
+	return a.raw("POST", path, body, header)
+}
+
+func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
+	var calls atomic.Int64
+	a := surfaced(t, counted(&calls, made))
+	first := a.keyed("/v1/things", `{"a":1}`, chatKey, "k1")
+	again := a.keyed("/v1/things", `{"a":1}`, chatKey, "k1")
+	if first.Code != 201 || again.Code != 201 || again.Body.String() != first.Body.String() || first.Body.String() != `{"n":1}` {
+		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
+	}
+	if again.Header().Get("X-Trace-Id") != "ch_1" || again.Header().Get("Content-Type") != "application/json" ||
+		again.Header().Get("Idempotent-Replayed") != "true" || first.Header().Get("Idempotent-Replayed") != "" {
+		t.Errorf("%v, then %v", first.Header(), again.Header())
+	}
+	a.refused(a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "another request")
+	a.refused(a.keyed("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "another request")
+	for name, other := range map[string]*httptest.ResponseRecorder{
+		"another key":     a.keyed("/v1/things", `{"a":1}`, chatKey, "k2"),
+		"another visitor": a.keyed("/v1/things", `{"a":1}`, otherKey, "k1"),
+		"no key":          a.raw("POST", "/v1/things", `{"a":1}`, bearer(chatKey)),
+	} {
+		if other.Header().Get("Idempotent-Replayed") != "" || other.Code != 201 {
+			t.Errorf("%s: %d %v", name, other.Code, other.Header())
+		}
+	}
+	if calls.Load() != 4 {
+		t.Errorf("handled %d times", calls.Load())
+	}
+	exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
+	if later := a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
+		t.Errorf("after its day: %d %s", later.Code, later.Body)
+	}
+	if left := value[int](t, a.pool, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`); left != 0 {
+		t.Errorf("%d keys whose day is over are kept", left)
+	}
+}
+
+func TestManyAtOnceAreHandledOnce(t *testing.T) {
+	var calls atomic.Int64
+	release := make(chan struct{})
+	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+		<-release
+		made(w, r, n)
+	}))
+	var statuses [600]atomic.Int64
+	var group sync.WaitGroup
+	var refused sync.WaitGroup
+	refused.Add(49)
+	for range 50 {
+		group.Go(func() {
+			w := a.keyed("/v1/things", "{}", chatKey, "race")
+			statuses[w.Code].Add(1)
+			if w.Code == http.StatusConflict {
+				refused.Done()
+			}
+		})
+	}
+	refused.Wait() // all others are told while the first is being handled
+	close(release)
+	group.Wait()
+	if calls.Load() != 1 || statuses[201].Load() != 1 || statuses[409].Load() != 49 {
+		t.Errorf("handled %d times, %d made, %d refused", calls.Load(), statuses[201].Load(), statuses[409].Load())
+	}
+	if again := a.keyed("/v1/things", "{}", chatKey, "race"); again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "true" {
+		t.Errorf("later: %d %v", again.Code, again.Header())
+	}
+}
+
+func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
+	var calls atomic.Int64
+	var a *agent
+	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+		if n == 1 {
+			exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
+			a.refused(a.keyed("/v1/things", "other", chatKey, "k"), 422, "another")
+			if second := a.keyed("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
+				t.Errorf("the second attempt: %d %s", second.Code, second.Body)
+			}
+		}
+		made(w, r, n)
+	}))
+	if first := a.keyed("/v1/things", "{}", chatKey, "k"); first.Body.String() != `{"n":1}` {
+		t.Errorf("the first attempt: %d %s", first.Code, first.Body)
+	}
+	if kept := a.keyed("/v1/things", "{}", chatKey, "k"); kept.Body.String() != `{"n":2}` || calls.Load() != 2 {
+		t.Errorf("kept is %s after %d calls: the attempt that lost its lease has overwritten it", kept.Body, calls.Load())
+	}
+}
+
+func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
+	for name, act := range map[string]func(w http.ResponseWriter){
+		"500":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusInternalServerError) },
+		"503":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
+		"409":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusConflict) },
+		"429":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
+		"panic": func(http.ResponseWriter) { panic("so be it") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var calls atomic.Int64
+			a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+				if n == 1 {
+					act(w)
+					return
+				}
+				made(w, r, n)
+			}))
+			first := a.keyed("/v1/things", "{}", chatKey, "k")
+			again := a.keyed("/v1/things", "{}", chatKey, "k")
+			if first.Code < 400 || again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "" {
+				t.Errorf("%d, then %d %v", first.Code, again.Code, again.Header())
+			}
+		})
+	}
+}
+
+func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
+	var calls atomic.Int64
+	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, _ *http.Request, _ int64) {
+		w.Header().Set("X-Trace-Id", "ch_7")
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprint(w, "data: 1\n\n")
+		w.(http.Flusher).Flush()
+		fmt.Fprint(w, "data: 2\n\n")
+	}), api.Endpoint{
+		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Idempotent: true,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			for range 3 {
+				fmt.Fprint(w, strings.Repeat("x", 600<<10))
+			}
+		}),
+	})
+	if w := a.keyed("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
+		t.Errorf("%d %q, flushed %v", w.Code, w.Body, w.Flushed)
+	}
+	if p := a.refused(a.keyed("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" || calls.Load() != 1 {
+		t.Errorf("%+v after %d calls", p, calls.Load())
+	}
+	if w := a.keyed("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
+		t.Errorf("%d bytes arrived", w.Body.Len())
+	}
+	a.refused(a.keyed("/v1/large", "{}", token, "k"), 409, "not kept")
+}
+
+func TestAKeyHasToBeOne(t *testing.T) {
+	var calls atomic.Int64
+	a := surfaced(t, counted(&calls, made))
+	for _, key := range []string{"", " ", strings.Repeat("x", 256), "a\tb", "schlüssel"} {
+		a.refused(a.keyed("/v1/things", "{}", chatKey, key), 400, "Idempotency-Key")
+	}
+	header := bearer(chatKey)
+	header["Idempotency-Key"] = []string{"a", "b"}
+	a.refused(a.raw("POST", "/v1/things", "{}", header), 400, "Idempotency-Key")
+	for _, key := range []string{"x", strings.Repeat("x", 255), `"8e03978e-40d5-43dd-bc93-6894a57f9324"`} {
+		if w := a.keyed("/v1/things", "{}", chatKey, key); w.Code != 201 {
+			t.Errorf("%s: %d", key, w.Code)
+		}
+	}
+	if calls.Load() != 3 {
+		t.Errorf("handled %d times", calls.Load())
+	}
+}
+
+func TestOwnPostsHonourKeys(t *testing.T) {
+	a := start(t)
+	a.skill("fetch")
+	first := a.keyed("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
+	again := a.keyed("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
+	if first.Code != 200 || again.Body.String() != first.Body.String() {
+		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
+	}
+	a.refused(a.keyed("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "another request")
+	n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
+	if n != 1 {
+		t.Errorf("done %d times", n)
+	}
+}

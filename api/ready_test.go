@@ -1,0 +1,165 @@
+package api_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+type readiness struct {
+	Status string
+	Checks map[string]struct {
+		OK     bool
+		Detail string
+	}
+}
+
+// failing are the names of the checks that failed.
+func (r readiness) failing() string {
+	var list []string
+	for _, name := range []string{"database", "schema", "worker", "draining"} {
+		if c, has := r.Checks[name]; !has || !c.OK {
+			list = append(list, name)
+		}
+	}
+	return strings.Join(list, " ")
+}
+
+// probe asks without a token.
+func (a *agent) probe(status int) (got readiness) {
+	a.t.Helper()
+	a.expect(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
+	if (got.Status == "ready") != (status == http.StatusOK) {
+		a.t.Errorf("%d says %q", status, got.Status)
+	}
+	return got
+}
+
+// run runs an engine and returns what stops it.
+func run(t *testing.T, e *executions.Engine) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	stop = func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Errorf("engine: %v", err)
+		}
+	}
+	t.Cleanup(stop)
+	pgtest.Eventually(t, patience, func() bool { return e.Live() == nil }, "the engine is live")
+	return stop
+}
+
+// away is a pool whose database cannot be reached.
+func away(t *testing.T, dial func(ctx context.Context, network, addr string) (net.Conn, error)) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig("postgres://somebody:password@db.internal.example/agent?sslmode=disable")
+	if err != nil {
+		t.Fatal(err)
+	}
+	config.ConnConfig.LookupFunc = func(context.Context, string) ([]string, error) { return []string{"192.0.2.1"}, nil }
+	config.ConnConfig.DialFunc = dial
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+func refuse(context.Context, string, string) (net.Conn, error) {
+	return nil, &net.OpError{Op: "dial", Err: errors.New("connection refused")}
+}
+
+func keepSilent(ctx context.Context, _, _ string) (net.Conn, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func TestAProcessThatWorksIsReadyUntilItShutsDown(t *testing.T) {
+	a := start(t)
+	if got := a.probe(503); got.failing() != "worker" {
+		t.Errorf("before it runs: %+v", got)
+	}
+	stop := run(t, a.engine)
+	a.probe(200)
+	stop()
+	if got := a.probe(503); got.failing() != "worker draining" {
+		t.Errorf("after it stopped: %+v", got)
+	}
+}
+
+func TestAMissingSchemaIsNotReady(t *testing.T) {
+	pool := pgtest.DB(t)
+	e := engine(t, pool)
+	run(t, e)
+	a := with(t, pgtest.Empty(t), e)
+	got := a.probe(503)
+	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "agent migrate") {
+		t.Errorf("checks are %+v", got.Checks)
+	}
+}
+
+func TestAnotherSchemaIsNotReady(t *testing.T) {
+	a := start(t)
+	run(t, a.engine)
+	exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
+	got := a.probe(503)
+	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "newer") {
+		t.Errorf("checks are %+v", got.Checks)
+	}
+}
+
+func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
+	for name, dial := range map[string]func(context.Context, string, string) (net.Conn, error){
+		"refuses": refuse, "keeps silent": keepSilent,
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool := pgtest.DB(t)
+			e := engine(t, pool)
+			run(t, e)
+			a := with(t, away(t, dial), e)
+			began := time.Now()
+			got := a.probe(503)
+			if took := time.Since(began); took > 5*time.Second {
+				t.Errorf("it took %s to say so", took)
+			}
+			if got.failing() != "database schema" {
+				t.Errorf("checks are %+v", got.Checks)
+			}
+			for _, c := range got.Checks {
+				if strings.Contains(c.Detail, "somebody") || strings.Contains(c.Detail, "192.0.2.1") {
+					t.Errorf("a public probe says %q", c.Detail)
+				}
+			}
+			var alive struct{ Status string }
+			a.expect(a.raw("GET", "/healthz", "", nil), "GET", "/healthz", 200, &alive)
+			if alive.Status != "ok" {
+				t.Errorf("healthz says %q", alive.Status)
+			}
+		})
+	}
+}
+
+func TestListingsSayThatTheDatabaseIsAway(t *testing.T) {
+	a := with(t, away(t, refuse), engine(t, pgtest.DB(t)))
+	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/executions", "/v1/lanes", "/v1/skills"} {
+		w := a.raw("GET", path, "", asAdmin())
+		a.refused(w, http.StatusServiceUnavailable, "database")
+		if strings.Contains(w.Body.String(), "somebody") {
+			t.Errorf("%s says %s", path, w.Body)
+		}
+	}
+}

@@ -1,0 +1,210 @@
+package api
+
+import (
+	"net/http"
+	"slices"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// route is one row of the table: all that is known about an endpoint.
+type route struct {
+	method, path string
+	about        string
+	access       Access                        // Admin when left out
+	params       []param                       // of the query; others are refused
+	body         any                           // zero value of what is read; nil for none
+	answer       any                           // zero value of what is answered
+	status       int                           // of the answer; 200 when 0
+	contentType  string                        // of the answer; JSON when empty
+	unready      bool                          // the answer may also come with 503
+	conflicts    bool                          // may be refused with 409
+	stream       bool                          // has no deadline
+	openAI       bool                          // is refused in OpenAI's format
+	foreign      bool                          // takes what a browser sends from another origin
+	idempotent   bool                          // honours Idempotency-Key
+	maxBody      int64                         // bytes
+	handle       func(request) (answer, error) // of this package's routes
+	handler      http.Handler                  // of streams and of endpoints
+}
+
+// answer is what a handler returns: a value, and the trace it belongs to where there is one.
+type answer struct {
+	status int // 200 when 0
+	body   any
+	trace  string
+}
+
+// table is all routes: the own ones, then the endpoints.
+func (s *server) table(endpoints []Endpoint) ([]route, error) {
+	table := slices.Concat(s.probes(), s.reading(), s.state(), s.acting(), s.deciding())
+	for i := range table {
+		if table[i].access == 0 {
+			table[i].access = Admin
+		}
+		table[i].maxBody = maxBody
+		table[i].idempotent = table[i].method == http.MethodPost
+	}
+	for _, e := range endpoints {
+		rt, err := e.route()
+		if err != nil {
+			return nil, err
+		}
+		table = append(table, rt)
+	}
+	return table, nil
+}
+
+func (s *server) probes() []route {
+	return []route{
+		{
+			method: "GET", path: "/healthz", access: Public, answer: health{}, handle: s.healthz,
+			about: "Whether the process is alive. Asks nobody, not even the database.",
+		}, {
+			method: "GET", path: "/readyz", access: Public, answer: readiness{}, unready: true, handle: s.readyz,
+			about: "Whether this process would do work: database, schema, worker, not shutting down.",
+		},
+	}
+}
+
+func (s *server) reading() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/traces", answer: page[activity.TraceSummary]{}, handle: s.listTraces,
+			about:  "Pieces of work, newest first, each rolled up to one line.",
+			params: listing(surfaceParam, oneOf("status", "State of the root execution", statuses()...), sinceParam),
+		}, {
+			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace,
+			about: "The story of a trace. The id may be the prefixed one, its ULID alone, or the 32 hex digits of OpenTelemetry.",
+		}, {
+			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity,
+			about: "What was done, newest first. Without since, trace_id and skill the other filters look back 30 days.",
+			params: listing(surfaceParam, oneOf("status", "State of the activity", activityStatuses()...),
+				text("skill", "Name of the skill"), text("lane", "Lane the work was done in"), traceParam,
+				text("agent", "Who acted"), sinceParam, moment("until", "Only what began before this moment")),
+		}, {
+			method: "GET", path: "/v1/executions", answer: page[executions.Execution]{}, handle: s.listExecutions,
+			about: "Durable runs, newest first.",
+			params: listing(oneOf("status", "State of the execution", statuses()...), surfaceParam,
+				text("flow", "Name of the flow"), traceParam),
+		}, {
+			method: "GET", path: "/v1/executions/{id}", answer: executionDetail{}, handle: s.getExecution,
+			about: "One durable run, with its latest checkpoint and what it waits for.",
+		}, {
+			method: "GET", path: "/v1/lanes", answer: page[lanes.LiveLane]{}, handle: s.listLanes, params: listing(),
+			about: "Every lane that is held now, newest grant first, then every execution that is run now, newest first.",
+		}, {
+			method: "GET", path: "/v1/skills", answer: page[skillRow]{}, handle: s.listSkills,
+			about: "Skills, newest first, each with its health over the last 7 days.",
+			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"),
+				oneOf("scope", "Who may be offered it", "internal", "external", "both"),
+				text("source", "Where its declaration came from"), text("disabled_by", "Who took it out of service")),
+		},
+	}
+}
+
+// state is what the agent keeps about itself.
+func (s *server) state() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
+			handler: http.HandlerFunc(s.followExecution),
+			about: "The status of a durable run as server-sent events: event status, data {id, trace_id, status, waiting_for, at}. " +
+				"First the present state, then each change, until the run has ended. With the end as Last-Event-ID: 204.",
+		}, {
+			method: "GET", path: "/v1/approvals", answer: page[approvals.Approval]{}, handle: s.listApprovals,
+			about: "Calls that need an admin's leave, newest first.",
+			params: listing(oneOf("status", "State of the approval", approvalStatuses()...), text("skill", "Name of the skill"),
+				traceParam),
+		}, {
+			method: "GET", path: "/v1/approvals/{id}", answer: approvals.Approval{}, handle: s.getApproval,
+			about: "One call that needs leave, with the exact arguments that a decision is about.",
+		}, {
+			method: "GET", path: "/v1/objectives", answer: page[objectives.Objective]{}, handle: s.listObjectives,
+			about: "Objectives with their progress, newest first.",
+			params: listing(oneOf("status", "State of the objective", "active", "paused", "completed", "failed", "proposed", "rejected"),
+				text("source", "Where it came from")),
+		}, {
+			method: "GET", path: "/v1/objectives/{id}", answer: objectiveDetail{}, handle: s.getObjective,
+			about: "One objective by name or id, with its steps and their evidence.",
+		}, {
+			method: "GET", path: "/v1/automations", answer: page[automations.Automation]{}, handle: s.listAutomations,
+			about: "Automations, newest first.",
+			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"), text("skill", "Name of the skill"),
+				text("source", "Where its declaration came from")),
+		}, {
+			method: "GET", path: "/v1/automations/{id}", answer: automationDetail{}, handle: s.getAutomation,
+			about: "One automation by name or id, with its latest runs.",
+		}, {
+			method: "GET", path: "/v1/memory", answer: page[memory.Entry]{}, handle: s.listMemory,
+			about: "What the agent remembers, newest first; with q what matches best, on one page.",
+			params: listing(text("category", "Only of this category"), text("prefix", "What the key begins with"), traceParam,
+				text("q", "Words to search for, as in a web search")),
+		}, {
+			method: "GET", path: "/v1/threads", answer: page[threads.Thread]{}, handle: s.listThreads,
+			about:  "Conversations, the one spoken in last first. One that is spoken in meanwhile moves to the front.",
+			params: listing(text("channel", "Where it is held"), text("owner", "Who opened it")),
+		}, {
+			method: "GET", path: "/v1/threads/{id}", answer: threadDetail{}, handle: s.getThread, params: listing(),
+			about: "One conversation with a page of its messages, newest first.",
+		},
+	}
+}
+
+func (s *server) acting() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/executions/{id}/cancel", body: because{}, answer: cancelled{}, handle: s.cancelExecution,
+			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered.",
+		}, {
+			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, answer: skillChange{}, handle: s.enableSkill,
+			about: "Put a skill back into service, with the automations that self-heal paused for it. Failures until now no longer count.",
+		}, {
+			method: "POST", path: "/v1/skills/{name}/disable", body: because{}, answer: skillChange{}, handle: s.disableSkill,
+			about: "Take a skill out of service.",
+		}, {
+			method: "POST", path: "/v1/lanes/{lane}/break", body: because{}, answer: laneBreak{}, handle: s.breakLane, conflicts: true,
+			about: "Take a lane away from its holder, whose token is void from then on. The lane is path-escaped.",
+		},
+	}
+}
+
+// deciding is what people and systems tell the agent.
+func (s *server) deciding() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/approvals/{id}", body: decision{}, answer: approvals.Approval{}, handle: s.decideApproval,
+			conflicts: true,
+			about:     "Approve or reject a call, once. Who waits for the decision goes on. 409 when it was decided, or has expired.",
+		}, {
+			method: "POST", path: "/v1/events", body: event{}, answer: delivered{}, status: http.StatusAccepted, handle: s.raiseEvent,
+			about: "Raise an event and resume whoever waits for it; one that nobody waits for is kept for the first that will. " +
+				"The same id twice counts once.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/accept", body: because{}, answer: change{}, handle: s.acceptObjective,
+			conflicts: true, about: "Accept an objective that the agent proposed. 409 when it is none, or was decided.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/reject", body: because{}, answer: change{}, handle: s.rejectObjective,
+			conflicts: true, about: "Reject an objective that the agent proposed. 409 when it is none, or was decided.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, answer: change{}, handle: s.enableAutomation,
+			about: "Put an automation into service, by its name.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/disable", body: because{}, answer: change{}, handle: s.disableAutomation,
+			about: "Take an automation out of service, by its name. A proposal is refused that way.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/accept", body: because{}, answer: change{}, handle: s.acceptAutomation,
+			conflicts: true, about: "Accept an automation that the agent proposed. 409 when it is none, or was decided.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/run", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,
+			handle: s.runAutomation, about: "Run an automation now, also one that is out of service. It runs under the trace that is answered.",
+		},
+	}
+}

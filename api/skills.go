@@ -1,0 +1,126 @@
+package api
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// skillRow is a skill and how it fares.
+type skillRow struct {
+	skills.Skill
+	Health skillHealth `json:"health"`
+}
+
+// skillHealth is a row of agent_skill_health: the last 7 days.
+type skillHealth struct {
+	Skill       string   `json:"-"`
+	Calls       int64    `json:"calls"`
+	SuccessRate *float64 `json:"success_rate"` // 0 to 1; null without calls
+	Streak      int64    `json:"streak"`       // failures in a row up to now
+	P50MS       *float64 `json:"p50_ms"`
+	P95MS       *float64 `json:"p95_ms"`
+	State       string   `json:"state"` // enabled, on trial, disabled
+}
+
+// skillChange is what enabling or disabling did. Changed is false when it was so already.
+type skillChange struct {
+	Name        string   `json:"name"`
+	Enabled     bool     `json:"enabled"`
+	Changed     bool     `json:"changed"`
+	Automations []string `json:"automations"` // put back into service with it
+	TraceID     string   `json:"trace_id"`
+	ActivityID  string   `json:"activity_id"`
+}
+
+func (s *server) listSkills(r request) (answer, error) {
+	before, err := unsealID("skills", r.query["cursor"])
+	if err != nil {
+		return answer{}, err
+	}
+	limit := r.query.limit()
+	list, err := skills.List(r.Context(), s.pool, skills.Filter{
+		Enabled: r.query.flag("enabled"), Scope: r.query["scope"], Source: r.query["source"],
+		DisabledBy: r.query["disabled_by"], Before: before, Limit: limit + 1,
+	})
+	if err != nil {
+		return answer{}, err
+	}
+	next := ""
+	if len(list) > limit {
+		list = list[:limit]
+		next = seal("skills", list[limit-1].ID)
+	}
+	rows, err := withHealth(r.Context(), s.pool, list)
+	if err != nil {
+		return answer{}, err
+	}
+	return answer{body: pageOf(rows, next)}, nil
+}
+
+// withHealth joins skills with the view of their health.
+func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]skillRow, error) {
+	called := make([]string, 0, len(list))
+	for _, s := range list {
+		called = append(called, s.Name)
+	}
+	found, err := db.Query(ctx, `
+		select h.skill, h.calls, h.success_rate::float8 as success_rate, h.streak, h.p50_ms, h.p95_ms, h.state
+		  from agent_skill_health h where h.skill = any (@names::text[])`, postgres.Strict{"names": called})
+	if err != nil {
+		return nil, fmt.Errorf("read health of skills: %w", err)
+	}
+	all, err := pgx.CollectRows(found, pgx.RowToStructByName[skillHealth])
+	if err != nil {
+		return nil, fmt.Errorf("read health of skills: %w", err)
+	}
+	of := make(map[string]skillHealth, len(all))
+	for _, h := range all {
+		of[h.Skill] = h
+	}
+	rows := make([]skillRow, 0, len(list))
+	for _, s := range list {
+		rows = append(rows, skillRow{s, of[s.Name]})
+	}
+	return rows, nil
+}
+
+func (s *server) enableSkill(r request) (answer, error) {
+	return s.changeSkill(r, "enable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) error {
+		restored, err := selfheal.Reenable(r.Context(), tx, name, admin, reason)
+		c.Enabled, c.Changed, c.Automations = true, restored.Settled, restored.Automations
+		return err
+	})
+}
+
+func (s *server) disableSkill(r request) (answer, error) {
+	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
+		c.Automations = []string{}
+		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason, map[string]string{"disabled_by": admin, "reason": reason})
+		return err
+	})
+}
+
+// changeSkill changes a skill, audited.
+func (s *server) changeSkill(r request, action string, change func(pgx.Tx, string, string, *skillChange) error) (answer, error) {
+	name, reason := r.PathValue("name"), r.body.(because).Reason
+	if !storable(name) {
+		return answer{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)
+	}
+	result := skillChange{Name: name}
+	done, err := s.audited(r.Context(), action, reason, map[string]string{"skill": name, "reason": reason},
+		func(tx pgx.Tx, _ string) (any, error) {
+			err := change(tx, name, reason, &result)
+			return map[string]any{"changed": result.Changed, "automations": result.Automations}, err
+		})
+	if err != nil {
+		return answer{}, err
+	}
+	result.TraceID, result.ActivityID = done.TraceID, done.ActivityID
+	return answer{body: result, trace: result.TraceID}, nil
+}

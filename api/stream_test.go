@@ -1,0 +1,241 @@
+package api_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// listen serves the API on a port, as api.Server does; change may add to that.
+func (a *agent) listen(change func(*http.Server)) *httptest.Server {
+	a.t.Helper()
+	server := httptest.NewUnstartedServer(nil)
+	server.Config = api.Server(a.handler, slog.New(slog.DiscardHandler))
+	if change != nil {
+		change(server.Config)
+	}
+	server.Start()
+	a.t.Cleanup(server.Close)
+	return server
+}
+
+// call asks a server that listens.
+func (a *agent) call(ctx context.Context, method, url, key string) *http.Response {
+	a.t.Helper()
+	r, err := http.NewRequestWithContext(ctx, method, url, http.NoBody)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	r.Header = bearer(key)
+	answer, err := http.DefaultClient.Do(r)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	a.t.Cleanup(func() { _ = answer.Body.Close() })
+	return answer
+}
+
+func stream(h http.HandlerFunc) api.Endpoint {
+	return api.Endpoint{
+		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, ContentType: "text/event-stream", Stream: true, Handler: h,
+	}
+}
+
+func TestOnlyStreamsHaveNoDeadline(t *testing.T) {
+	deadline := func(w http.ResponseWriter, r *http.Request) {
+		_, has := r.Context().Deadline()
+		fmt.Fprint(w, has)
+	}
+	a := surfaced(t, stream(deadline), api.Endpoint{
+		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Handler: http.HandlerFunc(deadline),
+	})
+	for path, want := range map[string]string{"/v1/stream": "false", "/v1/plain": "true"} {
+		if got := a.raw("GET", path, "", asAdmin()).Body.String(); got != want {
+			t.Errorf("%s has a deadline: %s", path, got)
+		}
+	}
+}
+
+func TestAStreamOutlastsTheServersTimeouts(t *testing.T) {
+	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		tick := time.NewTicker(50 * time.Millisecond)
+		defer tick.Stop()
+		for i := range 12 {
+			fmt.Fprintf(w, "data: %d\n\n", i)
+			w.(http.Flusher).Flush()
+			select {
+			case <-tick.C:
+			case <-r.Context().Done():
+				return
+			}
+		}
+		fmt.Fprint(w, "data: end\n\n")
+	}))
+	server := a.listen(func(s *http.Server) { s.ReadTimeout, s.WriteTimeout = 200*time.Millisecond, 200*time.Millisecond })
+	answer := a.call(t.Context(), "GET", server.URL+"/v1/stream", token)
+	defer answer.Body.Close()
+	got, err := io.ReadAll(answer.Body)
+	if err != nil || !strings.HasSuffix(string(got), "data: end\n\n") {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
+func TestAStreamEndsWithItsClient(t *testing.T) {
+	ended := make(chan error, 1)
+	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, ": \n\n")
+		w.(http.Flusher).Flush()
+		<-r.Context().Done()
+		ended <- context.Cause(r.Context())
+	}))
+	server := a.listen(nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	answer := a.call(ctx, "GET", server.URL+"/v1/stream", token)
+	defer answer.Body.Close()
+	if _, err := bufio.NewReader(answer.Body).ReadString('\n'); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	select {
+	case cause := <-ended:
+		if errors.Is(cause, executions.ErrDraining) {
+			t.Errorf("cause is %v", cause)
+		}
+	case <-time.After(patience):
+		t.Fatal("the stream goes on")
+	}
+}
+
+func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
+	pool := pgtest.DB(t)
+	stopping, entered, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	a := wired(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Stopping: stopping,
+		Endpoints: []api.Endpoint{stream(func(_ http.ResponseWriter, r *http.Request) {
+			close(entered)
+			<-r.Context().Done()
+			ended <- context.Cause(r.Context())
+		})},
+	})
+	server := a.listen(nil)
+	go func() {
+		<-entered
+		close(stopping)
+	}()
+	answer := a.call(t.Context(), "GET", server.URL+"/v1/stream", token)
+	defer answer.Body.Close()
+	if cause := <-ended; !errors.Is(cause, executions.ErrDraining) {
+		t.Errorf("cause is %v", cause)
+	}
+}
+
+func TestAHeadOfAStreamEnds(t *testing.T) {
+	a := surfaced(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
+	w := a.raw("HEAD", "/v1/stream", "", asAdmin())
+	if w.Code != 200 || w.Header().Get("Content-Type") != "text/event-stream" || w.Body.Len() != 0 {
+		t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
+	}
+}
+
+func TestAHeaderHasALimit(t *testing.T) {
+	a := surfaced(t)
+	server := a.listen(nil)
+	r, err := http.NewRequestWithContext(t.Context(), "GET", server.URL+"/healthz", http.NoBody)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("X-Large", strings.Repeat("x", 64<<10))
+	answer, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	if answer.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
+		t.Errorf("status is %d", answer.StatusCode)
+	}
+}
+
+// event reads the next event of a stream; comments are skipped.
+func event(t *testing.T, lines *bufio.Scanner) map[string]string {
+	t.Helper()
+	got := map[string]string{}
+	for lines.Scan() {
+		name, value, _ := strings.Cut(lines.Text(), ": ")
+		switch {
+		case lines.Text() == "" && len(got) > 0:
+			return got
+		case name != "":
+			got[name] = value
+		}
+	}
+	return got
+}
+
+func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
+	a := start(t)
+	server := a.listen(nil)
+	x := a.begin("beat", trace.New(trace.Flow))
+	url := server.URL + "/v1/executions/" + x.ID + "/events"
+	answer := a.call(t.Context(), "GET", url, token)
+	defer answer.Body.Close()
+	if answer.Header.Get("Content-Type") != "text/event-stream" || answer.Header.Get("X-Trace-Id") != x.TraceID {
+		t.Errorf("header is %v", answer.Header)
+	}
+	lines := bufio.NewScanner(answer.Body)
+	var last map[string]string
+	for _, step := range []struct {
+		status string
+		then   func()
+	}{
+		{"pending", func() { a.claim(x) }},
+		{"running", func() {
+			exec(t, a.pool, `update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'k',
+				waiting_until = '2999-01-01' where id = @id`, postgres.Strict{"id": x.ID})
+		}},
+		{"waiting", func() {
+			if _, err := a.engine.Cancel(t.Context(), x.ID, "admin", "enough"); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		{"cancelled", func() {}},
+	} {
+		last = event(t, lines)
+		if last["event"] != "status" || last["id"] == "" || !strings.Contains(last["data"], `"status":"`+step.status+`"`) ||
+			!strings.Contains(last["data"], `"id":"`+x.ID+`"`) || !strings.Contains(last["data"], `"at":"`) {
+			t.Fatalf("event is %v, want %s", last, step.status)
+		}
+		if step.status == "waiting" {
+			<-time.After(700 * time.Millisecond) // several looks at the same state, which is told once
+		}
+		step.then()
+	}
+	if more := event(t, lines); len(more) != 0 || lines.Err() != nil {
+		t.Errorf("after the end: %v, %v", more, lines.Err())
+	}
+	header := asAdmin()
+	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); !strings.Contains(again.Body.String(), "cancelled") {
+		t.Errorf("later: %d %s", again.Code, again.Body)
+	}
+	header.Set("Last-Event-Id", last["id"])
+	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); again.Code != http.StatusNoContent {
+		t.Errorf("to who has seen the end: %d %s", again.Code, again.Body)
+	}
+	a.refused(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
+	a.refused(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()), 404, "no such execution")
+	a.refused(a.raw("GET", "/v1/executions/"+x.ID+"/events?full=1", "", asAdmin()), 400, `"full"`)
+}

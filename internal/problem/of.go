@@ -1,0 +1,77 @@
+package problem
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Of turns any error into what the client may see. news says that the cause is for the operator and
+// belongs into the log.
+func Of(err error) (p *Problem, news bool) {
+	if errors.As(err, &p) {
+		return p, false
+	}
+	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
+		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
+	}
+	switch {
+	case is(err, activity.ErrCursor):
+		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
+			Kind("bad-parameter", "Bad parameter"), false
+	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
+		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
+	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, objectives.ErrNotFound,
+		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound):
+		return New(http.StatusNotFound, "%s", err), false
+	case is(err, memory.ErrConflict, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence, objectives.ErrTaken,
+		automations.ErrProposal, automations.ErrTaken, approvals.ErrDecided):
+		return New(http.StatusConflict, "%s", err), false
+	case is(err, context.Canceled):
+		return New(http.StatusServiceUnavailable, "the request was given up"), false
+	case is(err, executions.ErrDraining):
+		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
+	case Away(err):
+		return New(http.StatusServiceUnavailable, "the database does not answer; try again").
+			Kind("database-away", "Database away"), true
+	}
+	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
+}
+
+// is reports whether err is any of targets.
+func is(err error, targets ...error) bool {
+	for _, target := range targets {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
+
+// Away reports that the database could not be asked: not there, starting, stopping, full or too slow.
+func Away(err error) bool {
+	if _, unreachable := errors.AsType[*pgconn.ConnectError](err); unreachable {
+		return true
+	}
+	if _, broken := errors.AsType[net.Error](err); broken {
+		return true
+	}
+	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF) ||
+		postgres.IsCode(err, "53300", "57014", "57P01", "57P02", "57P03")
+}

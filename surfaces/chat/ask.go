@@ -1,0 +1,226 @@
+package chat
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Line is what somebody said.
+type Line struct{ Role, Text string }
+
+// Ask is a visitor's message.
+type Ask struct {
+	Owner       string // who may speak in the thread
+	ThreadID    string
+	Participant string
+	Channel     string // default chat
+	Texts       []string
+	Earlier     []Line // taken over when the thread is new
+	Model       string // the id the client used
+	MaxTokens   int    // 0: no bound
+	Key         string // makes the message count once; "" for none
+	Hash        string // of what must be the same when the key comes again
+	TraceID     trace.ID
+}
+
+// input is what an execution of the flow is given. The message itself is in the thread.
+type input struct {
+	Owner     string `json:"owner"`
+	Thread    string `json:"thread_id"`
+	Model     string `json:"model"`
+	MaxTokens int    `json:"max_tokens,omitempty"`
+	Hash      string `json:"request_hash,omitempty"`
+}
+
+// inputOf reads what an execution was given.
+func inputOf(x executions.Execution) (in input, err error) {
+	if err := json.Unmarshal(x.Input, &in); err != nil {
+		return in, fmt.Errorf("read input of execution %s: %w", x.ID, err)
+	}
+	return in, nil
+}
+
+func entropy() io.Reader { return rand.Reader }
+
+// spec describes the execution of a turn.
+func (a Ask) spec() executions.Spec {
+	s := executions.Spec{
+		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: Agent, ThreadID: a.ThreadID,
+		Queue: executions.Interactive, Priority: 1,
+		Input: input{Owner: a.Owner, Thread: a.ThreadID, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash},
+	}
+	if a.Key != "" {
+		s.DedupeKey = "chat:" + a.Owner + ":" + a.Key
+	}
+	return s
+}
+
+// begun is a turn that has begun.
+type begun struct {
+	exec   executions.Execution
+	feed   *feed
+	leave  func()
+	repeat bool // it was begun by an earlier request with the same key
+}
+
+// begin stores the message together with its turn and lets the turn run here. The caller leaves the feed when it
+// has seen enough of it. Errors that the visitor may know are *Refusal.
+func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
+	var x executions.Execution
+	var created bool
+	var cut []string
+	err := postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
+		// One message of a thread is stored at a time. This lock comes before executions, and they before the
+		// thread's row: the order in which a turn's answer takes them, too.
+		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
+			postgres.Strict{"thread": a.ThreadID}); err != nil {
+			return fmt.Errorf("lock thread: %w", err)
+		}
+		if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
+			return err
+		}
+		cut, err = c.store(ctx, tx, a, x)
+		return err
+	})
+	if err != nil {
+		return begun{}, refused(err)
+	}
+	for _, id := range cut { // the transaction has done it; this stops the ones that run here
+		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
+			c.Logger.WarnContext(ctx, "interrupted turn not told", "execution", id, "error", err)
+		}
+	}
+	if !created {
+		return c.repeated(a, x)
+	}
+	return c.launch(ctx, x), nil
+}
+
+// launch runs a turn that was inserted. It does not end with ctx.
+func (c *Chat) launch(ctx context.Context, x executions.Execution) begun {
+	f, leave := c.feeds.join(x.ID)
+	f.change(func() { f.live, f.local = true, true })
+	runner, done := c.feeds.join(x.ID)
+	detached := context.WithoutCancel(ctx)
+	c.turns.Go(func() {
+		defer done()
+		defer c.ended.ring()
+		got, err := c.Engine.RunClaimed(detached, x)
+		switch {
+		case err != nil:
+			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "error", err)
+			runner.away()
+		case got.Status.Ended():
+			runner.finish(got)
+		default:
+			runner.away()
+		}
+	})
+	return begun{exec: x, feed: f, leave: leave}
+}
+
+// repeated answers a key that was used before.
+func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
+	first, err := inputOf(x)
+	if err != nil {
+		return begun{}, err
+	}
+	id := CompletionID(x.ID)
+	switch {
+	case x.Flow != Flow || first.Owner != a.Owner || first.Hash != a.Hash:
+		return begun{}, &Refusal{
+			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
+			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
+		}
+	case !x.Status.Ended():
+		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it with GET /v1/chat/completions/%s.", id)
+		r.CompletionID, r.RetryAfter = id, retrySoon
+		return begun{}, r
+	}
+	f, leave := c.feeds.join(x.ID)
+	f.finish(x)
+	return begun{exec: x, feed: f, leave: leave, repeat: true}, nil
+}
+
+// store puts the message into its thread, and deals with the turns that are under way there. It returns the
+// turns that it has cancelled.
+func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution) (cut []string, err error) {
+	from := a.Channel
+	if from == "" {
+		from = channel
+	}
+	if _, err := threads.Open(ctx, tx, threads.Thread{
+		ID: a.ThreadID, Channel: from, Agent: Agent, Owner: a.Owner, Participant: clip(a.Participant, 200),
+	}); err != nil {
+		return nil, err
+	}
+	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {
+		return nil, err
+	}
+	thread, err := threads.Lock(ctx, tx, a.ThreadID)
+	if err != nil {
+		return nil, err
+	}
+	if thread.NextSeq == 1 {
+		if err := takeOver(ctx, tx, a, from); err != nil {
+			return nil, err
+		}
+	}
+	var turn int64
+	for _, words := range a.Texts {
+		m, err := threads.Post(ctx, tx, threads.Draft{
+			ThreadID: a.ThreadID, Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
+			Status: threads.Received, Turn: turn,
+		})
+		if err != nil {
+			return nil, err
+		}
+		turn = *m.Turn
+	}
+	return cut, nil
+}
+
+// takeOver fills a new thread with what the client says was said before.
+func takeOver(ctx context.Context, tx pgx.Tx, a Ask, from string) error {
+	var turn int64
+	for _, line := range a.Earlier {
+		d := threads.Draft{ThreadID: a.ThreadID, Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received}
+		if line.Role == threads.Assistant {
+			d.Status, d.Turn = threads.Sent, turn
+		}
+		m, err := threads.Post(ctx, tx, d)
+		if err != nil {
+			return err
+		}
+		if line.Role == threads.User {
+			turn = *m.Turn
+		}
+	}
+	return nil
+}
+
+// refused turns an error of a thread into what a visitor may know of it.
+func refused(err error) error {
+	var r *Refusal
+	switch {
+	case errors.As(err, &r):
+		return r
+	case errors.Is(err, threads.ErrForeign), errors.Is(err, threads.ErrNotFound):
+		return unknown("thread_not_found", "There is no such thread.")
+	case errors.Is(err, threads.ErrInvalid):
+		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
+	}
+	return err
+}

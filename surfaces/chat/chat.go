@@ -1,0 +1,144 @@
+// Package chat is the surface on which visitors talk with the agent: OpenAI's chat completions protocol, a small
+// page, and `agent chat`.
+//
+// A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by
+// metadata.thread_id or by user, else it begins a new one; the answer names it in X-Thread-Id. A thread belongs
+// to the key that began it; for other keys it does not exist. Of a request's messages only the user's after the
+// last answer are new. Earlier ones are taken over when the thread is new, so that clients which keep their own
+// history work; system and developer messages are dropped, because nothing that a client sends is an
+// instruction to the agent.
+//
+// A turn is one execution. It is inserted, claimed by the process that has the connection, in one transaction with
+// the visitor's message, and does not end with the connection: GET /v1/chat/completions/{id} attaches again, with
+// stream=true to what is said from the beginning. When the process dies, another finishes the turn. The turn
+// holds the lane thread:{id}, and the turns of a thread are answered in the order in which their messages were
+// stored: each waits until no earlier one is under way, without a worker while it is resumed headless, so few
+// workers cannot deadlock. The answer is a message of the thread before the final chunk is sent; what was
+// streamed up to [DONE] is what is stored. When a model call is repeated after text of it was shown, the text
+// stays and says that the answer begins again. The one sentence that is not stored is the notice with which a
+// connection ends that has waited too long for an admin's approval.
+//
+// A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
+// anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
+package chat
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/reason"
+)
+
+// The flows that this surface registers: a visitor's turn, and the summary of a long conversation.
+const (
+	Flow        = "chat"
+	SummaryFlow = "chat_summary"
+)
+
+// Agent is the agent's name in the activity log when it talks with visitors.
+const Agent = "visitor_chat"
+
+// Alias is the model id that always works, beside the agent's name.
+const Alias = "agent"
+
+// channel is where the threads of this surface are begun.
+const channel = "chat"
+
+// DoubleTexting says what happens to a message that comes while the thread's last one is being answered.
+type DoubleTexting string
+
+// The ways of double texting.
+const (
+	Enqueue   DoubleTexting = "enqueue"   // answered next
+	Reject    DoubleTexting = "reject"    // refused with 409
+	Interrupt DoubleTexting = "interrupt" // the answer under way is cut short, and the new message answered
+)
+
+// Chat is the surface. Pool, Engine and Loop are required; zero fields take the default. Change nothing after
+// Register.
+type Chat struct {
+	Pool   *pgxpool.Pool
+	Engine *executions.Engine
+	Loop   *reason.Loop
+	Logger *slog.Logger
+	// Name is the agent's: the id of the model that clients see; default "flowpilot".
+	Name string
+	// Instructions are added to the system prompt: who the agent is for its visitors.
+	Instructions string
+	// Visitor names the key a request came with; that is who owns the threads it begins. Default: nobody in particular.
+	Visitor func(r *http.Request) string
+	// Address is where a request came from, for the rate limit; default the connection's remote host.
+	Address       func(r *http.Request) string
+	DoubleTexting DoubleTexting // default Enqueue
+	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
+	// come at once.
+	Rate int
+	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32 KiB.
+	MaxBody    int64
+	MaxMessage int
+	// KeepAlive is how often a silent stream sends an empty chunk; default 10 s.
+	KeepAlive time.Duration
+	// ApprovalWait is how long a connection waits for an admin; default 2 min.
+	ApprovalWait time.Duration
+	// Patience is how long a turn waits in its process for earlier ones, before it waits durably; default 1 min.
+	Patience time.Duration
+	// History is how many tokens of a conversation a model gets to see verbatim; default 12,000. What is older is
+	// summarised.
+	History int
+	// Budget, where set, stands in for the Loop's.
+	Budget *reason.Budget
+	// Summarise makes a summary of messages and of the previous summary; default the Loop's.
+	Summarise func(ctx context.Context, purpose, previous string, messages []openai.ChatCompletionMessage) (string, error)
+
+	created int64 // unix seconds, of the model listing
+	limits  *limits
+	feeds   feeds
+	ended   bell // rings when a turn has ended here
+	turns   sync.WaitGroup
+}
+
+// Register tells the engine how to take turns, and fills in the defaults.
+func (c *Chat) Register(e *executions.Engine) error {
+	if c.Pool == nil || c.Engine == nil || c.Loop == nil {
+		return errors.New("register chat: a pool, an engine and a loop are required")
+	}
+	c.Logger = cmp.Or(c.Logger, slog.New(slog.DiscardHandler))
+	c.Name = cmp.Or(c.Name, "flowpilot")
+	c.DoubleTexting = cmp.Or(c.DoubleTexting, Enqueue)
+	c.Rate = cmp.Or(c.Rate, 30)
+	c.MaxBody = cmp.Or(c.MaxBody, 256<<10)
+	c.MaxMessage = cmp.Or(c.MaxMessage, 32<<10)
+	c.KeepAlive = cmp.Or(c.KeepAlive, 10*time.Second)
+	c.ApprovalWait = cmp.Or(c.ApprovalWait, 2*time.Minute)
+	c.Patience = cmp.Or(c.Patience, time.Minute)
+	c.History = cmp.Or(c.History, 12_000)
+	if c.Visitor == nil {
+		c.Visitor = func(*http.Request) string { return "" }
+	}
+	if c.Address == nil {
+		c.Address = remoteHost
+	}
+	if c.Summarise == nil {
+		c.Summarise = c.Loop.Summarise
+	}
+	c.created = time.Now().Unix()
+	c.limits = newLimits(c.Rate)
+	return errors.Join(e.Register(Flow, c.run), e.Register(SummaryFlow, c.summarise))
+}
+
+// Run returns when ctx has ended and the turns that this process began for its connections have ended, too, or were
+// handed on. Call it beside the engine's Run.
+func (c *Chat) Run(ctx context.Context) error {
+	<-ctx.Done()
+	c.turns.Wait()
+	return nil
+}

@@ -1,0 +1,225 @@
+package chat
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strings"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// idPrefix begins the id of a completion; the execution's follows.
+const idPrefix = "chatcmpl-"
+
+// CompletionID is the id of the completion that an execution makes.
+func CompletionID(execution string) string { return idPrefix + execution }
+
+// CompletionsHandler serves POST /v1/chat/completions.
+func (c *Chat) CompletionsHandler() http.Handler { return c.handler(c.complete) }
+
+// CompletionHandler serves GET /v1/chat/completions/{id}: the answer that was made, or is being made; 202 with
+// the text so far while it is. With ?stream=true it is streamed from its beginning.
+func (c *Chat) CompletionHandler() http.Handler { return c.handler(c.attach) }
+
+// ModelsHandler serves GET /v1/models.
+func (c *Chat) ModelsHandler() http.Handler {
+	return c.handler(func(w http.ResponseWriter, _ *http.Request, _ trace.ID) error {
+		return chatwire.WriteModels(w, c.created, "lanekeeper", c.models()...)
+	})
+}
+
+// ModelHandler serves GET /v1/models/{id}.
+func (c *Chat) ModelHandler() http.Handler {
+	return c.handler(func(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+		if id := r.PathValue("id"); !c.knows(id) {
+			return c.noModel(id)
+		}
+		return chatwire.WriteModel(w, c.created, "lanekeeper", r.PathValue("id"))
+	})
+}
+
+// models lists the ids that clients may use.
+func (c *Chat) models() []string {
+	if c.Name == Alias {
+		return []string{Alias}
+	}
+	return []string{c.Name, Alias}
+}
+
+func (c *Chat) knows(model string) bool { return model == c.Name || model == Alias }
+
+func (c *Chat) noModel(id string) error {
+	r := unknown("model_not_found", "The model %q does not exist. There is %q.", clip(id, 100), c.Name)
+	r.Param = "model"
+	return r
+}
+
+// handler gives a request its trace and writes the error that it ends with.
+func (c *Chat) handler(serve func(http.ResponseWriter, *http.Request, trace.ID) error) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		id := trace.New(trace.Chat)
+		stamp(w, string(id), "")
+		err := serve(w, r, id)
+		var refusal *Refusal
+		switch {
+		case err == nil, r.Context().Err() != nil && !errors.As(err, &refusal):
+		case errors.As(err, &refusal):
+			refusal.write(w, r, c.Logger)
+		default:
+			problem.WriteOpenAI(w, r, err, string(id), c.Logger)
+		}
+	})
+}
+
+// stamp names trace and thread to the client.
+func stamp(w http.ResponseWriter, traceID, thread string) {
+	w.Header().Set("X-Trace-Id", traceID)
+	w.Header().Set("X-Request-Id", traceID) // what the stock clients show
+	if thread != "" {
+		w.Header().Set("X-Thread-Id", thread)
+	}
+}
+
+// complete takes a message and answers it.
+func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) error {
+	req, hash, err := c.decode(w, r)
+	if err != nil {
+		return err
+	}
+	user, _ := text(req.User)
+	if err := c.allow(r, c.Visitor(r), user); err != nil {
+		return err
+	}
+	a, err := c.ask(r, req)
+	if err != nil {
+		return err
+	}
+	a.TraceID = id
+	if a.Key != "" {
+		a.Hash = hash
+	}
+	b, err := c.begin(r.Context(), a)
+	if err != nil {
+		return err
+	}
+	defer b.leave()
+	return c.show(w, r, b, a.Model, req.Stream != nil && *req.Stream, req.StreamOptions != nil && req.StreamOptions.IncludeUsage)
+}
+
+// show sends a turn's answer, streamed or whole.
+func (c *Chat) show(w http.ResponseWriter, r *http.Request, b begun, model string, stream, usage bool) error {
+	stamp(w, b.exec.TraceID, *b.exec.ThreadID)
+	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed}
+	if stream {
+		return c.stream(w, r, f, b.exec, model, usage)
+	}
+	got, err := f.follow(r.Context())
+	if err != nil {
+		return err
+	}
+	return chatwire.WriteJSON(w, chatwire.Answer{
+		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: got.Text, Finish: got.Finish, Usage: &got.Usage,
+	})
+}
+
+// stream sends an answer as it is made. An error that comes after the first byte ends the stream in the
+// protocol's way.
+func (c *Chat) stream(w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, usage bool) error {
+	s := chatwire.Open(w, CompletionID(x.ID), model, x.CreatedAt.Unix())
+	s.Role()
+	ctx, stop := context.WithCancel(r.Context())
+	defer stop()
+	f.show = func(piece string) {
+		if s.Text(piece); s.Err() != nil {
+			stop()
+		}
+	}
+	f.alive = func() {
+		if s.Idle(); s.Err() != nil {
+			stop()
+		}
+	}
+	got, err := f.follow(ctx)
+	var refusal *Refusal
+	switch {
+	case errors.As(err, &refusal):
+		s.Failure(refusal.failure())
+	case err != nil && ctx.Err() == nil:
+		c.Logger.ErrorContext(ctx, "stream broken off", "execution", x.ID, "error", err)
+		s.Failure(broken(http.StatusInternalServerError, "server_error", "Something went wrong here. Trace: "+x.TraceID).failure())
+	case err == nil:
+		s.Finish(got.Finish)
+		if usage {
+			s.Usage(got.Usage)
+		}
+		s.Done()
+	}
+	return nil // what could not be sent has nobody to read it
+}
+
+// attach shows an answer by its id.
+func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	id := r.PathValue("id")
+	x, in, err := c.find(r.Context(), c.Visitor(r), id)
+	if err != nil {
+		return err
+	}
+	feed, leave := c.feeds.join(x.ID)
+	defer leave()
+	b := begun{exec: x, feed: feed, leave: leave}
+	if x.Status.Ended() {
+		feed.finish(x)
+	}
+	if r.URL.Query().Get("stream") == "true" {
+		return c.show(w, r, b, in.Model, true, r.URL.Query().Get("include_usage") == "true")
+	}
+	if x.Status.Ended() {
+		return c.show(w, r, b, in.Model, false, true)
+	}
+	return c.unfinishedAnswer(w, r, b, in.Model)
+}
+
+// unfinishedAnswer shows what was said so far: 202, to be asked for again.
+func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun, model string) error {
+	stamp(w, b.exec.TraceID, *b.exec.ThreadID)
+	v := b.feed.look(false)
+	if !v.local {
+		sketch, err := threads.SketchOf(r.Context(), c.Pool, b.exec.ID)
+		if err != nil {
+			return err
+		}
+		v.text = sketch.Content
+	}
+	w.Header().Set("Retry-After", "2")
+	return chatwire.WriteUnfinished(w, chatwire.Answer{
+		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: v.text, Finish: openai.FinishReasonNull,
+	})
+}
+
+// find reads the turn behind a completion's id. One of another key is not told apart from one that never was.
+func (c *Chat) find(ctx context.Context, owner, id string) (executions.Execution, input, error) {
+	missing := unknown("completion_not_found", "There is no completion %q.", clip(id, 100))
+	execution, ok := strings.CutPrefix(id, idPrefix)
+	if !ok {
+		return executions.Execution{}, input{}, missing
+	}
+	x, err := executions.Get(ctx, c.Pool, execution)
+	if errors.Is(err, executions.ErrNotFound) {
+		return executions.Execution{}, input{}, missing
+	}
+	if err != nil {
+		return executions.Execution{}, input{}, err
+	}
+	in, err := inputOf(x)
+	if x.Flow != Flow || err != nil || in.Owner != owner || x.ThreadID == nil {
+		return executions.Execution{}, input{}, missing
+	}
+	return x, in, nil
+}

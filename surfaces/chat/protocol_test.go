@@ -1,0 +1,279 @@
+package chat_test
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+func TestAVisitorIsAnswered(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine.").WithUsage(100, 7, 0))
+	p := w.process(t)
+	got, err := p.client(inThread("t1")...).CreateChatCompletion(t.Context(), says("When do you open?"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	choice := got.Choices[0]
+	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" || choice.Message.Role != "assistant" ||
+		got.Object != "chat.completion" || got.Model != "flowpilot" || !strings.HasPrefix(got.ID, "chatcmpl-") {
+		t.Errorf("answer: %+v", got)
+	}
+	if got.Usage.CompletionTokens < 7 || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
+		t.Errorf("usage: %+v", got.Usage)
+	}
+	header := got.Header()
+	if header.Get("X-Thread-Id") != "t1" || !strings.HasPrefix(header.Get("X-Trace-Id"), "ch_") ||
+		header.Get("X-Request-Id") != header.Get("X-Trace-Id") {
+		t.Errorf("headers: %v", header)
+	}
+	if diff := cmp.Diff([]string{"user: When do you open?", "assistant: We open at nine."}, w.transcript(t, "t1")); diff != "" {
+		t.Errorf("thread (-want +got):\n%s", diff)
+	}
+	rows := value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
+	if rows != 3 || w.called("opening") != 1 {
+		t.Errorf("%d rows of activity and %d calls, want two model calls and one skill", rows, w.called("opening"))
+	}
+}
+
+func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
+	w := newWorld(t, modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.Text("We open at nine."))
+	p := w.process(t)
+	r, body := p.post(t, `{"model":"agent","stream":true,"stream_options":{"include_usage":true},"logit_bias":{},"made_up":1,
+		"messages":[{"role":"user","content":[{"type":"text","text":"When do"},{"type":"text","text":"you open?"}]}]}`)
+	if r.StatusCode != http.StatusOK || r.Header.Get("Content-Type") != "text/event-stream" || r.Header.Get("X-Accel-Buffering") != "no" {
+		t.Errorf("status %d, headers %v", r.StatusCode, r.Header)
+	}
+	type chunk struct {
+		ID, Object, Model string
+		Created           int64
+		Choices           []struct {
+			Delta        map[string]any
+			FinishReason *string `json:"finish_reason"`
+		}
+		Usage *openai.Usage
+	}
+	var chunks []chunk
+	var last string
+	scanner := bufio.NewScanner(strings.NewReader(body))
+	for scanner.Scan() {
+		data, ok := strings.CutPrefix(scanner.Text(), "data: ")
+		if !ok {
+			if scanner.Text() != "" {
+				t.Errorf("line %q is no data", scanner.Text())
+			}
+			continue
+		}
+		if last = data; data == "[DONE]" {
+			continue
+		}
+		var c chunk
+		if err := json.Unmarshal([]byte(data), &c); err != nil {
+			t.Fatal(err)
+		}
+		if c.ID == "" || c.Object != "chat.completion.chunk" || c.Created == 0 || c.Model != "agent" {
+			t.Errorf("chunk without its head: %s", data)
+		}
+		chunks = append(chunks, c)
+	}
+	if last != "[DONE]" || len(chunks) < 4 {
+		t.Fatalf("the stream:\n%s", body)
+	}
+	if diff := cmp.Diff(map[string]any{"role": "assistant", "content": ""}, chunks[0].Choices[0].Delta); diff != "" {
+		t.Errorf("first delta (-want +got):\n%s", diff)
+	}
+	var text strings.Builder
+	for _, c := range chunks[1 : len(chunks)-2] {
+		if _, role := c.Choices[0].Delta["role"]; role || c.Choices[0].FinishReason != nil {
+			t.Errorf("a middle chunk has a role or a finish reason: %+v", c)
+		}
+		if piece, ok := c.Choices[0].Delta["content"].(string); ok {
+			text.WriteString(piece)
+		}
+	}
+	if end := chunks[len(chunks)-2]; end.Choices[0].FinishReason == nil || *end.Choices[0].FinishReason != "stop" || len(end.Choices[0].Delta) > 0 {
+		t.Errorf("the last but one: %+v", end)
+	}
+	if usage := chunks[len(chunks)-1]; len(usage.Choices) > 0 || usage.Usage == nil {
+		t.Errorf("the last: %+v", usage)
+	}
+	// What has streamed is what is stored.
+	want := "Let me look.\n\nWe open at nine."
+	thread := w.transcript(t, r.Header.Get("X-Thread-Id"))
+	if diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread); diff != "" || text.String() != want {
+		t.Errorf("streamed %q; thread (-want +got):\n%s", text.String(), diff)
+	}
+}
+
+func TestModelsAreListed(t *testing.T) {
+	p := newWorld(t).process(t)
+	list, err := p.client().ListModels(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ids []string
+	for _, m := range list.Models {
+		ids = append(ids, m.ID)
+	}
+	if diff := cmp.Diff([]string{"flowpilot", "agent"}, ids); diff != "" {
+		t.Errorf("models (-want +got):\n%s", diff)
+	}
+	if m, err := p.client().GetModel(t.Context(), "agent"); err != nil || m.ID != "agent" || m.Object != "model" {
+		t.Errorf("model: %+v, %v", m, err)
+	}
+	_, err = p.client().GetModel(t.Context(), "gpt-4o")
+	var failure *openai.APIError
+	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusNotFound || failure.Code != "model_not_found" {
+		t.Errorf("an unknown model: %v", err)
+	}
+}
+
+func TestWhatIsRefused(t *testing.T) {
+	p := newWorld(t).process(t, func(c *chat.Chat) { c.MaxBody, c.MaxMessage = 4096, 100 })
+	user := `"messages":[{"role":"user","content":"hi"}]`
+	for name, c := range map[string]struct {
+		body, key, thread string
+		status            int
+		code, param       string
+	}{
+		"no key":             {`{"model":"agent",` + user + `}`, "stranger", "", 401, "invalid_api_key", ""},
+		"no JSON":            {`{`, "", "", 400, "invalid_json", ""},
+		"wrong type":         {`{"model":"agent","messages":"hi"}`, "", "", 400, "invalid_type", "messages"},
+		"no model":           {`{` + user + `}`, "", "", 400, "missing_model", "model"},
+		"unknown model":      {`{"model":"gpt-4o",` + user + `}`, "", "", 404, "model_not_found", "model"},
+		"no messages":        {`{"model":"agent","messages":[]}`, "", "", 400, "missing_messages", "messages"},
+		"two answers":        {`{"model":"agent","n":2,` + user + `}`, "", "", 400, "unsupported_value", "n"},
+		"nothing new":        {`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", "", 400, "invalid_value", "messages"},
+		"only instructions":  {`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", "", 400, "invalid_value", "messages"},
+		"empty":              {`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", "", 400, "empty_message", "messages[0].content"},
+		"null":               {`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", "", 400, "empty_message", "messages[0].content"},
+		"an image":           {`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "", "", 400, "unsupported_content", "messages[0].content"},
+		"a long message":     {`{"model":"agent","messages":[{"role":"user","content":"` + strings.Repeat("x", 101) + `"}]}`, "", "", 400, "string_above_max_length", "messages[0].content"},
+		"a large body":       {`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", "", 413, "request_too_large", ""},
+		"a strange role":     {`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400, "invalid_value", "messages[0].role"},
+		"a long thread id":   {`{"model":"agent",` + user + `}`, "", strings.Repeat("x", 201), 400, "invalid_thread_id", "thread_id"},
+		"no room to answer":  {`{"model":"agent","max_tokens":0,` + user + `}`, "", "", 400, "invalid_value", "max_tokens"},
+		"a number for user":  {`{"model":"agent","user":7,` + user + `}`, "", "", 400, "invalid_type", "user"},
+		"a text for content": {`{"model":"agent","messages":[{"role":"user","content":7}]}`, "", "", 400, "invalid_type", "messages[0].content"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			headers := []string{"X-Thread-Id", c.thread}
+			if c.key != "" {
+				headers = append(headers, "Authorization", "Bearer "+c.key)
+			}
+			r, body := p.post(t, c.body, headers...)
+			got := failureOf(t, body)
+			param := ""
+			if got.Param != nil {
+				param = *got.Param
+			}
+			if r.StatusCode != c.status || got.Code != c.code || param != c.param || got.Message == "" {
+				t.Errorf("answer %d %s, want %d, code %s, param %q", r.StatusCode, body, c.status, c.code, c.param)
+			}
+			if c.key == "" && r.Header.Get("X-Request-Id") == "" {
+				t.Error("the answer has no x-request-id")
+			}
+		})
+	}
+	if n := value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
+		t.Errorf("%d threads were begun by requests that were refused", n)
+	}
+}
+
+func TestASilentStreamIsKeptAlive(t *testing.T) {
+	g, reply := gated()
+	p := newWorld(t, reply).process(t, func(c *chat.Chat) { c.KeepAlive = 30 * time.Millisecond })
+	stream, err := p.client().CreateChatCompletionStream(t.Context(), says("hello"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stream.Close()
+	for range 4 { // the role, then signs of life
+		chunk, err := stream.Recv()
+		if err != nil || len(chunk.Choices) != 1 || chunk.Choices[0].Delta.Content != "" {
+			t.Fatalf("chunk %+v, %v", chunk, err)
+		}
+	}
+	send(t, g.pieces, "Hi.")
+	close(g.pieces)
+	if text, err := streamed(t, stream); text != "Hi." || err != nil {
+		t.Errorf("text %q, %v", text, err)
+	}
+}
+
+func TestTheModelsFailureIsTold(t *testing.T) {
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Refusal(400, "invalid_request_error", "bad", "the key sk-very-secret is wrong", 0)
+	})
+	p := w.process(t)
+	_, err := p.client(inThread("f")...).CreateChatCompletion(t.Context(), says("hello"))
+	var failure *openai.APIError
+	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusBadGateway || strings.Contains(failure.Message, "sk-") {
+		t.Errorf("whole: %v", err)
+	}
+	stream, err := p.client(inThread("f")...).CreateChatCompletionStream(t.Context(), says("hello"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := streamed(t, stream); !errors.As(err, &failure) || failure.Code != "answer_failed" {
+		t.Errorf("in the middle of a stream: %v", err)
+	}
+	r, _ := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"a"}]}`)
+	if r.Header.Get("X-Should-Retry") != "false" {
+		t.Error("the stock clients would send the message again")
+	}
+}
+
+func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
+	w := newWorld(t, modeltest.CutStream("We open at"), modeltest.Text("Nine o'clock."))
+	p := w.process(t)
+	stream, err := p.client(inThread("c")...).CreateChatCompletionStream(t.Context(), says("When?"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := streamed(t, stream)
+	if err != nil || !strings.HasSuffix(text, "Nine o'clock.") {
+		t.Errorf("text %q, %v", text, err)
+	}
+	if diff := cmp.Diff([]string{"user: When?", "assistant: " + text}, w.transcript(t, "c")); diff != "" {
+		t.Errorf("thread and stream differ (-stream +thread):\n%s", diff)
+	}
+	// Nobody has seen it: then it is as if it had not been.
+	w.model.Add(modeltest.CutStream("We close at"), modeltest.Text("Six o'clock."))
+	if got := p.answerTo(t, "c", "And close?"); got != "Six o'clock." {
+		t.Errorf("whole answer %q", got)
+	}
+}
+
+func TestMaxTokensBoundsTheAnswer(t *testing.T) {
+	long := strings.Repeat("many words ", 50)
+	w := newWorld(t, modeltest.Text(long), modeltest.Text(long))
+	p := w.process(t)
+	req := says("Tell me.")
+	req.MaxCompletionTokens = 10
+	req.MaxTokens = 0 //nolint:staticcheck // the older name is what many clients send
+	got, err := p.client(inThread("m")...).CreateChatCompletion(t.Context(), req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := got.Choices[0]; len(c.Message.Content) > 40 || c.FinishReason != "length" || c.Message.Content == "" {
+		t.Errorf("answer of %d bytes, finish %s", len(c.Message.Content), c.FinishReason)
+	}
+	stream, err := p.client(inThread("m")...).CreateChatCompletionStream(t.Context(), req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text, err := streamed(t, stream); err != nil || len(text) > 40 || text != long[:len(text)] {
+		t.Errorf("streamed %q, %v", text, err)
+	}
+}

@@ -1,0 +1,91 @@
+package chat
+
+import (
+	"container/list"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+)
+
+// mostVisitors is how many visitors are remembered; the one that was quiet longest is forgotten first.
+const mostVisitors = 20_000
+
+// guests is how many visitors one address may speak for.
+const guests = 20
+
+// limits bounds how much a visitor may send. Safe for concurrent use.
+type limits struct {
+	perMinute int
+	mu        sync.Mutex
+	known     map[string]*list.Element
+	recent    *list.List // of *visitor, the latest first
+}
+
+type visitor struct {
+	name  string
+	quota *rate.Limiter
+}
+
+// newLimits allows so many messages a minute, a third of them at once; a negative number is no limit.
+func newLimits(perMinute int) *limits {
+	return &limits{perMinute: perMinute, known: map[string]*list.Element{}, recent: list.New()}
+}
+
+// take counts a message against a name whose share is some times the usual one; it returns how long to wait
+// when that is too many.
+func (l *limits) take(name string, share int) time.Duration {
+	if l.perMinute < 0 {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	e := l.known[name]
+	if e == nil {
+		n := l.perMinute * share
+		e = l.recent.PushFront(&visitor{name, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
+		l.known[name] = e
+		if l.recent.Len() > mostVisitors {
+			oldest := l.recent.Back()
+			delete(l.known, l.recent.Remove(oldest).(*visitor).name)
+		}
+	}
+	l.recent.MoveToFront(e)
+	now := time.Now()
+	wanted := e.Value.(*visitor).quota.ReserveN(now, 1)
+	wait := wanted.DelayFrom(now)
+	if wait > 0 {
+		wanted.CancelAt(now)
+	}
+	return wait
+}
+
+// allow refuses a visitor who sends too much. Who that is says the key and the user that the client names, else the
+// address; because a client may name any user, the address has a bound as well, for many.
+func (c *Chat) allow(r *http.Request, owner, user string) error {
+	address := c.Address(r)
+	var wait time.Duration
+	if user == "" {
+		wait = c.limits.take(owner+"\x00@"+address, 1)
+	} else if wait = c.limits.take(owner+"\x00"+user, 1); wait == 0 {
+		wait = c.limits.take(owner+"\x00@@"+address, guests)
+	}
+	if wait == 0 {
+		return nil
+	}
+	return &Refusal{
+		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
+	}
+}
+
+// remoteHost is the address of the connection.
+func remoteHost(r *http.Request) string {
+	host, _, err := net.SplitHostPort(r.RemoteAddr)
+	if err != nil {
+		return r.RemoteAddr
+	}
+	return host
+}

@@ -1,0 +1,232 @@
+package chat
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+
+	"github.com/oklog/ulid/v2"
+
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// request is what is read of a chat completion request. Everything else is ignored: tools and tool_choice
+// (the agent's tools are its own), temperature, stop, response_format, store and whatever comes next. n
+// must be 1, because a turn has one answer.
+type request struct {
+	Model         json.RawMessage   `json:"model"`
+	Messages      []said            `json:"messages"`
+	Stream        *bool             `json:"stream"`
+	StreamOptions *streamOptions    `json:"stream_options"`
+	MaxTokens     *int              `json:"max_tokens"`
+	MaxCompletion *int              `json:"max_completion_tokens"`
+	N             *int              `json:"n"`
+	User          json.RawMessage   `json:"user"`
+	Metadata      map[string]string `json:"-"`
+}
+
+type streamOptions struct {
+	IncludeUsage bool `json:"include_usage"`
+}
+
+// said is one message of a request.
+type said struct {
+	Role    string          `json:"role"`
+	Content json.RawMessage `json:"content"`
+}
+
+// decode reads a request.
+func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, error) {
+	var req request
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, c.MaxBody))
+	var large *http.MaxBytesError
+	switch {
+	case errors.As(err, &large):
+		return req, "", &Refusal{
+			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
+			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", c.MaxBody),
+		}
+	case err != nil:
+		return req, "", bad("", "invalid_body", "The request's body could not be read.")
+	}
+	var extra struct {
+		Metadata json.RawMessage `json:"metadata"`
+	}
+	if err := json.Unmarshal(body, &req); err != nil {
+		var kind *json.UnmarshalTypeError
+		if errors.As(err, &kind) && kind.Field != "" {
+			return req, "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
+		}
+		return req, "", bad("", "invalid_json", "The request's body is not valid JSON.")
+	}
+	if json.Unmarshal(body, &extra) == nil && len(extra.Metadata) > 0 {
+		var values map[string]json.RawMessage
+		if json.Unmarshal(extra.Metadata, &values) == nil {
+			if id, ok := text(values["thread_id"]); ok && id != "" {
+				req.Metadata = map[string]string{"thread_id": id}
+			}
+		}
+	}
+	sum := sha256.Sum256(compact(body))
+	return req, hex.EncodeToString(sum[:]), nil
+}
+
+// compact is JSON without its white space, so that two encoders of one request agree.
+func compact(body []byte) []byte {
+	var b bytes.Buffer
+	if json.Compact(&b, body) != nil {
+		return body
+	}
+	return b.Bytes()
+}
+
+// soleOwner is whose key has no name: the one application there usually is. Its users' names are threads as they are.
+const soleOwner = "visitor"
+
+// threadOf is the thread of a client's user: applications with keys of their own call different people by the same name.
+func threadOf(owner, user string) string {
+	if user == "" || owner == soleOwner {
+		return user
+	}
+	return owner + ":" + user
+}
+
+// ask turns a request into what the visitor wants to say.
+func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
+	model, ok := text(req.Model)
+	switch {
+	case !ok || model == "":
+		return Ask{}, bad("model", "missing_model", "Name a model: %s.", c.Name)
+	case !c.knows(model):
+		return Ask{}, c.noModel(model)
+	case req.N != nil && *req.N != 1:
+		return Ask{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
+	}
+	user, ok := text(req.User)
+	if !ok {
+		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
+	}
+	a := Ask{Owner: c.Visitor(r), Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	a.ThreadID = cmp.Or(r.Header.Get("X-Thread-Id"), req.Metadata["thread_id"], threadOf(a.Owner, user))
+	if a.ThreadID == "" {
+		a.ThreadID = NewThreadID()
+	}
+	if threads.CheckID(a.ThreadID) != nil {
+		return Ask{}, bad("thread_id", "invalid_thread_id",
+			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
+	}
+	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
+		if bound == nil {
+			continue
+		}
+		if *bound < 1 {
+			return Ask{}, bad(name, "invalid_value", "%s must be at least 1.", name)
+		}
+		if a.MaxTokens == 0 || *bound < a.MaxTokens {
+			a.MaxTokens = *bound
+		}
+	}
+	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key {
+		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key has at most 255 characters.")
+	}
+	return a, c.messages(&a, req.Messages)
+}
+
+// NewThreadID is an id that nobody can guess.
+func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).String() }
+
+// messages finds what is new: the user's messages after the last answer. What was said before is kept for a
+// thread that is new. Instructions and the results of the client's own tools are dropped.
+func (c *Chat) messages(a *Ask, all []said) error {
+	if len(all) == 0 {
+		return bad("messages", "missing_messages", "messages must not be empty.")
+	}
+	type line struct {
+		Line
+		at int
+		ok bool
+	}
+	var talk []line
+	for i, m := range all {
+		switch m.Role {
+		case "system", "developer":
+		case threads.User, threads.Assistant, "tool", "function":
+			words, whole, err := content(m.Content)
+			if err != nil {
+				return bad(fmt.Sprintf("messages[%d].content", i), "invalid_type", "The content of a message is a string or a list of parts.")
+			}
+			talk = append(talk, line{Line{m.Role, words}, i, whole})
+		default:
+			return bad(fmt.Sprintf("messages[%d].role", i), "invalid_value", "The role %q is not known.", clip(m.Role, 40))
+		}
+	}
+	first := len(talk)
+	for first > 0 && talk[first-1].Role == threads.User {
+		first--
+	}
+	if first == len(talk) {
+		return bad("messages", "invalid_value", "The last message must be the user's.")
+	}
+	size := 0
+	for _, m := range talk[first:] {
+		param := fmt.Sprintf("messages[%d].content", m.at)
+		if !m.ok {
+			return bad(param, "unsupported_content", "Only text is understood: images, audio and files are not.")
+		}
+		if strings.TrimSpace(m.Text) == "" {
+			return bad(param, "empty_message", "A message must not be empty.")
+		}
+		if size += len(m.Text); size > c.MaxMessage {
+			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
+		}
+		a.Texts = append(a.Texts, m.Text)
+	}
+	for _, m := range talk[:first] {
+		if (m.Role == threads.User || m.Role == threads.Assistant) && strings.TrimSpace(m.Text) != "" {
+			a.Earlier = append(a.Earlier, m.Line)
+		}
+	}
+	return nil
+}
+
+// content is the text of a message; whole is false when it has parts that are no text.
+func content(raw json.RawMessage) (words string, whole bool, err error) {
+	if words, ok := text(raw); ok {
+		return words, true, nil
+	}
+	var parts []struct {
+		Type    string `json:"type"`
+		Text    string `json:"text"`
+		Refusal string `json:"refusal"`
+	}
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return "", false, fmt.Errorf("decode content: %w", err)
+	}
+	var texts []string
+	whole = true
+	for _, p := range parts {
+		switch p.Type {
+		case "text", "input_text", "refusal":
+			texts = append(texts, p.Text+p.Refusal)
+		default:
+			whole = false
+		}
+	}
+	return strings.Join(texts, "\n"), whole, nil
+}
+
+// clip shortens what is repeated to a client.
+func clip(s string, letters int) string {
+	s = strings.ToValidUTF8(s, "")
+	if r := []rune(s); len(r) > letters {
+		return string(r[:letters]) + "…"
+	}
+	return s
+}

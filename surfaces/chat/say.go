@@ -1,0 +1,45 @@
+package chat
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Answer is what a message came to.
+type Answer struct {
+	ID       string `json:"id"` // of the completion
+	ThreadID string `json:"thread_id"`
+	TraceID  string `json:"trace_id"`
+	Text     string `json:"text"`
+	Finish   string `json:"finish_reason"`
+}
+
+// Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
+// ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
+// must be kept meanwhile: by Engine.Run, or Engine.Beat.
+func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
+	if a.ThreadID == "" {
+		a.ThreadID = NewThreadID()
+	}
+	if a.TraceID == "" {
+		a.TraceID = trace.New(trace.Chat)
+	}
+	b, err := c.begin(ctx, a)
+	if err != nil {
+		return Answer{}, err
+	}
+	defer b.leave()
+	told := Answer{ID: CompletionID(b.exec.ID), ThreadID: a.ThreadID, TraceID: b.exec.TraceID}
+	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
+	got, err := f.follow(ctx)
+	if ctx.Err() != nil {
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt", "the visitor interrupted"); err != nil {
+			return told, fmt.Errorf("cancel turn: %w", err)
+		}
+		return told, context.Cause(ctx)
+	}
+	told.Text, told.Finish = got.Text, string(got.Finish)
+	return told, err
+}

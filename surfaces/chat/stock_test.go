@@ -1,0 +1,178 @@
+package chat_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"os"
+	osexec "os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/openai/openai-go/v3"
+	"github.com/openai/openai-go/v3/option"
+	gopenai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+// official is OpenAI's own Go client.
+func (p *process) official(key string, more ...option.RequestOption) openai.Client {
+	return openai.NewClient(append([]option.RequestOption{
+		option.WithBaseURL(p.url + "/v1"), option.WithAPIKey(key), option.WithMaxRetries(0),
+	}, more...)...)
+}
+
+func ask(text string) openai.ChatCompletionNewParams {
+	return openai.ChatCompletionNewParams{Model: "flowpilot", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)}}
+}
+
+func TestTheOfficialClientWorksUnchanged(t *testing.T) {
+	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine o'clock."))
+	p := w.process(t)
+	client := p.official("site")
+	got, err := client.Chat.Completions.New(t.Context(), ask("I am Ada."))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got.Choices[0].Message.Content != "Hello, Ada." || got.Choices[0].FinishReason != "stop" || got.Usage.TotalTokens == 0 {
+		t.Errorf("answer: %s", got.RawJSON())
+	}
+	params := ask("When do you open?")
+	params.StreamOptions = openai.ChatCompletionStreamOptionsParam{IncludeUsage: openai.Bool(true)}
+	stream := client.Chat.Completions.NewStreaming(t.Context(), params)
+	var all openai.ChatCompletionAccumulator
+	for stream.Next() {
+		if !all.AddChunk(stream.Current()) {
+			t.Errorf("the chunk does not fit: %s", stream.Current().RawJSON())
+		}
+	}
+	if stream.Err() != nil || all.Choices[0].Message.Content != "We open at nine o'clock." || all.Choices[0].FinishReason != "stop" || all.Usage.TotalTokens == 0 {
+		t.Errorf("stream: %+v, %v", all.ChatCompletion, stream.Err())
+	}
+	stored, err := client.Chat.Completions.Get(t.Context(), all.ID)
+	if err != nil || stored.Choices[0].Message.Content != "We open at nine o'clock." {
+		t.Errorf("stored: %+v, %v", stored, err)
+	}
+	page, err := client.Models.List(t.Context())
+	if err != nil || len(page.Data) != 2 || page.Data[0].ID != "flowpilot" {
+		t.Errorf("models: %+v, %v", page, err)
+	}
+}
+
+func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
+	})
+	p := w.process(t, func(c *chat.Chat) { c.MaxBody, c.Rate = 2000, 3 })
+	nobody := ask("hi")
+	nobody.Model = "gpt-4o"
+	empty := ask("")
+	for name, c := range map[string]struct {
+		key    string
+		params openai.ChatCompletionNewParams
+		status int
+		code   string
+	}{
+		"key":   {"stranger", ask("hi"), 401, "invalid_api_key"},
+		"model": {"site 1", nobody, 404, "model_not_found"},
+		"body":  {"site 2", empty, 400, "empty_message"},
+		"size":  {"site 3", ask(strings.Repeat("x", 3000)), 413, "request_too_large"},
+		"fault": {"site 4", ask("hi"), 502, "answer_failed"},
+	} {
+		client := p.official(c.key)
+		_, err := client.Chat.Completions.New(t.Context(), c.params)
+		var failure *openai.Error
+		if !errors.As(err, &failure) || failure.StatusCode != c.status || failure.Code != c.code {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	client := p.official("site 5")
+	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("hi"))
+	for stream.Next() {
+	}
+	if err := stream.Err(); err == nil || !strings.Contains(err.Error(), "could not be made") {
+		t.Errorf("in the middle of a stream: %v", err)
+	}
+	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
+	var failure *openai.Error
+	if !errors.As(err, &failure) || failure.StatusCode != http.StatusTooManyRequests || failure.Response.Header.Get("Retry-After") == "" {
+		t.Errorf("too many: %v", err)
+	}
+}
+
+const nodeScript = `
+import OpenAI from "openai";
+const client = new OpenAI({ baseURL: process.env.BASE, apiKey: "site", maxRetries: 0 });
+const messages = [{ role: "user", content: "hello" }];
+const out = {};
+const whole = await client.chat.completions.create({ model: "flowpilot", messages });
+out.whole = whole.choices[0].message.content;
+out.text = ""; out.usage = 0; out.keepalives = 0;
+for await (const chunk of await client.chat.completions.create({ model: "agent", messages, stream: true, stream_options: { include_usage: true } })) {
+  if (chunk.choices.length && !chunk.choices[0].delta.content && !chunk.choices[0].delta.role && !chunk.choices[0].finish_reason) out.keepalives++;
+  out.text += chunk.choices[0]?.delta?.content ?? "";
+  out.usage = chunk.usage?.total_tokens ?? out.usage;
+}
+out.models = (await client.models.list()).data.map((m) => m.id);
+try { await client.chat.completions.create({ model: "gpt-4o", messages }); } catch (e) { out.missing = e.constructor.name + " " + e.code; }
+try { await client.withOptions({ apiKey: "stranger" }).models.list(); } catch (e) { out.key = e.constructor.name + " " + e.code; }
+try { await client.chat.completions.create({ model: "agent", messages: [] }); } catch (e) { out.bad = e.constructor.name + " " + (e.requestID ?? "").slice(0, 3); }
+try {
+  for await (const _ of await client.chat.completions.create({ model: "agent", messages: [{ role: "user", content: "fail" }], stream: true })) {}
+} catch (e) { out.middle = e.constructor.name + " " + e.code; }
+console.log(JSON.stringify(out));
+`
+
+// TestTheNodeClientWorksUnchanged installs OpenAI's client for Node from npm.
+func TestTheNodeClientWorksUnchanged(t *testing.T) {
+	dir := t.TempDir()
+	for _, tool := range []string{"npm", "node"} {
+		if _, err := osexec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed: the client for Node is not tried", tool)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(dir, "try.mjs"), []byte(nodeScript), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
+	defer cancel()
+	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix", dir, "openai@6")
+	install.Dir = dir
+	if out, err := install.CombinedOutput(); err != nil {
+		t.Skipf("npm cannot install the package openai (offline?): the client for Node is not tried: %v\n%s", err, out)
+	}
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
+		if req.Messages[len(req.Messages)-1].Content == "fail" {
+			return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
+		}
+		return modeltest.Text("Hello to you.").Slowly(60 * time.Millisecond)
+	})
+	p := w.process(t, func(c *chat.Chat) { c.KeepAlive = 20 * time.Millisecond })
+	run := osexec.CommandContext(ctx, "node", "try.mjs")
+	run.Dir = dir
+	run.Env = append(os.Environ(), "BASE="+p.url+"/v1")
+	out, err := run.Output()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	var got struct {
+		Whole, Text, Missing, Key, Bad, Middle string
+		Usage, Keepalives                      int
+		Models                                 []string
+	}
+	if err := json.Unmarshal(out, &got); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if got.Whole != "Hello to you." || got.Text != "Hello to you." || got.Usage == 0 || got.Keepalives == 0 || len(got.Models) != 2 ||
+		got.Missing != "NotFoundError model_not_found" || got.Key != "AuthenticationError invalid_api_key" ||
+		got.Bad != "BadRequestError ch_" || got.Middle != "APIError answer_failed" {
+		t.Errorf("the client saw %s", out)
+	}
+}

@@ -1,0 +1,415 @@
+package chat_test
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+const patience = 40 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database, a scripted model and skills that count their calls.
+type world struct {
+	pool     *pgxpool.Pool
+	model    *modeltest.Server
+	builtins map[string]skills.Builtin
+	mu       sync.Mutex
+	calls    map[string]int
+}
+
+// newWorld has four skills: opening (external), weather (both, not idempotent), secrets (internal) and refund (external,
+// needs approval).
+func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}, calls: map[string]int{}}
+	w.put(t, skills.Definition{Name: "opening", Scope: skills.ScopeExternal, Idempotent: true})
+	w.put(t, skills.Definition{Name: "weather", Scope: skills.ScopeBoth})
+	w.put(t, skills.Definition{Name: "secrets", Scope: skills.ScopeInternal, Idempotent: true})
+	w.put(t, skills.Definition{Name: "refund", Scope: skills.ScopeExternal, Trust: skills.TrustApprove})
+	return w
+}
+
+// put declares a skill that is a builtin of the same name and counts its calls.
+func (w *world) put(t *testing.T, d skills.Definition) {
+	t.Helper()
+	w.builtins[d.Name] = func(context.Context, skills.Call) (any, error) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.calls[d.Name]++
+		return "done by " + d.Name, nil
+	}
+	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
+	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (w *world) called(skill string) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.calls[skill]
+}
+
+// process is one agent process that serves the chat.
+type process struct {
+	*world
+	engine *executions.Engine
+	chat   *chat.Chat
+	url    string
+	log    *journal
+}
+
+// process starts one. change, where given, alters the chat before it is registered.
+func (w *world) process(t *testing.T, change ...func(*chat.Chat)) *process {
+	t.Helper()
+	p, keeper := w.silent(t, change...)
+	p.run(t, keeper)
+	return p
+}
+
+// silent is a process that serves, but neither takes work nor keeps its lease: as one would that dies soon.
+func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lanes.Keeper) {
+	t.Helper()
+	log := &journal{}
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	e, err := executions.New(w.pool, executions.Options{
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, StopTimeout: 2 * time.Second, Workers: 2,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &process{world: w, engine: e, log: log}
+	p.chat = &chat.Chat{
+		Pool: w.pool, Engine: e, Loop: w.loop(t), Logger: logger, Name: "flowpilot", Rate: -1,
+		Visitor: func(r *http.Request) string { return strings.TrimPrefix(r.Header.Get("Authorization"), "Bearer ") },
+	}
+	for _, f := range change {
+		f(p.chat)
+	}
+	if err := p.chat.Register(e); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("log of the process:\n%s", log)
+		}
+	})
+	p.serve(t)
+	return p, keeper
+}
+
+func (w *world) loop(t *testing.T) *reason.Loop {
+	t.Helper()
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+}
+
+// serve listens; every test has a server with the routes as an API would have them, and the key as the owner.
+func (p *process) serve(t *testing.T) {
+	t.Helper()
+	mux := http.NewServeMux()
+	mux.Handle("POST /v1/chat/completions", p.chat.CompletionsHandler())
+	mux.Handle("GET /v1/chat/completions/{id}", p.chat.CompletionHandler())
+	mux.Handle("GET /v1/models", p.chat.ModelsHandler())
+	mux.Handle("GET /v1/models/{id}", p.chat.ModelHandler())
+	guarded := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if key, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "); strings.HasPrefix(key, "site") ||
+			slices.Contains([]string{"shop", "visitor"}, key) {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		if err := chatwire.WriteFailure(w, http.StatusUnauthorized, chatwire.Failure{
+			Message: "Incorrect API key.", Type: "invalid_request_error", Code: "invalid_api_key",
+		}); err != nil {
+			t.Error(err)
+		}
+	})
+	server := httptest.NewServer(guarded)
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	p.url = server.URL
+}
+
+func (p *process) run(t *testing.T, keeper *lanes.Keeper) {
+	t.Helper()
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error {
+		if err := p.engine.Run(ctx); err != nil && ctx.Err() == nil {
+			return err
+		}
+		return nil
+	})
+	group.Go(func() error { return keeper.Run(ctx) })
+	group.Go(func() error { return p.chat.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// client is the stock Go client, with the key of site.
+func (p *process) client(headers ...string) *openai.Client { return p.clientOf("site", headers...) }
+
+func (p *process) clientOf(key string, headers ...string) *openai.Client {
+	cfg := openai.DefaultConfig(key)
+	cfg.BaseURL = p.url + "/v1"
+	cfg.HTTPClient = &http.Client{Transport: withHeaders(headers)}
+	return openai.NewClientWithConfig(cfg)
+}
+
+// withHeaders adds pairs of names and values to each request.
+type withHeaders []string
+
+func (h withHeaders) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	for i := 0; i+1 < len(h); i += 2 {
+		r.Header.Set(h[i], h[i+1])
+	}
+	return http.DefaultTransport.RoundTrip(r)
+}
+
+// says is a request with one message.
+func says(text string) openai.ChatCompletionRequest {
+	return openai.ChatCompletionRequest{Model: "flowpilot", Messages: []openai.ChatCompletionMessage{{Role: "user", Content: text}}}
+}
+
+// inThread is the header that names a thread.
+func inThread(id string) []string { return []string{"X-Thread-Id", id} }
+
+// answerTo asks and returns the answer's text.
+func (p *process) answerTo(t *testing.T, thread, text string) string {
+	t.Helper()
+	got, err := p.client(inThread(thread)...).CreateChatCompletion(t.Context(), says(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got.Choices[0].Message.Content
+}
+
+// streamed reads a stream to its end.
+func streamed(t *testing.T, s *openai.ChatCompletionStream) (text string, err error) {
+	t.Helper()
+	defer s.Close()
+	for {
+		chunk, err := s.Recv()
+		if err != nil {
+			if err == io.EOF { //nolint:errorlint // as the client documents it
+				err = nil
+			}
+			return text, err
+		}
+		for _, c := range chunk.Choices {
+			text += c.Delta.Content
+		}
+	}
+}
+
+// post sends a raw request.
+func (p *process) post(t *testing.T, body string, headers ...string) (*http.Response, string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/chat/completions", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	return do(t, r, headers)
+}
+
+func (p *process) get(t *testing.T, path string, headers ...string) (*http.Response, string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	return do(t, r, headers)
+}
+
+func do(t *testing.T, r *http.Request, headers []string) (*http.Response, string) {
+	t.Helper()
+	for i := 0; i+1 < len(headers); i += 2 {
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response, string(body)
+}
+
+// failureOf reads an error body.
+func failureOf(t *testing.T, body string) chatwire.Failure {
+	t.Helper()
+	var got struct {
+		Error chatwire.Failure `json:"error"`
+	}
+	if err := json.Unmarshal([]byte(body), &got); err != nil {
+		t.Fatalf("%v in %s", err, body)
+	}
+	return got.Error
+}
+
+// transcript is what a thread holds, in the order in which it is read.
+func (w *world) transcript(t *testing.T, thread string) (lines []string) {
+	t.Helper()
+	_, messages, err := threads.Window(t.Context(), w.pool, thread, 0, 1_000_000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range messages {
+		line := m.Role + ": " + m.Content
+		if m.Interrupted {
+			line += " [interrupted]"
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+// gate is a model's answer that is said piece by piece, when the test lets it.
+type gate struct {
+	pieces chan string
+	asked  chan openai.ChatCompletionRequest
+}
+
+// gated is a reply that waits for the test: each piece that is sent is streamed at once; closing the channel
+// ends the answer.
+func gated() (*gate, modeltest.Reply) {
+	g := &gate{pieces: make(chan string), asked: make(chan openai.ChatCompletionRequest, 8)}
+	return g, modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
+		g.asked <- openai.ChatCompletionRequest{}
+		s := chatwire.Open(w, "chatcmpl-gated", "m", 1)
+		s.Role()
+		for {
+			select {
+			case piece, more := <-g.pieces:
+				if !more {
+					s.Finish(openai.FinishReasonStop)
+					s.Done()
+					return
+				}
+				s.Text(piece)
+			case <-r.Context().Done():
+				return
+			}
+		}
+	})
+}
+
+func receive[T any](t *testing.T, from <-chan T) (v T) {
+	t.Helper()
+	select {
+	case v = <-from:
+	case <-time.After(patience):
+		t.Fatal("what the test waits for does not come")
+	}
+	return v
+}
+
+func send[T any](t *testing.T, to chan<- T, v T) {
+	t.Helper()
+	select {
+	case to <- v:
+	case <-time.After(patience):
+		t.Fatal("nobody takes what the test sends")
+	}
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+// journal keeps what was logged.
+type journal struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(p)
+}
+
+func (j *journal) String() string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.String()
+}
+
+// contentOf is the text of a stream's body.
+func contentOf(t *testing.T, body string) (text string) {
+	t.Helper()
+	for line := range strings.Lines(body) {
+		data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: ")
+		if !ok || data == "[DONE]" {
+			continue
+		}
+		var chunk openai.ChatCompletionStreamResponse
+		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range chunk.Choices {
+			text += c.Delta.Content
+		}
+	}
+	return text
+}

@@ -1,0 +1,222 @@
+package chat
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// byInterrupt is who cancelled a turn that a newer message cut short.
+const byInterrupt = "visitor"
+
+// retrySoon is when a client that was told to wait may look again.
+const retrySoon = 2 * time.Second
+
+// longestWait is how long one durable wait for an earlier turn lasts before it is begun anew.
+const longestWait = 24 * time.Hour
+
+// lookAgain is how often a turn looks whether those before it have ended, when nothing in this process tells it.
+const lookAgain = 100 * time.Millisecond
+
+// How long a turn stands in the lane's queue before it looks whether the process shuts down, or, headless, before it
+// waits without a worker; and how long such a wait lasts before the turn looks again.
+const (
+	lanePatience     = 5 * time.Second
+	headlessPatience = time.Second
+	laneWait         = time.Minute
+)
+
+// underWay is a turn that has not ended.
+type underWay struct {
+	ExecutionID string
+	Turn        int64
+}
+
+// unfinished lists the turns of a thread that are under way, in their order; those from before on are left
+// out, 0 is none.
+func unfinished(ctx context.Context, db postgres.DB, thread string, before int64) ([]underWay, error) {
+	rows, err := db.Query(ctx, `
+		select x.id::text as execution_id, m.turn
+		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
+		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow and (@before::bigint = 0 or m.turn < @before)
+		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before})
+	if err != nil {
+		return nil, fmt.Errorf("read turns under way: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[underWay])
+	if err != nil {
+		return nil, fmt.Errorf("read turns under way: %w", err)
+	}
+	return got, nil
+}
+
+// makeWay does what double texting asks for: nothing, a refusal, or an end to what is under way. A turn that is cut
+// short leaves what it has said as a message, so that the next one knows.
+func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution) (cut []string, err error) {
+	if c.DoubleTexting == Enqueue {
+		return nil, nil
+	}
+	busy, err := unfinished(ctx, tx, a.ThreadID, 0)
+	if err != nil || len(busy) == 0 {
+		return nil, err
+	}
+	if c.DoubleTexting == Reject {
+		r := conflict("thread_busy", "The last message of this thread is still being answered.")
+		r.CompletionID, r.RetryAfter = CompletionID(busy[0].ExecutionID), retrySoon
+		return nil, r
+	}
+	for _, b := range busy {
+		status, err := executions.Cancel(ctx, tx, b.ExecutionID, byInterrupt, "a newer message came")
+		if err != nil {
+			return nil, err
+		}
+		if status != executions.Cancelled {
+			continue // it has ended just now
+		}
+		cut = append(cut, b.ExecutionID)
+		if err := c.keepPartial(ctx, tx, a.ThreadID, x.TraceID, b); err != nil {
+			return nil, err
+		}
+	}
+	return cut, nil
+}
+
+// keepPartial stores what a cancelled turn has said so far.
+func (c *Chat) keepPartial(ctx context.Context, tx pgx.Tx, thread, traceID string, b underWay) error {
+	words, here := c.feeds.heard(b.ExecutionID)
+	if !here {
+		sketch, err := threads.SketchOf(ctx, tx, b.ExecutionID)
+		if err != nil {
+			return err
+		}
+		words = sketch.Content
+	}
+	if words != "" {
+		if _, err := threads.Post(ctx, tx, threads.Draft{
+			ThreadID: thread, Role: threads.Assistant, Content: words, Channel: channel, ExecutionID: b.ExecutionID,
+			TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
+		}); err != nil {
+			return err
+		}
+	}
+	return threads.DropSketch(ctx, tx, b.ExecutionID)
+}
+
+// hold waits for the thread: first for the turns before this one, then for the lane. A turn that somebody looks
+// at waits in its process, for as long as Patience; otherwise it waits durably. With the lane in hand it is
+// a renewal. step names the waits.
+func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
+	deadline := time.Now().Add(t.Patience)
+	for {
+		live := t.live && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
+		rings := t.ended.rings()
+		earlier, err := executions.Persist(ctx, func(ctx context.Context) ([]underWay, error) {
+			return unfinished(ctx, t.Pool, t.in.Thread, t.number)
+		})
+		switch {
+		case err != nil:
+		case len(earlier) == 0:
+			var held bool
+			if held, err = t.takeLane(ctx, step, live); held {
+				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil // losing it cancels nothing: the next send acquires it again
+			}
+		case live:
+			err = pause(ctx, rings)
+		default:
+			_, err = executions.Wait(ctx, step+" earlier turn", executions.Agent(earlier[0].ExecutionID, longestWait))
+		}
+		if err != nil {
+			return ctx, err
+		}
+	}
+}
+
+// takeLane stands in the lane's queue for a moment and then, unless the turn is live, waits durably until the lane is
+// free. False means: look again.
+func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool, err error) {
+	lane, patience := threads.Lane(t.in.Thread), lanePatience
+	if !live {
+		patience = headlessPatience
+	}
+	hold, err := executions.LaneWait(ctx, lane, patience)
+	busy, isBusy := errors.AsType[*lanes.BusyError](err)
+	switch {
+	case err == nil:
+		err = t.rightful(ctx, hold)
+		return err == nil, err
+	case !isBusy:
+		return false, err
+	case strings.HasPrefix(busy.Holder, t.exec.ID+"#"):
+		return false, t.claimLane(ctx, busy.Holder)
+	case live:
+		return false, nil
+	}
+	_, err = executions.Wait(ctx, step+" lane", executions.LaneFree(lane, laneWait))
+	return false, err
+}
+
+// claimLane takes the lane from an earlier claim of this turn: a process that was lost, and does not know it yet, may
+// have come to the head of the queue.
+func (t *turn) claimLane(ctx context.Context, ghost string) error {
+	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
+		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
+			_, err := tx.Exec(ctx, `
+				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost), reown_agent_locks(@id, @owner)`,
+				postgres.Strict{
+					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,
+					"owner": lanes.ClaimOwner(t.exec.ID, t.exec.Claim).String(),
+				})
+			return err
+		})
+	})
+	if postgres.IsCode(err, "LK001") {
+		return executions.ErrStale
+	}
+	if err != nil {
+		return fmt.Errorf("take the thread's lane over: %w", err)
+	}
+	return nil
+}
+
+// rightful gives the lane back when the turn has gone to another process meanwhile: one that was paused in the queue
+// would keep it from that. Whoever takes the turn over after this gets the lane with it.
+func (t *turn) rightful(ctx context.Context, hold *executions.Hold) error {
+	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
+		_, err := t.Pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
+			postgres.Strict{"id": t.exec.ID, "claim": t.exec.Claim})
+		return struct{}{}, err
+	})
+	switch {
+	case postgres.IsCode(err, "LK001"):
+		if err := hold.Release(context.WithoutCancel(ctx)); err != nil {
+			t.Logger.WarnContext(ctx, "lane of a turn that went elsewhere not given back", "error", err)
+		}
+		return executions.ErrStale
+	case err != nil:
+		return fmt.Errorf("take the thread's lane: %w", err)
+	}
+	return nil
+}
+
+// pause waits until a turn has ended in this process, or for a moment.
+func pause(ctx context.Context, rings <-chan struct{}) error {
+	timer := time.NewTimer(lookAgain)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-rings:
+	case <-timer.C:
+	}
+	return nil
+}

@@ -1,0 +1,144 @@
+package heartbeat_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+)
+
+// TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere stops the first process in the middle of its k-th model
+// call, for every k: its lease is over, and another process goes on.
+func TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
+	const calls = 9
+	for k := 1; k <= calls; k++ {
+		t.Run(fmt.Sprintf("in model call %d", k), func(t *testing.T) {
+			w := newWorld(t)
+			w.failing(t, "fetch_prices")
+			_, steps := w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"a", "b"}})
+			w.automation(t, automations.Definition{Name: "look", Skill: "look"})
+			w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
+			scripts := map[string][]modeltest.Reply{
+				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), remember("one"), modeltest.Text("ok")},
+				"daily summary":  {remember("two"), modeltest.Text("Written.")},
+				"Reflect":        {remember("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
+			}
+			came, wake := make(chan struct{}), make(chan struct{})
+			var asked atomic.Int32
+			w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+				if int(asked.Add(1)) == k {
+					close(came)
+					return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
+						<-wake
+						panic(http.ErrAbortHandler)
+					})
+				}
+				return answer(scripts, req)
+			})
+			x := w.lose(t, came, wake)
+			w.checkWhole(t, x, k, calls)
+		})
+	}
+}
+
+// answer picks the reply by the task and by how often the model has answered.
+func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionRequest) modeltest.Reply {
+	answers := 0
+	for _, m := range req.Messages {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			answers++
+		}
+	}
+	for word, replies := range scripts {
+		if strings.Contains(req.Messages[1].Content, word) && answers < len(replies) {
+			return replies[answers]
+		}
+	}
+	return modeltest.Text("Done.")
+}
+
+// lose runs a heartbeat in a process that is lost when came is closed, and then in another. The first wakes
+// when all is done.
+func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Execution {
+	t.Helper()
+	var first errgroup.Group
+	engine := w.engine(t, false)
+	over := make(chan struct{})
+	first.Go(func() error {
+		defer close(over)
+		_, err := engine.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+		return err
+	})
+	select {
+	case <-came:
+	case <-over:
+		t.Fatalf("the first process ended before it came to the place: %v", first.Wait())
+	}
+	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	w.engine(t, true)
+	x := w.until(t, value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	close(wake)
+	if err := first.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// checkWhole compares what was done with what a heartbeat without a loss does.
+func (w *world) checkWhole(t *testing.T, x executions.Execution, lost, calls int) {
+	t.Helper()
+	want := []string{
+		"self_heal success", "follow_through skipped", "advance_plan success", "run_automations success", "reflect success", "save_memories success",
+	}
+	if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+		t.Errorf("phases (-want +got):\n%s", diff)
+	}
+	bodies := map[string]string{}
+	times := map[string]int{}
+	for _, r := range w.model.Requests() {
+		key := r.IdempotencyKey()
+		if said, again := bodies[key]; again && said != r.Body {
+			t.Errorf("a request was repeated otherwise:\n%s", cmp.Diff(said, r.Body))
+		}
+		bodies[key] = r.Body
+		times[key]++
+	}
+	repeated := 0
+	for _, n := range times {
+		repeated += n - 1
+	}
+	// The call that was under way is asked again; the first process may try once more when it wakes.
+	if len(times) != calls || repeated < 1 || repeated > 2 {
+		t.Errorf("%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
+	}
+	for what, sql := range map[string]string{
+		"4 memories saved once": `select count(*) = 4 and max(revision) = 1 from agent_memory`,
+		"4 rows of memories":    `select count(*) = 4 from agent_activity where skill_name = 'save_memory'`,
+		"2 steps done once":     `select count(*) = 2 and max(attempts) = 1 from agent_objective_steps where status = 'done'`,
+		"2 rows of steps":       `select count(*) = 2 from agent_activity where skill_name = 'advance_step'`,
+		"2 runs":                `select count(*) = 2 and max(attempt) = 1 from agent_automation_runs where status = 'success'`,
+		"1 heal":                `select count(*) = 1 from agent_activity where skill_name = 'heal_skill'`,
+		"nothing left running":  `select count(*) = 0 from agent_activity where status = 'running'`,
+		"no lane held":          `select count(*) = 0 from agent_locks_live`,
+		"one trace":             `select count(distinct trace_id) = 1 from agent_activity where trace_id like 'hb%'`,
+	} {
+		if !value[bool](t, w.pool, sql) {
+			t.Errorf("not so: %s", what)
+		}
+	}
+	if n := w.calls.of("look"); n != 3 {
+		t.Errorf("look was called %d times, want 3: in model call %d", n, lost)
+	}
+}

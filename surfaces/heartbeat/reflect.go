@@ -1,0 +1,114 @@
+package heartbeat
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+)
+
+// performance is how the agent did over the last 7 days.
+type performance struct {
+	News   int64         `json:"news"` // calls since the last reflection, this heartbeat's included
+	Skills []skillRecord `json:"skills"`
+	Tokens int64         `json:"tokens"`
+	Cost   float64       `json:"cost_usd"`
+}
+
+type skillRecord struct {
+	Skill string   `json:"skill"`
+	Calls int64    `json:"calls"`
+	Rate  *float64 `json:"success_rate"`
+	Run   int64    `json:"streak"`
+	P50   *float64 `json:"p50_ms"`
+	State string   `json:"state"`
+}
+
+// reflect looks at the last 7 days, when something has happened since it last did.
+func (b *beat) reflect(ctx context.Context) (done, error) {
+	record, err := executions.Step(ctx, "performance", func(ctx context.Context) (performance, error) {
+		return measure(ctx, b.Pool)
+	})
+	if err != nil {
+		return done{}, err
+	}
+	if record.News == 0 {
+		return done{Idle: true, Summary: "nothing happened since the last reflection"}, nil
+	}
+	var noted []memory
+	outcome, err := b.think(ctx, reason.Turn{
+		Purpose: "reflect", BudgetScope: scope(ctx, "reflect"),
+		System: "You look back on how an autonomous agent performed. Be brief and concrete. " +
+			"Use the tool remember for each lesson that will matter later; call nothing else.",
+		Prompt: b.reflection(record),
+		Tools:  []reason.Tool{remember(&noted)},
+	})
+	if err != nil {
+		return done{Memories: noted}, err
+	}
+	return done{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: noted}, nil
+}
+
+// reflection is the prompt.
+func (b *beat) reflection(record performance) string {
+	var p strings.Builder
+	p.WriteString("Reflect on the last 7 days of your own performance.\n\n")
+	if len(b.did) > 0 {
+		fmt.Fprintf(&p, "This heartbeat so far: %s.\n\n", strings.Join(b.did, "; "))
+	}
+	if b.report != "" {
+		fmt.Fprintf(&p, "Healing report:\n%s\n\n", b.report)
+	}
+	fmt.Fprintf(&p, "Model tokens: %d, cost: %.4f USD.\nSkills:\n", record.Tokens, record.Cost)
+	for _, s := range record.Skills {
+		rate := "no calls"
+		if s.Rate != nil {
+			rate = fmt.Sprintf("%d calls, %.0f %% succeeded, %d failures in a row", s.Calls, *s.Rate*100, s.Run)
+		}
+		fmt.Fprintf(&p, "- %s (%s): %s\n", s.Skill, s.State, rate)
+	}
+	return p.String()
+}
+
+// measure reads the record. News are counted on ids, which are time-ordered, from the last reflection on.
+func measure(ctx context.Context, db postgres.DB) (performance, error) {
+	var got performance
+	err := db.QueryRow(ctx, `
+		with last as (
+		  select coalesce(max(id::text)::uuid, agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
+		    from (select a.id from agent_activity a
+		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
+		           order by a.id desc limit 1) r)
+		select (select count(*) from (select 1 from agent_activity a, last
+		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect' limit 1000) n),
+		       coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0), coalesce(sum(a.cost_usd), 0)::float8
+		  from agent_activity a
+		 where a.skill_name = 'model_call' and a.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
+	).Scan(&got.News, &got.Tokens, &got.Cost)
+	if err != nil {
+		return got, fmt.Errorf("measure performance: %w", err)
+	}
+	rows, err := db.Query(ctx, `
+		select skill, calls, success_rate::float8, streak, p50_ms, state from agent_skill_health order by skill limit 100`)
+	if err != nil {
+		return got, fmt.Errorf("measure skills: %w", err)
+	}
+	if got.Skills, err = pgx.CollectRows(rows, pgx.RowToStructByPos[skillRecord]); err != nil {
+		return got, fmt.Errorf("measure skills: %w", err)
+	}
+	return got, nil
+}
+
+// firstLine shortens a text to what fits a row.
+func firstLine(text string) string {
+	line, _, _ := strings.Cut(strings.TrimSpace(text), "\n")
+	if r := []rune(line); len(r) > 200 {
+		line = string(r[:200]) + "…"
+	}
+	return line
+}

@@ -1,0 +1,254 @@
+package heartbeat_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+func remember(key string) modeltest.Reply {
+	return modeltest.ToolCall("remember", fmt.Sprintf(`{"key":%q,"value":{"n":1}}`, key))
+}
+
+// looked acts and then reports a step.
+func looked(step string) modeltest.Reply {
+	return modeltest.ToolCall("look", `{}`).AndCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
+}
+
+// busyWorld is a database with work of the seed's size: 2 skills to heal, 3 steps, 2 automations, and a
+// model that remembers 4 things.
+func busyWorld(t *testing.T) *world {
+	t.Helper()
+	w := newWorld(t)
+	w.failing(t, "fetch_prices")
+	w.failing(t, "post_report")
+	_, steps := w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge", "report"}})
+	w.automation(t, automations.Definition{Name: "morning look", Skill: "look"})
+	w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
+	w.say(map[string][]modeltest.Reply{
+		"Objective tidy": {
+			modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), looked(steps[2]), remember("tables"),
+			modeltest.Text("All three steps are done."),
+		},
+		"daily summary": {remember("summary"), modeltest.Text("Written.")},
+		"Reflect": {
+			remember("lesson one").AndCall("remember", `{"category":"lesson","key":"lesson two","value":"call less","expires_in_days":30.0}`),
+			modeltest.Text("Mostly well."),
+		},
+	})
+	return w
+}
+
+func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
+	w := busyWorld(t)
+	x, said := w.completed(t)
+	if !strings.HasPrefix(x.TraceID, "hb_") {
+		t.Errorf("trace id is %s", x.TraceID)
+	}
+	want := []string{
+		"self_heal success", "heal_skill success", "heal_skill success",
+		"follow_through skipped",
+		"advance_plan success", "model_call success", "look success",
+		"model_call success", "advance_step success", "model_call success", "look success", "advance_step success",
+		"model_call success", "look success", "advance_step success", "model_call success", "model_call success",
+		"run_automations success", "run_automation success", "look success", "run_automation success", "model_call success", "model_call success",
+		"reflect success", "model_call success", "model_call success",
+		"save_memories success", "save_memory success", "save_memory success", "save_memory success", "save_memory success",
+	}
+	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID); n != 0 {
+		t.Errorf("%d rows are under another trace", n)
+	}
+	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") || !strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
+		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_memory where trace_id = $1`, x.TraceID); n != 4 {
+		t.Errorf("%d memories", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`); n != 1 {
+		t.Error("category or expiry of a memory is lost")
+	}
+	if status := value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); status != "completed" {
+		t.Errorf("objective is %s", status)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID); n != 2 {
+		t.Errorf("%d runs succeeded", n)
+	}
+}
+
+func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
+	w := busyWorld(t)
+	x, _ := w.completed(t)
+	for n, prompt := range w.prompts() {
+		if !strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") || !strings.Contains(prompt, "post_report is now disabled") {
+			t.Errorf("request %d has no healing report: %s", n, prompt)
+		}
+	}
+	for _, r := range w.model.Requests() {
+		for _, tool := range r.Tools {
+			if tool.Function.Name == "fetch_prices" {
+				t.Error("a healed skill is offered")
+			}
+		}
+	}
+	output := value[json.RawMessage](t, w.pool, `
+		select output from agent_activity where trace_id = $1 and skill_name = 'heal_skill' and input ->> 'skill' = 'fetch_prices'`, x.TraceID)
+	var healed struct {
+		Reason   string
+		Evidence struct {
+			Streak   int
+			Failures []any
+		}
+	}
+	if err := json.Unmarshal(output, &healed); err != nil || healed.Evidence.Streak != 3 || len(healed.Evidence.Failures) != 3 ||
+		!strings.Contains(healed.Reason, "503") {
+		t.Errorf("evidence is %s (%v)", output, err)
+	}
+}
+
+func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
+	idle := []string{
+		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
+	}
+	t.Run("from the first to the tenth", func(t *testing.T) {
+		w := newWorld(t)
+		for n := range 10 {
+			x, _ := w.completed(t)
+			if diff := cmp.Diff(idle, w.story(t, x.TraceID)); diff != "" {
+				t.Errorf("heartbeat %d (-want +got):\n%s", n, diff)
+			}
+		}
+		if n := len(w.model.Requests()); n != 0 {
+			t.Errorf("the model was asked %d times", n)
+		}
+	})
+	t.Run("after a full one", func(t *testing.T) {
+		w := busyWorld(t)
+		w.completed(t)
+		asked := len(w.model.Requests())
+		for range 3 {
+			x, _ := w.completed(t)
+			if diff := cmp.Diff(idle, w.story(t, x.TraceID)); diff != "" {
+				t.Errorf("story (-want +got):\n%s", diff)
+			}
+		}
+		if n := len(w.model.Requests()) - asked; n != 0 {
+			t.Errorf("the model was asked %d times", n)
+		}
+	})
+}
+
+func TestReflectionsOwnMistakesAreNoNews(t *testing.T) {
+	w := newWorld(t)
+	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.say(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
+	w.completed(t)
+	asked := len(w.model.Requests())
+	w.completed(t)
+	if n := len(w.model.Requests()); asked != 2 || n != asked {
+		t.Errorf("asked %d times, then %d more", asked, n-asked)
+	}
+}
+
+func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
+	w := busyWorld(t)
+	w.say(nil)
+	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
+	x, said := w.run(t)
+	if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), "advance_plan: ") || !strings.Contains(deref(x.ErrorMessage), "reflect: ") {
+		t.Fatalf("the heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+	}
+	want := []string{
+		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error", "save_memories skipped",
+	}
+	if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+		t.Errorf("phases (-want +got):\n%s", diff)
+	}
+	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
+		t.Errorf("summary is %v, look was called %d times", said.Phases, w.calls.of("look"))
+	}
+	states := value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
+	if diff := cmp.Diff([]string{"error", "success"}, states); diff != "" {
+		t.Errorf("runs (-want +got):\n%s", diff)
+	}
+}
+
+func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
+	w := newWorld(t)
+	w.objective(t, objectives.Definition{Name: "first", Goal: "a", Priority: 1, Steps: []string{"x"}})
+	w.objective(t, objectives.Definition{Name: "second", Goal: "b", Priority: 2, Steps: []string{"x"}})
+	w.say(map[string][]modeltest.Reply{
+		"Objective first":  {remember("from the first"), modeltest.Text("ok")},
+		"Objective second": {remember("from the second"), modeltest.Status(400, 0)},
+	})
+	x, _ := w.run(t)
+	if x.Status != executions.Failed {
+		t.Errorf("the heartbeat is %s", x.Status)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_memory`); n != 2 {
+		t.Errorf("%d memories were saved, want 2", n)
+	}
+}
+
+func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
+	w := newWorld(t)
+	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.say(map[string][]modeltest.Reply{"Objective o": {
+		modeltest.ToolCall("remember", `{"key":"nul","value":"a\u0000b"}`).
+			AndCall("remember", fmt.Sprintf(`{"key":%q,"value":1}`, strings.Repeat("é", 200))).
+			AndCall("remember", `{"key":"a/b\u0000","value":1}`).
+			AndCall("remember", `{"key":" ","value":1}`).
+			AndCall("remember", `{"key":"good","value":"C:\\u0000"}`),
+		modeltest.Text("ok"),
+	}})
+	w.completed(t)
+	if keys := value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 || keys[0] != "good" {
+		t.Errorf("memories are %q", keys)
+	}
+	told := w.model.Requests()[1].Messages[3:8]
+	for n, m := range told {
+		if refused := strings.Contains(strings.ToLower(m.Content), "invalid_params"); refused != (n < 4) {
+			t.Errorf("call %d: the model was told %s", n, m.Content)
+		}
+	}
+}
+
+func TestAHeartbeatMayCallOnlyWhatIsMeantForIt(t *testing.T) {
+	w := newWorld(t)
+	none := func(context.Context, skills.Call) (any, error) { return nil, nil }
+	for name, scope := range map[string]string{"outer": skills.ScopeExternal, "any": skills.ScopeBoth, "off": skills.ScopeInternal} {
+		w.builtins[name] = none
+		w.put(t, skills.Definition{Name: name, Scope: scope})
+	}
+	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
+	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+	w.quiet()
+	w.completed(t)
+	want := map[string]string{
+		"Objective o": "any look complete_step fail_step add_steps remember", "Task p": "any look remember", "Reflect": "remember",
+	}
+	for _, r := range w.model.Requests() {
+		var names []string
+		for _, tool := range r.Tools {
+			names = append(names, tool.Function.Name)
+		}
+		for word, tools := range want {
+			if strings.Contains(r.Messages[1].Content, word) && strings.Join(names, " ") != tools {
+				t.Errorf("%s is offered %q, want %q", word, names, tools)
+			}
+		}
+	}
+}

@@ -1,0 +1,335 @@
+package heartbeat_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+)
+
+// request is what the model is asked.
+type request = openai.ChatCompletionRequest
+
+const patience = 40 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database with a heartbeat and a model that says what the test wants.
+type world struct {
+	pool     *pgxpool.Pool
+	model    *modeltest.Server
+	beat     *heartbeat.Heartbeat
+	builtins map[string]skills.Builtin
+	calls    counter // of the skill look
+}
+
+// counter counts what happens in many goroutines.
+type counter struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+func (c *counter) add(name string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n == nil {
+		c.n = map[string]int{}
+	}
+	c.n[name]++
+	return c.n[name]
+}
+
+func (c *counter) of(name string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n[name]
+}
+
+// newWorld has the skill look, which is idempotent and succeeds.
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
+	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
+		w.calls.add("look")
+		return map[string]int{"rows": 42}, nil
+	}
+	w.put(t, skills.Definition{Name: "look", Idempotent: true})
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.beat = &heartbeat.Heartbeat{
+		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler),
+		Loop: &reason.Loop{
+			Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler),
+			Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+				return selfheal.Admit(ctx, w.pool, skill, owner)
+			},
+			After: selfheal.After(w.pool),
+		},
+	}
+	return w
+}
+
+// quiet lets the model answer every request with the same words.
+func (w *world) quiet() {
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
+}
+
+// say lets the model answer by the task it was given and by how often it has answered in this turn. A task
+// is known by a word of its prompt.
+func (w *world) say(script map[string][]modeltest.Reply) {
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		for word, replies := range script {
+			if !strings.Contains(req.Messages[1].Content, word) {
+				continue
+			}
+			answers := 0
+			for _, m := range req.Messages {
+				if m.Role == openai.ChatMessageRoleAssistant {
+					answers++
+				}
+			}
+			if answers < len(replies) {
+				return replies[answers]
+			}
+			break
+		}
+		return modeltest.Text("Done.")
+	})
+}
+
+// put declares a skill that is a builtin of the same name.
+func (w *world) put(t *testing.T, d skills.Definition) {
+	t.Helper()
+	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
+	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// failing declares a skill whose last three calls have failed.
+func (w *world) failing(t *testing.T, name string) {
+	t.Helper()
+	w.builtins[name] = func(context.Context, skills.Call) (any, error) {
+		w.calls.add(name)
+		return "well again", nil
+	}
+	w.put(t, skills.Definition{Name: name, Idempotent: true})
+	for range 3 {
+		exec(t, w.pool, `
+			insert into agent_activity (trace_id, skill_name, kind, status, error_class, error_message, finished_at, duration_ms)
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, 'call', 'error', 'http_status', 'the service answered 503', clock_timestamp(), 12)`, name)
+	}
+}
+
+// automation declares one that is due.
+func (w *world) automation(t *testing.T, d automations.Definition) {
+	t.Helper()
+	d.Cron = "*/30 * * * *"
+	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	w.due(t, d.Name)
+}
+
+// due sets an automation's next time back to the last full hour.
+func (w *world) due(t *testing.T, name string) {
+	t.Helper()
+	exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) where name = $1`, name)
+}
+
+// objective declares one and returns the ids of its steps.
+func (w *world) objective(t *testing.T, d objectives.Definition) (o objectives.Objective, steps []string) {
+	t.Helper()
+	if _, err := objectives.Put(t.Context(), w.pool, d, objectives.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	o, err := objectives.Get(t.Context(), w.pool, d.Name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := objectives.Steps(t.Context(), w.pool, o.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range all {
+		steps = append(steps, s.ID)
+	}
+	return o, steps
+}
+
+// engine is a process; with running, it takes work by itself until the test ends.
+func (w *world) engine(t *testing.T, running bool) *executions.Engine {
+	t.Helper()
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	beat := *w.beat
+	if err := beat.Register(e); err != nil {
+		t.Fatal(err)
+	}
+	if !running {
+		return e
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	group, working := errgroup.WithContext(ctx)
+	group.Go(func() error { return e.Run(working) })
+	group.Go(func() error { return keeper.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	return e
+}
+
+// run makes one heartbeat, now.
+func (w *world) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
+	t.Helper()
+	x, err := w.engine(t, false).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x, summary(t, x)
+}
+
+// completed is run for a heartbeat that must not fail.
+func (w *world) completed(t *testing.T) (executions.Execution, heartbeat.Summary) {
+	t.Helper()
+	x, said := w.run(t)
+	if x.Status != executions.Completed {
+		t.Fatalf("the heartbeat is %s: %v", x.Status, deref(x.ErrorMessage))
+	}
+	return x, said
+}
+
+func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {
+	t.Helper()
+	if len(x.Result) > 0 {
+		if err := json.Unmarshal(x.Result, &s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return s
+}
+
+// until waits for an execution to reach a status.
+func (w *world) until(t *testing.T, id string, want executions.Status) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil && x.Status == want
+	}, "execution becomes "+string(want))
+	return x
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// story is the seed's own query: skill and status, in order.
+func (w *world) story(t *testing.T, traceID string) (lines []string) {
+	t.Helper()
+	rows, err := w.pool.Query(t.Context(), `
+		SELECT skill_name, status, duration_ms, token_usage, created_at
+		FROM agent_activity
+		WHERE conversation_id = @trace_id
+		ORDER BY created_at`, postgres.Strict{"trace_id": traceID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	type line struct {
+		SkillName, Status string
+		DurationMS        *int64
+		TokenUsage        json.RawMessage
+		CreatedAt         time.Time
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[line])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range got {
+		if l.Status != "running" && l.DurationMS == nil {
+			t.Errorf("%s has no duration", l.SkillName)
+		}
+		lines = append(lines, l.SkillName+" "+l.Status)
+	}
+	return lines
+}
+
+// phases are the lines of the six phases.
+func phases(lines []string) (list []string) {
+	for _, l := range lines {
+		name, _, _ := strings.Cut(l, " ")
+		switch name {
+		case "self_heal", "follow_through", "advance_plan", "run_automations", "reflect", "save_memories":
+			list = append(list, l)
+		}
+	}
+	return list
+}
+
+// prompts are the first two messages of each request, joined.
+func (w *world) prompts() (list []string) {
+	for _, r := range w.model.Requests() {
+		list = append(list, r.Messages[0].Content+"\n"+r.Messages[1].Content)
+	}
+	return list
+}
+
+// complete is a call of complete_step.
+func complete(id string) modeltest.Reply {
+	return modeltest.ToolCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, id))
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}

@@ -1,0 +1,369 @@
+package heartbeat_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// unlaned lets a number of heartbeats run at once, as if each had found the lane heartbeat free: with lanes
+// switched off, what keeps work single are the claims of the work itself.
+func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
+	t.Helper()
+	ended := make([]executions.Execution, n)
+	var all sync.WaitGroup
+	for i := range ended {
+		e, err := executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: false})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		beat := *w.beat
+		if err := beat.Register(e); err != nil {
+			t.Fatal(err)
+		}
+		all.Go(func() {
+			x, err := e.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
+			if err != nil {
+				t.Error(err)
+			}
+			ended[i] = x
+		})
+	}
+	all.Wait()
+	for _, x := range ended {
+		if x.Status != executions.Completed {
+			t.Errorf("a heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+		}
+	}
+	return ended
+}
+
+func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	for n := range 3 {
+		w.automation(t, automations.Definition{Name: fmt.Sprintf("a%d", n), Skill: "look"})
+	}
+	w.unlaned(t, 4)
+	if n := w.calls.of("look"); n != 3 {
+		t.Errorf("look was called %d times, want 3", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`); n != 3 {
+		t.Errorf("%d runs", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_automations where next_run_at > clock_timestamp()`); n != 3 {
+		t.Errorf("%d automations have a next time", n)
+	}
+}
+
+func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.take(t, "automation:"+value[string](t, w.pool, `select id::text from agent_automations`))
+	x, _ := w.completed(t)
+	story := strings.Join(w.story(t, x.TraceID), ", ")
+	if !strings.Contains(story, "run_automations success, run_automation skipped") || w.calls.of("look") != 0 {
+		t.Errorf("story is %s", story)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 0 {
+		t.Errorf("%d runs were claimed", n)
+	}
+}
+
+func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	w.beat.Heal.Failures = 99
+	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
+		return nil, &skills.CallError{Class: "timeout", Message: "no answer"}
+	}
+	w.automation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
+	for attempt, want := range []string{"error 1", "error 2", "dead 3"} {
+		x, said := w.completed(t)
+		if got := value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`); got != want {
+			t.Fatalf("after attempt %d the run is %s, want %s", attempt+1, got, want)
+		}
+		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
+			t.Errorf("summary is %v", said.Phases)
+		}
+		if class := value[string](t, w.pool, `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); class != "timeout" {
+			t.Errorf("class is %q", class)
+		}
+		x, _ = w.completed(t) // too early: the back-off
+		if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); n != 0 {
+			t.Errorf("%d runs before the back-off was over", n)
+		}
+		exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
+	}
+	if x, _ := w.completed(t); !strings.Contains(strings.Join(w.story(t, x.TraceID), ","), "run_automations skipped") {
+		t.Error("a dead run was tried again")
+	}
+}
+
+func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	for _, d := range []automations.Definition{{Name: "a", Skill: "look"}, {Name: "b", Skill: "gone"}, {Name: "c", Skill: "look"}, {Name: "d", Skill: "off"}} {
+		w.automation(t, d)
+	}
+	w.put(t, skills.Definition{Name: "off"})
+	w.builtins["off"] = func(context.Context, skills.Call) (any, error) {
+		t.Error("a disabled skill was called")
+		return nil, nil
+	}
+	if _, err := skills.Disable(t.Context(), w.pool, "off", "admin", "not now", nil); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
+	x, said := w.completed(t)
+	text := said.Phases["run_automations"]
+	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded", "d failed: skill off is disabled: not now"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("summary %q does not say %q", text, want)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID); n != 3 {
+		t.Errorf("%d rows of failed runs, want 3", n)
+	}
+	if w.calls.of("look") != 1 {
+		t.Errorf("look was called %d times", w.calls.of("look"))
+	}
+}
+
+func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
+	w := newWorld(t)
+	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+	nope := modeltest.ToolCall("nope", `{}`)
+	w.say(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
+	x, _ := w.completed(t)
+	if state := value[string](t, w.pool, `select status from agent_automation_runs`); state != "error" {
+		t.Errorf("the run is %s", state)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID); n != 1 {
+		t.Errorf("%d stalls", n)
+	}
+}
+
+func TestAnAutomationNeedsTheSameLeaveAsTheModel(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
+		w.calls.add("drop")
+		return "dropped", nil
+	}
+	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
+	w.automation(t, automations.Definition{Name: "a", Skill: "drop"})
+	x, _ := w.completed(t)
+	if w.calls.of("drop") != 0 {
+		t.Fatal("called without leave")
+	}
+	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "run_automation pending_approval, drop pending_approval") {
+		t.Errorf("story is %s", story)
+	}
+	pending, err := approvals.Pending(t.Context(), w.pool, 5)
+	if err != nil || len(pending) != 1 {
+		t.Fatalf("pending are %+v, %v", pending, err)
+	}
+	if _, err := approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	x, _ = w.completed(t)
+	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "follow_through success, drop success") || w.calls.of("drop") != 1 {
+		t.Errorf("story is %s", story)
+	}
+}
+
+// granted is a world with the skill drop and two approved calls of it.
+func granted(t *testing.T) *world {
+	t.Helper()
+	w := newWorld(t)
+	w.quiet()
+	w.builtins["drop"] = func(_ context.Context, c skills.Call) (any, error) {
+		w.calls.add(string(c.Args))
+		return "dropped", nil
+	}
+	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
+		"type": "object", "properties": map[string]any{"n": map[string]any{"type": "integer"}},
+	}})
+	for n := range 2 {
+		args := fmt.Sprintf(`{"n": %d}`, n)
+		hash, err := approvals.Hash([]byte(args))
+		if err != nil {
+			t.Fatal(err)
+		}
+		exec(t, w.pool, `
+			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'drop', 1, $1, $2, 'approved', clock_timestamp() + interval '1 day')`, args, hash)
+	}
+	return w
+}
+
+func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
+	w := granted(t)
+	w.unlaned(t, 4)
+	for n := range 2 {
+		if calls := w.calls.of(fmt.Sprintf(`{"n": %d}`, n)); calls != 1 {
+			t.Errorf("call %d was made %d times", n, calls)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
+		t.Errorf("%d grants were used", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'drop'`); n != 2 {
+		t.Errorf("%d rows of the calls", n)
+	}
+}
+
+func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
+	for name, change := range map[string]string{
+		"rejected": `update agent_approvals set status = 'rejected'`,
+		"expired":  `update agent_approvals set expires_at = clock_timestamp()`,
+		"changed":  `update agent_skills set revision = 2 where name = 'drop'`,
+		"disabled": `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'drop'`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := granted(t)
+			exec(t, w.pool, change)
+			x, _ := w.completed(t)
+			if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") || strings.Contains(story, "drop") {
+				t.Errorf("story is %s", story)
+			}
+		})
+	}
+}
+
+func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
+	w := newWorld(t)
+	_, foreign := w.objective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
+	exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
+	_, own := w.objective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
+	w.say(map[string][]modeltest.Reply{"Objective own": {
+		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), looked(own[0]), complete(own[0]), modeltest.Text("ok"),
+	}})
+	w.completed(t)
+	states := value[string](t, w.pool, `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
+	if states != "mine done 1, theirs pending 0" {
+		t.Errorf("steps are %s", states)
+	}
+	for n, want := range map[int]string{1: "there is no pending step", 2: "there is no pending step", 3: "done", 4: "there is no pending step"} {
+		messages := w.model.Requests()[n].Messages
+		if last := messages[len(messages)-1].Content; !strings.Contains(last, want) {
+			t.Errorf("after reply %d the model was told %s", n, last)
+		}
+	}
+}
+
+func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
+	w := newWorld(t)
+	w.objective(t, objectives.Definition{Name: "plan", Goal: "a"})
+	w.model.Handle(func(_ int, req request) modeltest.Reply {
+		last := req.Messages[len(req.Messages)-1]
+		switch {
+		case !strings.Contains(req.Messages[1].Content, "Objective plan"):
+			return modeltest.Text("ok")
+		case len(req.Messages) == 2:
+			return modeltest.ToolCall("add_steps", `{"titles":["one","two"]}`)
+		case last.Name == "complete_step":
+			return modeltest.Text("ok")
+		}
+		_, rest, _ := strings.Cut(last.Content, `"id":"`)
+		id, _, _ := strings.Cut(rest, `"`)
+		return looked(id)
+	})
+	_, said := w.completed(t)
+	states := value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
+	if states != "one done, two pending" || !strings.Contains(said.Phases["advance_plan"], "plan: 1 of 2 steps done") {
+		t.Errorf("steps are %s, summary %v", states, said.Phases)
+	}
+}
+
+func TestARecurringObjectiveGoesToItsNextRound(t *testing.T) {
+	w := newWorld(t)
+	_, steps := w.objective(t, objectives.Definition{Name: "weekly", Goal: "a", ReviewEvery: "7d", Steps: []string{"look"}})
+	w.say(map[string][]modeltest.Reply{"Objective weekly": {looked(steps[0]), modeltest.Text("ok")}})
+	w.completed(t)
+	o, err := objectives.Get(t.Context(), w.pool, "weekly")
+	if err != nil || o.Round != 2 || o.Pending != 1 || o.Status != objectives.Active {
+		t.Errorf("objective is %+v, %v", o, err)
+	}
+	asked := len(w.model.Requests())
+	w.completed(t)
+	if n := len(w.model.Requests()); n != asked {
+		t.Error("an objective that is not due was worked on")
+	}
+}
+
+func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
+	w := newWorld(t)
+	o, _ := w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.take(t, "objective:"+o.ID)
+	x, _ := w.completed(t)
+	want := []string{
+		"self_heal success", "follow_through skipped", "advance_plan success", "advance_objective skipped",
+		"run_automations skipped", "reflect skipped", "save_memories skipped",
+	}
+	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+	if len(w.model.Requests()) != 0 {
+		t.Error("the model was asked about somebody else's objective")
+	}
+}
+
+func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
+	w := newWorld(t)
+	w.failing(t, "fetch")
+	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
+	w.quiet()
+	w.completed(t)
+	if w.calls.of("fetch") != 0 || value[bool](t, w.pool, `select enabled from agent_automations`) {
+		t.Fatal("the skill was not taken out of service, or its automation not paused")
+	}
+	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.say(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
+	x, _ := w.completed(t)
+	if !strings.Contains(w.prompts()[len(w.prompts())-1], "fetch is on trial") {
+		t.Error("the prompt does not speak of the trial")
+	}
+	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+		t.Errorf("story is %s", story)
+	}
+	if !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) || !value[bool](t, w.pool, `select enabled from agent_automations`) {
+		t.Error("the skill or its automation is not back in service")
+	}
+}
+
+func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
+	w := newWorld(t)
+	w.failing(t, "fetch")
+	w.quiet()
+	exec(t, w.pool, `
+		create function refuse_heal_row() returns trigger language plpgsql as $$
+		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
+		create trigger refuse_heal_row before insert on agent_activity for each row execute function refuse_heal_row()`)
+	x, _ := w.run(t)
+	if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), "self_heal: ") {
+		t.Errorf("the heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+	}
+	if !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+		t.Error("a skill was disabled without evidence in the ledger")
+	}
+	if n := len(phases(w.story(t, x.TraceID))); n != 6 {
+		t.Errorf("%d phases", n)
+	}
+}

@@ -1,0 +1,240 @@
+package heartbeat_test
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+)
+
+// take lets somebody hold a lane.
+func (w *world) take(t *testing.T, lane string) {
+	t.Helper()
+	if !value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane) {
+		t.Fatalf("lane %s is not free", lane)
+	}
+}
+
+func (w *world) free(t *testing.T, lane string) {
+	t.Helper()
+	if !value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane) {
+		t.Fatalf("lane %s was lost", lane)
+	}
+}
+
+func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
+	w := busyWorld(t)
+	w.take(t, heartbeat.Lane)
+	x, said := w.completed(t)
+	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.story(t, x.TraceID)); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+	output := value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
+	if !strings.Contains(output, "somebody#1") || !strings.Contains(said.Skipped, "somebody#1") {
+		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
+	}
+	w.free(t, heartbeat.Lane)
+	if len(w.model.Requests()) != 0 {
+		t.Error("a skipped heartbeat asked the model")
+	}
+}
+
+func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
+	w := busyWorld(t)
+	ended := make([]executions.Execution, 4)
+	var all sync.WaitGroup
+	for n := range ended {
+		all.Go(func() { ended[n], _ = w.run(t) })
+	}
+	all.Wait()
+	for _, x := range ended {
+		if x.Status != executions.Completed {
+			t.Errorf("a heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'heal_skill'`); n != 2 {
+		t.Errorf("%d heals, want 2", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 2 {
+		t.Errorf("%d runs, want 2", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
+		t.Errorf("%d lanes are still held", n)
+	}
+}
+
+func TestAnAdminAtWorkIsNotDisturbed(t *testing.T) {
+	w := busyWorld(t)
+	w.take(t, heartbeat.OperateLane)
+	x, said := w.completed(t)
+	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.story(t, x.TraceID)); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+	if !strings.Contains(said.Skipped, "operate") {
+		t.Errorf("summary is %+v", said)
+	}
+	if value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
+		t.Error("the skipped heartbeat still holds its lane")
+	}
+}
+
+// interrupted is a world in which an admin comes while the skill look is called in a phase.
+func interrupted(t *testing.T, phase string) *world {
+	t.Helper()
+	w := newWorld(t)
+	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
+		if w.calls.add("look") == 1 {
+			w.take(t, heartbeat.OperateLane)
+		}
+		return "seen", nil
+	}
+	script := map[string][]modeltest.Reply{
+		"Objective tidy": {
+			modeltest.ToolCall("remember", `{"key":"k","value":1}`).AndCall("look", `{}`).AndCall("look", `{}`), modeltest.Text("ok"),
+		},
+		"Task p": {modeltest.ToolCall("look", `{}`).AndCall("look", `{}`), modeltest.Text("ok")},
+	}
+	if phase == "advance_plan" {
+		w.objective(t, objectives.Definition{Name: "tidy", Goal: "a", Steps: []string{"x"}})
+		w.objective(t, objectives.Definition{Name: "zz other", Goal: "a", Priority: 9, Steps: []string{"x"}})
+	} else {
+		w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+		w.automation(t, automations.Definition{Name: "q", Skill: "look"})
+		exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'p'`)
+	}
+	w.say(script)
+	return w
+}
+
+func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
+	for _, phase := range []string{"advance_plan", "run_automations"} {
+		t.Run(phase, func(t *testing.T) {
+			w := interrupted(t, phase)
+			e := w.engine(t, true)
+			x, err := e.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if x.Status != executions.Waiting || deref(x.WaitingFor) != "lane" || deref(x.WaitingKey) != heartbeat.OperateLane {
+				t.Fatalf("the heartbeat is %s for %s %s", x.Status, deref(x.WaitingFor), deref(x.WaitingKey))
+			}
+			if !value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
+				t.Error("the heartbeat lost its lane by waiting")
+			}
+			asked := len(w.model.Requests())
+			w.free(t, heartbeat.OperateLane)
+			x = w.until(t, x.ID, executions.Completed)
+			if n := len(w.model.Requests()); n <= asked {
+				t.Error("nothing was done after the admin left")
+			}
+			keys := map[string]bool{}
+			for _, r := range w.model.Requests() {
+				if keys[r.IdempotencyKey()] {
+					t.Error("a request was made twice")
+				}
+				keys[r.IdempotencyKey()] = true
+			}
+			lines := phases(w.story(t, x.TraceID))
+			if len(lines) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
+				t.Errorf("phases are %q", lines)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+				t.Errorf("%d rows are still running", n)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
+				t.Errorf("%d runs did not end well", n)
+			}
+		})
+	}
+}
+
+func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
+	for phase, want := range map[string][]string{
+		"advance_plan": {
+			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories success",
+		},
+		"run_automations": {
+			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
+		},
+	} {
+		t.Run(phase, func(t *testing.T) {
+			w := interrupted(t, phase)
+			w.beat.YieldLimit = 300 * time.Millisecond
+			e := w.engine(t, true)
+			begun := time.Now()
+			x, err := e.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			x = w.until(t, x.ID, executions.Completed)
+			if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+				t.Errorf("phases (-want +got):\n%s", diff)
+			}
+			if n := value[int](t, w.pool, `select wait_number from agent_executions where id = $1`, x.ID); n != 1 {
+				t.Errorf("it waited %d times, for %s: once is enough", n, time.Since(begun))
+			}
+			if w.calls.of("look") != 1 {
+				t.Errorf("look was called %d times", w.calls.of("look"))
+			}
+			if !strings.Contains(x.ResultSummary, "cut short at "+phase) || len(summary(t, x).Phases) != 6 {
+				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+				t.Errorf("%d rows are still running", n)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
+				t.Errorf("%d of the memories noted before were saved", n)
+			}
+			w.free(t, heartbeat.OperateLane)
+			if phase == "run_automations" {
+				state := value[string](t, w.pool, `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
+				if state != "error true" {
+					t.Errorf("the interrupted run is %s: nobody will try it again", state)
+				}
+				if n := value[int](t, w.pool, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`); n != 1 {
+					t.Error("the automation that was not reached is no longer due")
+				}
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
+				t.Errorf("%d lanes are still held", n)
+			}
+		})
+	}
+}
+
+func TestAResumedHeartbeatAsksForNothingThatIsFinished(t *testing.T) {
+	w := newWorld(t)
+	w.quiet()
+	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
+		if w.calls.add("look") == 2 {
+			w.take(t, heartbeat.OperateLane)
+		}
+		return "seen", nil
+	}
+	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.automation(t, automations.Definition{Name: "b", Skill: "look"})
+	exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
+	x, err := w.engine(t, true).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+	if err != nil || x.Status != executions.Waiting {
+		t.Fatalf("the heartbeat is %s: %v", x.Status, err)
+	}
+	w.take(t, "automation:"+value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
+	w.free(t, heartbeat.OperateLane)
+	x = w.until(t, x.ID, executions.Completed)
+	if text := summary(t, x).Phases["run_automations"]; text != "automations: a succeeded, b succeeded" {
+		t.Errorf("summary is %q", text)
+	}
+	if story := strings.Join(w.story(t, x.TraceID), ", "); strings.Contains(story, "run_automation skipped") {
+		t.Errorf("story is %s", story)
+	}
+}

@@ -1,0 +1,296 @@
+package operate_test
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+// named joins the events' names; several deltas in a row are one.
+func named(events []sse) string {
+	var l log
+	for _, e := range events {
+		l.add(operate.Event{Name: e.name})
+	}
+	return l.names()
+}
+
+func read[T any](t *testing.T, events []sse, name string) (v T) {
+	t.Helper()
+	for _, e := range events {
+		if e.name == name {
+			if err := json.Unmarshal(e.data, &v); err != nil {
+				t.Fatal(err)
+			}
+			return v
+		}
+	}
+	t.Fatalf("there is no event %s in %s", name, named(events))
+	return v
+}
+
+func TestEveryEventOverHTTP(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("wipe", `{"table":"orders"}`), modeltest.Text("It is over."))
+	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
+	p := w.process(t, true)
+	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`, "")
+	if resp.StatusCode != http.StatusOK || resp.Header.Get("Content-Type") != "text/event-stream" || resp.Header.Get("X-Trace-Id") == "" {
+		t.Errorf("%d, %v", resp.StatusCode, resp.Header)
+	}
+	events, comments := readEvents(resp.Body, func(e sse) bool {
+		if e.name == "approval" {
+			var a operate.Approval
+			if err := json.Unmarshal(e.data, &a); err != nil {
+				t.Error(err)
+			}
+			pgtest.Eventually(t, patience, func() bool {
+				return value[int](t, w.pool, `select count(*) from agent_executions where waiting_for = 'approval'`) == 1
+			}, "the turn is parked")
+			w.decide(t, a.ID, true)
+		}
+		return false
+	})
+	if got := named(events); !strings.HasPrefix(got, "start ") || !strings.HasSuffix(got, " delta done") ||
+		strings.Count(got, "approval") != 1 || !strings.Contains(got, "tool") {
+		t.Errorf("events are %s", got)
+	}
+	start, done := read[operate.Start](t, events, "start"), read[operate.Done](t, events, "done")
+	want := operate.Done{
+		TraceID: resp.Header.Get("X-Trace-Id"), ExecutionID: start.ExecutionID, SessionID: "ses_mine", Ended: "answered", Text: "It is over.",
+		Usage: done.Usage, CostUSD: done.CostUSD,
+	}
+	if diff := cmp.Diff(want, done); diff != "" || start.TraceID != want.TraceID || start.SessionID != "ses_mine" || done.Usage.TotalTokens == 0 {
+		t.Errorf("start %+v, done (-want +got):\n%s", start, diff)
+	}
+	for _, e := range events {
+		if e.name == "tool" && !strings.Contains(string(e.data), `"arguments":{"table":"orders"}`) {
+			t.Errorf("a tool event is %s", e.data)
+		}
+	}
+	t.Logf("%d comments", comments)
+	if w.held(t) == "" {
+		t.Error("the named session does not hold the lane between turns")
+	}
+	if err := p.Close(t.Context()); err != nil || w.held(t) != "" {
+		t.Errorf("after Close the lane is held by %q: %v", w.held(t), err)
+	}
+}
+
+func TestAStreamIsKeptAliveWhileAToolRuns(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	release := make(chan struct{})
+	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
+		<-release
+		return "ok", nil
+	})
+	p := w.process(t, false)
+	resp := p.post(t, t.Context(), `{"message":"Be slow."}`, "text/event-stream")
+	buffer, seen := make([]byte, 4096), ""
+	for !strings.Contains(seen, ": keep-alive") {
+		n, err := resp.Body.Read(buffer)
+		if err != nil {
+			t.Fatalf("%v after %s", err, seen)
+		}
+		seen += string(buffer[:n])
+	}
+	close(release)
+	if events, _ := readEvents(resp.Body, nil); !strings.HasSuffix(named(events), "delta done") {
+		t.Errorf("events are %s", named(events))
+	}
+	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "a turn without a session frees the lane")
+}
+
+func TestADisconnectCancelsTheTurn(t *testing.T) {
+	w, runs, stopped := hanging(t, "http")
+	p := w.process(t, true)
+	ctx, leave := context.WithCancel(t.Context())
+	resp := p.post(t, ctx, `{"message":"Be slow."}`, "")
+	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "tool" })
+	start := read[operate.Start](t, events, "start")
+	pgtest.Eventually(t, patience, runs, "the skill runs")
+	leave()
+	x := w.becomes(t, start.ExecutionID, executions.Cancelled)
+	if deref(x.CancelledBy) != "admin" {
+		t.Errorf("cancelled by %s", deref(x.CancelledBy))
+	}
+	pgtest.Eventually(t, patience, stopped, "the skill is stopped")
+	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+}
+
+func TestADisconnectLeavesATurnThatWaitsForLeave(t *testing.T) {
+	w, called := guarded(t)
+	p := w.process(t, true)
+	ctx, leave := context.WithCancel(t.Context())
+	resp := p.post(t, ctx, `{"message":"Wipe."}`, "")
+	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "approval" })
+	start := read[operate.Start](t, events, "start")
+	w.becomes(t, start.ExecutionID, executions.Waiting)
+	leave()
+	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
+	w.becomes(t, start.ExecutionID, executions.Completed)
+	if called.Load() != 1 {
+		t.Errorf("called %d times", called.Load())
+	}
+}
+
+func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("look", `{"token":"abcdefghijklmnop"}`), modeltest.Text("Done."),
+		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Later."))
+	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) { return 42, nil })
+	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
+	p := w.process(t, true)
+	resp := p.post(t, t.Context(), `{"message":"Look."}`, "application/json")
+	got := decode[operate.Answer](t, resp.Body)
+	if resp.StatusCode != http.StatusOK || got.Text != "Done." || got.Ended != "answered" || len(got.Tools) != 1 || got.TraceID != resp.Header.Get("X-Trace-Id") {
+		t.Errorf("%d, %+v", resp.StatusCode, got)
+	}
+	resp = p.post(t, t.Context(), `{"message":"Wipe."}`, "application/json")
+	got = decode[operate.Answer](t, resp.Body)
+	if resp.StatusCode != http.StatusAccepted || got.Ended != operate.WaitingApproval || len(got.Approvals) != 1 {
+		t.Fatalf("%d, %+v", resp.StatusCode, got)
+	}
+	w.decide(t, got.Approvals[0].ID, true)
+	if x := w.becomes(t, got.ExecutionID, executions.Completed); x.ResultSummary != "Later." {
+		t.Errorf("it ended with %q", x.ResultSummary)
+	}
+}
+
+func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
+	w := newWorld(t, modeltest.Text("Now you."))
+	p := w.process(t, false)
+	first := p.open(t, "")
+	if err := first.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	for _, accept := range []string{"", "application/json"} {
+		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
+		got := decode[problem.Problem](t, resp.Body)
+		if resp.StatusCode != http.StatusConflict || got.Holder != w.held(t) || resp.Header.Get("Content-Type") != problem.ContentType {
+			t.Errorf("%d, %+v", resp.StatusCode, got)
+		}
+	}
+	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
+	if resp.StatusCode != http.StatusOK {
+		t.Fatalf("who waits got %d", resp.StatusCode)
+	}
+	if err := first.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if events, _ := readEvents(resp.Body, nil); named(events) != "start delta done" {
+		t.Errorf("events are %s", named(events))
+	}
+}
+
+func TestATurnThatFailsEndsWithAnError(t *testing.T) {
+	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
+	p := w.process(t, false)
+	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
+	if named(events) != "start error" {
+		t.Fatalf("events are %s", named(events))
+	}
+	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
+	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") || got.Type != "urn:lanekeeper:problem:turn-failed" {
+		t.Errorf("the problem is %+v", got)
+	}
+	resp := p.post(t, t.Context(), `{"message":"Hello."}`, "application/json")
+	if got := decode[problem.Problem](t, resp.Body); resp.StatusCode != http.StatusInternalServerError || got.TraceID == "" || got.TraceID != resp.Header.Get("X-Trace-Id") {
+		t.Errorf("%d, %+v", resp.StatusCode, got)
+	}
+}
+
+func TestWrongInputIsNamed(t *testing.T) {
+	w := newWorld(t)
+	p := w.process(t, false, func(o *operate.Options) { o.MaxMessage = 100 })
+	exec(t, w.pool, `insert into agent_threads (id, channel, owner) values ('visitors', 'chat', 'key')`)
+	for name, test := range map[string]struct {
+		body   string
+		status int
+		says   string
+	}{
+		"no JSON":       {`hello`, 400, "invalid character"},
+		"no object":     {`[1]`, 400, "it is a array"},
+		"nothing":       {``, 400, "it is empty"},
+		"no message":    {`{}`, 400, "message is empty"},
+		"blank message": {`{"message":" \n"}`, 400, "message is empty"},
+		"NUL message":   {`{"message":"\u0000"}`, 400, "message is empty"},
+		"unknown field": {`{"message":"x","sesion_id":"y"}`, 400, `unknown field \"sesion_id\"`},
+		"wrong type":    {`{"message":7}`, 400, "message is a number"},
+		"two documents": {`{"message":"x"}{"message":"y"}`, 400, "more follows"},
+		"bad session":   {`{"message":"x","session_id":"a\nb"}`, 400, "session_id"},
+		"long message":  {`{"message":"` + strings.Repeat("x", 101) + `"}`, 413, "the most is 100"},
+		"long body":     {`{"message":"` + strings.Repeat("x", 10000) + `"}`, 413, "longer than"},
+		"a visitor's":   {`{"message":"x","session_id":"visitors"}`, 409, "no session"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			resp := p.post(t, t.Context(), test.body, "")
+			got := decode[json.RawMessage](t, resp.Body)
+			if resp.StatusCode != test.status || !strings.Contains(string(got), test.says) {
+				t.Errorf("%d, %s", resp.StatusCode, got)
+			}
+		})
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.held(t) != "" {
+		t.Errorf("%d executions, lane held by %q", n, w.held(t))
+	}
+}
+
+func TestAWatcherSeesTheHoldersTurns(t *testing.T) {
+	w, _ := guarded(t)
+	p := w.process(t, true)
+	other := w.process(t, false)
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, other.http.URL+"/v1/operate/watch", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	s := p.open(t, "")
+	b := p.say(t, s, "Wipe orders.", false)
+	events, _ := readEvents(resp.Body, func(e sse) bool {
+		if e.name == "approval" {
+			var a operate.Approval
+			if err := json.Unmarshal(e.data, &a); err != nil {
+				t.Error(err)
+			}
+			w.decide(t, a.ID, true)
+		}
+		return e.name == "done"
+	})
+	done, err := b.wait(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(done, read[operate.Done](t, events, "done")); diff != "" {
+		t.Errorf("the watcher's done (-admin's +watcher's):\n%s", diff)
+	}
+	text := named(events)
+	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 || strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
+		t.Errorf("events are %s", text)
+	}
+	holders := 0
+	for _, e := range events {
+		if e.name == "lane" && strings.Contains(string(e.data), done.TraceID) {
+			holders++
+		}
+	}
+	if holders != 1 {
+		t.Errorf("the holder was named %d times", holders)
+	}
+}

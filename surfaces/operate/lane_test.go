@@ -1,0 +1,220 @@
+package operate_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+func TestTheLaneIsHeldBetweenTurnsAndFreedByLeaving(t *testing.T) {
+	w := newWorld(t, modeltest.Text("One."))
+	p := w.process(t, false)
+	s := p.open(t, "")
+	if err := s.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	before := w.held(t)
+	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if now := w.held(t); before == "" || now != before || !strings.HasPrefix(now, done.TraceID+"/") {
+		t.Errorf("held by %q before and %q after; the turn's trace is %s", before, now, done.TraceID)
+	}
+	if h, err := p.Holder(t.Context()); err != nil || !h.Held || h.SessionID != s.ID() || h.TraceID != done.TraceID {
+		t.Errorf("the holder is %+v, %v", h, err)
+	}
+	if err := s.Close(t.Context()); err != nil || w.held(t) != "" {
+		t.Errorf("after the session the lane is held by %q: %v", w.held(t), err)
+	}
+}
+
+func TestAnIdleSessionFreesTheLane(t *testing.T) {
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	p := w.process(t, false, func(o *operate.Options) { o.Idle = 200 * time.Millisecond })
+	s := p.open(t, "")
+	for range 2 {
+		if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
+			t.Fatal(err)
+		}
+		if w.held(t) == "" {
+			t.Error("the lane is free at once")
+		}
+		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	}
+}
+
+func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	p := w.process(t, false, func(o *operate.Options) { o.Idle = 50 * time.Millisecond })
+	s := p.open(t, "")
+	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
+		timer := time.NewTimer(300 * time.Millisecond)
+		defer timer.Stop()
+		<-timer.C
+		if w.held(t) == "" {
+			t.Error("the lane was freed while the turn was taken")
+		}
+		return "late", nil
+	})
+	if err := s.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
+	w := newWorld(t)
+	first, second := w.process(t, false).open(t, ""), w.process(t, false).open(t, "")
+	if err := first.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	var events log
+	_, err := second.Turn(t.Context(), "Let me in.", false, events.add)
+	var busy *lanes.BusyError
+	if !errors.As(err, &busy) || busy.Holder != w.held(t) || len(events.events) != 0 {
+		t.Errorf("the second got %v, events %s", err, events.names())
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 {
+		t.Errorf("%d executions were begun", n)
+	}
+}
+
+func TestTheSecondAdminMayWait(t *testing.T) {
+	w := newWorld(t, modeltest.Text("Now you."))
+	first, other := w.process(t, false).open(t, ""), w.process(t, false)
+	if err := first.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	second := other.open(t, "")
+	b := other.say(t, second, "Let me in.", true)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
+	}, "the second stands in the queue")
+	if err := first.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if done, err := b.wait(t); err != nil || done.Text != "Now you." {
+		t.Errorf("the turn ended %+v, %v", done, err)
+	}
+}
+
+func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
+	w := newWorld(t)
+	first, other := w.process(t, false).open(t, ""), w.process(t, false)
+	if err := first.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	b := other.say(t, other.open(t, ""), "Let me in.", true)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
+	}, "the second stands in the queue")
+	b.leave(operate.ErrInterrupt)
+	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
+		t.Errorf("the wait ended with %v", err)
+	}
+	if n := value[int](t, w.pool, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`); n != 0 {
+		t.Errorf("%d rows are left", n)
+	}
+}
+
+func TestALostLaneStopsTheTurn(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`))
+	stopped := make(chan struct{})
+	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
+		<-ctx.Done()
+		close(stopped)
+		return nil, ctx.Err()
+	})
+	p := w.process(t, false)
+	s := p.open(t, "")
+	b := p.say(t, s, "Be slow.", false)
+	until[operate.ToolCall](t, b, "tool")
+	if broken, err := lanes.Break(t.Context(), w.pool, operate.Lane, "the test wants it"); err != nil || !broken {
+		t.Fatal(broken, err)
+	}
+	start := until[operate.Start](t, b, "start")
+	if _, err := b.wait(t); err == nil || !strings.Contains(err.Error(), "lane lost") {
+		t.Errorf("the turn ended with %v", err)
+	}
+	<-stopped
+	if x := w.execution(t, start.ExecutionID); x.Status != executions.Failed {
+		t.Errorf("the execution is %s", x.Status)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+		t.Errorf("%d rows are still running", n)
+	}
+}
+
+func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
+	w := newWorld(t)
+	var inside, most, taken atomic.Int64
+	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
+		most.Store(max(most.Load(), inside.Add(1)))
+		defer inside.Add(-1)
+		taken.Add(1)
+		timer := time.NewTimer(5 * time.Millisecond)
+		defer timer.Stop()
+		<-timer.C
+		return "seen", nil
+	})
+	w.model.Handle(lookOnce)
+	processes := []*process{w.process(t, false), w.process(t, true)}
+	var admins sync.WaitGroup
+	for n := range 6 {
+		admins.Go(func() {
+			p := processes[n%2]
+			s, err := p.Session("", false)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for range 3 {
+				if _, err := s.Turn(t.Context(), "Look.", true, func(operate.Event) {}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	admins.Wait()
+	if most.Load() != 1 || taken.Load() != 18 {
+		t.Errorf("%d turns at once, %d in all", most.Load(), taken.Load())
+	}
+}
+
+func TestTurnsOfOneSessionAreTakenOneAtATime(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("One."), modeltest.Text("Two."))
+	release := make(chan struct{})
+	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
+		<-release
+		return "ok", nil
+	})
+	p := w.process(t, false)
+	s := p.open(t, "")
+	b := p.say(t, s, "Be slow.", false)
+	until[operate.ToolCall](t, b, "tool")
+	if _, err := s.Turn(t.Context(), "And this?", false, func(operate.Event) {}); !errors.Is(err, operate.ErrBusySession) {
+		t.Errorf("the second turn ended with %v", err)
+	}
+	later := p.say(t, s, "And this?", true)
+	close(release)
+	if done, err := b.wait(t); err != nil || done.Text != "One." {
+		t.Errorf("first: %+v, %v", done, err)
+	}
+	if done, err := later.wait(t); err != nil || done.Text != "Two." {
+		t.Errorf("second: %+v, %v", done, err)
+	}
+}

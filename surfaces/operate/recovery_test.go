@@ -1,0 +1,105 @@
+package operate_test
+
+import (
+	"context"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
+	w, called := guarded(t)
+	other := w.process(t, true)
+	// The listener looks so rarely that the other process is always quicker.
+	p := w.process(t, false, func(o *operate.Options) { o.Poll = 1500 * time.Millisecond })
+	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
+	asked := until[operate.Approval](t, b, "approval")
+	start := until[operate.Start](t, b, "start")
+	w.becomes(t, start.ExecutionID, executions.Waiting)
+	w.decide(t, asked.ID, true)
+	if err := other.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	done, err := b.wait(t)
+	if err != nil || done.Text != "It is over." || b.text() != done.Text || called.Load() != 1 {
+		t.Errorf("done %+v, %v; streamed %q; called %d times", done, err, b.text(), called.Load())
+	}
+	if !strings.HasPrefix(w.held(t), "op_") {
+		t.Errorf("the admin is still there, but the lane is held by %q", w.held(t))
+	}
+}
+
+func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
+	var first, second atomic.Int64
+	reached, gone := make(chan struct{}), make(chan struct{})
+	w.builtin(t, "first", "", func(context.Context, skills.Call) (any, error) {
+		first.Add(1)
+		return "one", nil
+	})
+	w.builtin(t, "second", "", func(ctx context.Context, _ skills.Call) (any, error) {
+		if second.Add(1) == 1 {
+			close(reached)
+			<-ctx.Done()
+			close(gone)
+			return nil, ctx.Err()
+		}
+		return "two", nil
+	})
+	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	p := w.process(t, false)
+	s := p.open(t, "")
+	b := p.say(t, s, "Do both.", false)
+	<-reached
+	start := until[operate.Start](t, b, "start")
+	holder := w.held(t)
+	// The process is paused past its lease: nobody renews what it has.
+	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	other := w.process(t, true)
+	x := w.becomes(t, start.ExecutionID, executions.Waiting)
+	if deref(x.WaitingFor) != "lane" || w.held(t) != holder {
+		t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
+	}
+	exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
+	if err := other.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	x = w.becomes(t, start.ExecutionID, executions.Completed)
+	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
+		t.Errorf("%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
+	}
+}
+
+func TestAShutdownHandsTheTurnOn(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	reached := make(chan struct{}, 2)
+	var calls atomic.Int64
+	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
+		reached <- struct{}{}
+		if calls.Add(1) == 1 {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return "ok", nil
+	})
+	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	p := w.process(t, true)
+	b := p.say(t, p.open(t, ""), "Be slow.", false)
+	<-reached
+	start := until[operate.Start](t, b, "start")
+	p.stop()
+	if done, err := b.wait(t); err != nil || done.Ended != operate.HandedOn {
+		t.Errorf("left as %+v, %v", done, err)
+	}
+	if err := p.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.process(t, true)
+	w.becomes(t, start.ExecutionID, executions.Completed)
+}

@@ -1,0 +1,393 @@
+package operate_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+const patience = 40 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database and a scripted model; processes work on them.
+type world struct {
+	pool     *pgxpool.Pool
+	model    *modeltest.Server
+	loop     *reason.Loop
+	builtins map[string]skills.Builtin
+}
+
+func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+	return w
+}
+
+// builtin declares a skill that runs in the test.
+func (w *world) builtin(t *testing.T, name, trust string, fn skills.Builtin) {
+	t.Helper()
+	w.builtins[name] = fn
+	w.put(t, skills.Definition{Name: name, Handler: "builtin:" + name, Trust: trust, Parameters: map[string]any{"type": "object", "additionalProperties": true}})
+}
+
+func (w *world) put(t *testing.T, d skills.Definition) {
+	t.Helper()
+	d.Description = "does " + d.Name
+	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// process is one process's part: a surface, its engine and its HTTP server.
+type process struct {
+	*operate.Operate
+	engine *executions.Engine
+	keeper *lanes.Keeper
+	http   *httptest.Server
+	stop   context.CancelFunc // of everything, as a shutdown does
+	ended  func() error
+}
+
+// process begins one. With working it takes executions by itself, as `agent serve` does.
+func (w *world) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
+	t.Helper()
+	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
+	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: true, Listener: listener})}
+	var err error
+	p.engine, err = executions.New(w.pool, executions.Options{
+		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		StopTimeout: 200 * time.Millisecond,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	beat := &heartbeat.Heartbeat{Pool: w.pool, Loop: w.loop, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler)}
+	if err := beat.Register(p.engine); err != nil {
+		t.Fatal(err)
+	}
+	opts := operate.Options{
+		Pool: w.pool, Engine: p.engine, Keeper: p.keeper, Loop: w.loop, Listener: listener, Poll: 20 * time.Millisecond,
+		KeepAlive: 50 * time.Millisecond,
+	}
+	for _, c := range change {
+		c(&opts)
+	}
+	if p.Operate, err = operate.New(opts); err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.Handle("POST /v1/operate", p.Handler())
+	mux.Handle("GET /v1/operate/watch", p.WatchHandler())
+	p.http = httptest.NewServer(mux)
+	p.begin(t, listener, working)
+	return p
+}
+
+func (p *process) begin(t *testing.T, listener *postgres.Listener, working bool) {
+	t.Helper()
+	living, kill := context.WithCancel(context.WithoutCancel(t.Context()))
+	ctx, stop := context.WithCancel(living)
+	var above, below errgroup.Group
+	below.Go(func() error { return p.keeper.Run(living) })
+	below.Go(func() error { return listener.Run(living) })
+	above.Go(func() error {
+		if working {
+			return p.engine.Run(ctx)
+		}
+		return p.engine.Beat(ctx)
+	})
+	p.stop = stop
+	p.ended = sync.OnceValue(func() error { return above.Wait() })
+	t.Cleanup(func() {
+		stop()
+		p.http.CloseClientConnections()
+		p.http.Close()
+		err := p.ended()
+		kill()
+		if below := below.Wait(); err == nil {
+			err = below
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// log collects the events of a turn.
+type log struct {
+	mu     sync.Mutex
+	events []operate.Event
+}
+
+func (l *log) add(e operate.Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.events = append(l.events, e)
+}
+
+// names are the events' names; several deltas in a row are one.
+func (l *log) names() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var names []string
+	for _, e := range l.events {
+		if n := len(names); n > 0 && e.Name == "delta" && names[n-1] == "delta" {
+			continue
+		}
+		names = append(names, e.Name)
+	}
+	return strings.Join(names, " ")
+}
+
+// last is the newest event of a name.
+func last[T any](l *log, name string) (data T, found bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range l.events {
+		if e.Name == name {
+			data, found = e.Data.(T)
+		}
+	}
+	return data, found
+}
+
+// text is what was streamed.
+func (l *log) text() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var b strings.Builder
+	for _, e := range l.events {
+		if d, ok := e.Data.(operate.Delta); ok {
+			b.WriteString(d.Text)
+		}
+	}
+	return b.String()
+}
+
+// open is a session of a process.
+func (p *process) open(t *testing.T, id string) *operate.Session {
+	t.Helper()
+	s, err := p.Session(id, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// background takes a turn in a goroutine of its own.
+type background struct {
+	log
+	leave context.CancelCauseFunc
+	done  operate.Done
+	err   error
+	over  chan struct{}
+}
+
+func (p *process) say(t *testing.T, s *operate.Session, message string, wait bool) *background {
+	t.Helper()
+	ctx, leave := context.WithCancelCause(context.WithoutCancel(t.Context()))
+	b := &background{leave: leave, over: make(chan struct{})}
+	go func() {
+		defer close(b.over)
+		b.done, b.err = s.Turn(ctx, message, wait, b.add)
+	}()
+	t.Cleanup(func() {
+		leave(operate.ErrInterrupt)
+		<-b.over
+	})
+	return b
+}
+
+// wait waits for the turn's end.
+func (b *background) wait(t *testing.T) (operate.Done, error) {
+	t.Helper()
+	select {
+	case <-b.over:
+	case <-time.After(patience):
+		t.Fatalf("the turn does not end; events: %s", b.names())
+	}
+	return b.done, b.err
+}
+
+// until waits for an event.
+func until[T any](t *testing.T, b *background, name string) (data T) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		var found bool
+		data, found = last[T](&b.log, name)
+		return found
+	}, "event "+name)
+	return data
+}
+
+// execution reads a turn's row.
+func (w *world) execution(t *testing.T, id string) executions.Execution {
+	t.Helper()
+	x, err := executions.Get(t.Context(), w.pool, id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// becomes waits for a turn to reach a status.
+func (w *world) becomes(t *testing.T, id string, want executions.Status) (x executions.Execution) {
+	t.Helper()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("execution is %s, waits for %s %s; %s", x.Status, deref(x.WaitingFor), deref(x.WaitingKey), deref(x.ErrorMessage))
+		}
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		x = w.execution(t, id)
+		return x.Status == want || x.Status.Ended()
+	}, "execution becomes "+string(want))
+	if x.Status != want {
+		t.Fatalf("the execution is %s, not %s", x.Status, want)
+	}
+	return x
+}
+
+// sse is one event as a client reads it.
+type sse struct {
+	name string
+	data json.RawMessage
+}
+
+// readEvents reads a stream until it ends or stop says so. Comments are counted.
+func readEvents(body io.Reader, stop func(sse) bool) (events []sse, comments int) {
+	lines := bufio.NewScanner(body)
+	lines.Buffer(nil, 1<<20)
+	var now sse
+	for lines.Scan() {
+		line := lines.Text()
+		switch {
+		case strings.HasPrefix(line, ":"):
+			comments++
+		case strings.HasPrefix(line, "event: "):
+			now.name = line[len("event: "):]
+		case strings.HasPrefix(line, "data: "):
+			now.data = json.RawMessage(line[len("data: "):])
+		case line == "" && now.name != "":
+			events = append(events, now)
+			if stop != nil && stop(now) {
+				return events, comments
+			}
+			now = sse{}
+		}
+	}
+	return events, comments
+}
+
+// post sends a body to POST /v1/operate.
+func (p *process) post(t *testing.T, ctx context.Context, body string, accept string) *http.Response { //nolint:revive // t first, as in all helpers
+	t.Helper()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if accept != "" {
+		req.Header.Set("Accept", accept)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = resp.Body.Close() })
+	return resp
+}
+
+func decode[T any](t *testing.T, r io.Reader) (v T) {
+	t.Helper()
+	if err := json.NewDecoder(r).Decode(&v); err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// held reports who has the lane operate; empty for nobody.
+func (w *world) held(t *testing.T) string {
+	t.Helper()
+	return value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
+}
+
+// rows are what a turn did, skill and status, in order.
+func (w *world) rows(t *testing.T, traceID string) string {
+	t.Helper()
+	return value[string](t, w.pool, `
+		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at, id), '')
+		  from agent_activity where trace_id = $1`, traceID)
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// lookOnce is a model that calls look and then answers.
+func lookOnce(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+	if r.Messages[len(r.Messages)-1].Role == openai.ChatMessageRoleTool {
+		return modeltest.Text("Done.")
+	}
+	return modeltest.ToolCall("look", `{}`)
+}

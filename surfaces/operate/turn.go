@@ -1,0 +1,340 @@
+package operate
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+var (
+	// ErrInterrupt as the cause with which a turn's ctx ends cancels the turn also while it waits for an approval.
+	ErrInterrupt = errors.New("interrupted by the admin")
+	// ErrLeave as that cause leaves a turn that waits for an approval, and cancels any other.
+	ErrLeave = errors.New("the admin has left")
+)
+
+const (
+	cancelLimit = 10 * time.Second // for a cancel, or a turn's begin, to be recorded
+	awayLimit   = 30 * time.Second // for a database that is away to come back to who listens
+)
+
+// Turn says something to the agent and shows what comes of it: emit is called for each event, one at a time, the last
+// of which is done or error. It returns when the turn has ended, or was left. When ctx ends first, the turn is
+// cancelled and what it does is stopped; one that waits for an approval is left waiting instead (Done.Ended is then
+// WaitingApproval), unless the cause is ErrInterrupt. Nothing is emitted for errors that come before the turn
+// begins: *lanes.BusyError, ErrBusySession, a message that cannot be. What PostgreSQL cannot store, NUL and invalid
+// UTF-8, is left out of the message.
+func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
+	message = storable(message)
+	if err := s.o.checkMessage(message); err != nil {
+		return Done{}, err
+	}
+	if err := s.begin(ctx, wait); err != nil {
+		return Done{}, err
+	}
+	defer s.rest(ctx)
+	if err := s.enter(ctx, wait); err != nil {
+		return Done{}, err
+	}
+	claimed, err := s.insert(ctx, message)
+	if err != nil {
+		return Done{}, errors.Join(err, s.release(ctx)) // nobody works here yet
+	}
+	return s.attend(ctx, claimed, emit)
+}
+
+// Resume listens again to a turn of this session that was left.
+func (s *Session) Resume(ctx context.Context, execution string, emit func(Event)) (Done, error) {
+	x, err := executions.Get(ctx, s.o.Pool, execution)
+	if err != nil {
+		return Done{}, err
+	}
+	if x.Flow != Flow || x.ThreadID == nil || *x.ThreadID != s.id {
+		return Done{}, fmt.Errorf("resume turn: execution %s is no turn of session %s: %w", execution, s.id, executions.ErrNotFound)
+	}
+	if err := s.begin(ctx, false); err != nil {
+		return Done{}, err
+	}
+	defer s.rest(ctx)
+	if err := s.enter(ctx, false); err != nil {
+		return Done{}, err
+	}
+	x.ClaimedBy = nil // whoever runs it, this is not the run that was inserted here
+	return s.attend(ctx, x, emit)
+}
+
+// storable is text that PostgreSQL can store.
+func storable(text string) string {
+	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
+}
+
+func (o *Operate) checkMessage(message string) error {
+	switch {
+	case strings.TrimSpace(message) == "":
+		return problem.New(http.StatusBadRequest, "message is empty; say something").Kind("bad-body", "Bad body")
+	case len(message) > o.MaxMessage:
+		return problem.New(http.StatusRequestEntityTooLarge, "message has %d bytes; the most is %d", len(message), o.MaxMessage)
+	}
+	return nil
+}
+
+// insert records the message and the turn, claimed by this process, in one transaction. An interrupt must not leave
+// a row of which nobody here knows.
+func (s *Session) insert(ctx context.Context, message string) (claimed executions.Execution, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
+	defer cancel()
+	id := s.traceID()
+	err = postgres.InTx(ctx, s.o.Pool, func(tx pgx.Tx) error {
+		thread := threads.Thread{ID: s.id, Channel: Channel, Agent: s.o.Agent, Owner: owner, Participant: owner}
+		if _, err := threads.Open(ctx, tx, thread); err != nil {
+			return err
+		}
+		claimed, _, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
+			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: s.o.Agent, ThreadID: s.id, Queue: executions.Interactive,
+			Priority: 1, Input: input{s.id, message},
+		})
+		if err != nil {
+			return err
+		}
+		_, err = threads.Post(ctx, tx, threads.Draft{
+			ThreadID: s.id, Role: threads.User, Content: message, Channel: Channel, ExecutionID: claimed.ID,
+			TraceID: claimed.TraceID, Status: threads.Received,
+		})
+		return err
+	})
+	if errors.Is(err, threads.ErrForeign) {
+		return claimed, problem.New(http.StatusConflict, "session_id %s is the id of a thread that is no session", s.id)
+	}
+	if err != nil {
+		return claimed, fmt.Errorf("begin turn: %w", err)
+	}
+	return claimed, nil
+}
+
+// attend shows a turn from its start to its end.
+func (s *Session) attend(ctx context.Context, x executions.Execution, emit func(Event)) (Done, error) {
+	l := &live{session: s, emit: emit, asked: map[string]bool{}}
+	s.o.mu.Lock()
+	s.o.live[x.ID] = l
+	s.o.mu.Unlock()
+	defer func() {
+		s.o.mu.Lock()
+		delete(s.o.live, x.ID)
+		s.o.mu.Unlock()
+	}()
+	l.show(Event{"start", Start{x.TraceID, s.id, x.ID}})
+	ended, left, err := s.follow(ctx, x, l)
+	s.regain(ctx)
+	if err != nil {
+		l.show(Event{"error", said(err, x.TraceID)})
+		return Done{}, err
+	}
+	done := Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id, Ended: left}
+	if left == "" {
+		if done, err = s.outcome(done, ended); err != nil {
+			l.show(Event{"error", said(err, x.TraceID)})
+			return done, err
+		}
+		if text := strings.TrimSpace(done.Text); !strings.HasSuffix(strings.TrimSpace(l.streamed()), text) {
+			l.show(Event{"delta", Delta{done.Text}}) // it was said elsewhere, or by no model
+		}
+	}
+	if left == WaitingApproval && ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrLeave) {
+		s.report(ctx, s.release(ctx)) // the admin is gone
+	}
+	l.show(Event{"done", done})
+	return done, nil
+}
+
+// said is an error as the one who listens may see it.
+func said(err error, traceID string) *problem.Problem {
+	p, _ := problem.Of(err)
+	told := *p
+	told.TraceID = traceID
+	return &told
+}
+
+// outcome reads how a turn ended.
+func (s *Session) outcome(done Done, x executions.Execution) (Done, error) {
+	switch x.Status {
+	case executions.Completed:
+		var o reason.Outcome
+		if err := json.Unmarshal(x.Result, &o); err != nil {
+			return done, fmt.Errorf("read result of turn: %w", err)
+		}
+		done.Ended, done.Text, done.Usage, done.CostUSD = o.Ended, o.Text, o.Usage, o.CostUSD
+		return done, nil
+	case executions.Cancelled:
+		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy), deref(x.CancelReason)).
+			Kind("turn-cancelled", "Turn cancelled").WithTrace(x.TraceID)
+	case executions.Failed, executions.Timeout, executions.Pending, executions.Running, executions.Waiting:
+	}
+	x = x.Redacted()
+	return done, problem.New(http.StatusInternalServerError, "the turn %s: %s", x.Status, deref(x.ErrorMessage)).
+		Kind("turn-failed", "Turn failed").WithTrace(x.TraceID)
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// follow stays with a turn until it has ended or is left, and runs it here whenever it is ready. A turn
+// that ctx leaves is stopped meanwhile by a goroutine that follow waits for.
+func (s *Session) follow(ctx context.Context, x executions.Execution, l *live) (ended executions.Execution, left string, err error) {
+	over := make(chan struct{})
+	var watching sync.WaitGroup
+	var leaves string
+	watching.Go(func() {
+		select {
+		case <-ctx.Done():
+			leaves = s.o.interrupt(ctx, x.ID, l)
+		case <-over:
+		}
+	})
+	leave := func() string {
+		if ctx.Err() == nil {
+			return ""
+		}
+		watching.Wait()
+		return leaves
+	}
+	defer func() {
+		close(over)
+		watching.Wait()
+	}()
+	running := context.WithoutCancel(ctx)
+	if x.ClaimedBy != nil {
+		if _, err := s.o.Engine.RunClaimed(running, x); err != nil {
+			return x, "", err
+		}
+	}
+	for {
+		now, err := s.o.row(running, x.ID)
+		if err != nil {
+			return x, "", err
+		}
+		if now.Status.Ended() {
+			return now, "", nil
+		}
+		if left := leave(); left != "" {
+			return now, left, nil
+		}
+		if s.o.draining() {
+			return now, HandedOn, nil
+		}
+		pause, err := s.help(ctx, now)
+		if err != nil {
+			return x, "", err
+		}
+		s.o.pause(ctx, pause, s.look)
+	}
+}
+
+// row reads a turn's row, for as long as it takes a database to restart.
+func (o *Operate) row(ctx context.Context, id string) (executions.Execution, error) {
+	for deadline := time.Now().Add(awayLimit); ; {
+		x, err := executions.Get(ctx, o.Pool, id)
+		if err == nil || !problem.Away(err) || time.Now().After(deadline) {
+			return x, err
+		}
+		o.log.WarnContext(ctx, "database unavailable, looking again", "execution", id, "error", err)
+		o.pause(ctx, o.Poll, nil)
+	}
+}
+
+// help does what this process can do for a turn to go on, and says when to look again.
+func (s *Session) help(ctx context.Context, x executions.Execution) (time.Duration, error) {
+	running := context.WithoutCancel(ctx)
+	kind, key := deref(x.WaitingFor), deref(x.WaitingKey)
+	switch {
+	case x.Status != executions.Waiting && x.ClaimedBy == nil:
+		return retryPause, s.o.Engine.Attend(running, x.ID)
+	case x.Status == executions.Waiting && kind == "lane" && key == Lane:
+		// Another process was quicker to go on with the turn, and wants the lane for it.
+		s.mu.Lock()
+		s.lent = true
+		s.mu.Unlock()
+		return s.o.Poll, s.release(running)
+	case x.Status == executions.Waiting && kind == "agent":
+		return s.o.Poll, s.o.Engine.Attend(ctx, key) // where no other process works
+	}
+	return s.o.Poll, nil
+}
+
+// pause waits a while, or until ctx ends or sooner says so; a turn that was just interrupted is looked at again soon.
+func (o *Operate) pause(ctx context.Context, d time.Duration, sooner <-chan struct{}) {
+	ended := ctx.Done()
+	if ctx.Err() != nil {
+		ended, d = nil, retryPause
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ended:
+	case <-sooner:
+	}
+}
+
+func (o *Operate) draining() bool { return errors.Is(o.Engine.Live(), executions.ErrDraining) }
+
+// interrupt ends a turn whose admin has gone, or says why it is left as it is.
+func (o *Operate) interrupt(ctx context.Context, id string, l *live) (left string) {
+	cause := context.Cause(ctx)
+	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
+	defer cancel()
+	if o.draining() || errors.Is(cause, executions.ErrDraining) {
+		return HandedOn
+	}
+	if !errors.Is(cause, ErrInterrupt) && o.parked(detached, id, l) {
+		return WaitingApproval
+	}
+	why := "the admin left"
+	if errors.Is(cause, ErrInterrupt) {
+		why = "interrupted"
+	}
+	if _, err := o.Engine.Cancel(detached, id, owner, why); err != nil {
+		o.log.ErrorContext(detached, "turn not cancelled, stopped in this process", "execution", id, "error", err)
+		l.halt(executions.ErrCancelled)
+	}
+	return ""
+}
+
+// parked reports whether a turn waits for an approval. One that has just asked for it is about to.
+func (o *Operate) parked(ctx context.Context, id string, l *live) bool {
+	for {
+		x, err := executions.Get(ctx, o.Pool, id)
+		if err != nil || ctx.Err() != nil {
+			return false
+		}
+		if x.Status == executions.Waiting {
+			return deref(x.WaitingFor) == "approval"
+		}
+		if x.Status.Ended() || !l.awaiting() {
+			return false
+		}
+		timer := time.NewTimer(retryPause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+		}
+	}
+}

@@ -1,0 +1,336 @@
+package webhook_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+func TestActionsAreChosenByFiltersAndFilledFromThePayload(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "many", Actions: []webhooks.Action{
+		{
+			When:  map[string]any{"body.type": "invoice.paid"},
+			Event: "EVENT_COMPLETED", Key: "invoice-{body.data.id}", Data: map[string]any{"amount": "body.data.lines.0.amount", "via": "header.x-via"},
+		},
+		{When: map[string]any{"body.type": []any{"invoice.paid", "invoice.void"}, "body.live": true}, Resume: "document", Key: "{body.data.id}"},
+		{When: map[string]any{"header.x-via": "other"}, Event: "EVENT_COMPLETED", Key: "never"},
+		{When: map[string]any{"body.absent": "x"}, Event: "EVENT_COMPLETED", Key: "never"},
+		{When: map[string]any{"body.type": "invoice.paid"}, Automation: "bookkeeping"},
+	}})
+	waiting := w.waiter(t, "document", "in_7")
+	body := `{"type":"invoice.paid","live":true,"data":{"id":"in_7","lines":[{"amount":12.50}]}}`
+	h := signed(t, whsec, "msg_1", time.Now(), []byte(body))
+	h.Set("X-Via", "test")
+	got := w.post(t, "/webhooks/many", h, strings.NewReader(body))
+	if got.status != http.StatusAccepted {
+		t.Fatalf("answer %d %s", got.status, got.body)
+	}
+	w.until(t, "msg_1", webhooks.Done)
+	if data := value[string](t, w.pool, `select data::text from agent_events where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`); data != `{"via": "test", "amount": 12.50}` {
+		t.Errorf("event data %s", data)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'never'`); n != 0 {
+		t.Errorf("%d events of actions that were not meant", n)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		x, err := executions.Get(t.Context(), w.pool, waiting)
+		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), "in_7")
+	}, "the wait for the document ends with the payload")
+	if w.automated.Load() != 1 {
+		t.Errorf("the automation was asked for %d times", w.automated.Load())
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID) == 0
+	}, "nothing is running")
+	story := value[[]string](t, w.pool, `select array_agg(skill_name || ' ' || status order by created_at) from agent_activity where trace_id = $1`, got.TraceID)
+	if diff := cmp.Diff([]string{"webhook_action success", "webhook_action success", "webhook_action success"}, story); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+}
+
+// waiter works, and has an execution that waits.
+func (w *world) waiter(t *testing.T, kind, key string) string {
+	t.Helper()
+	e := w.work(t, func(e *executions.Engine) {
+		err := e.Register("waiter", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			outcome, err := executions.Wait(ctx, "wait", executions.Event(key, time.Hour))
+			return executions.Result{Value: outcome.Data}, err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	})
+	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "waiter", Surface: trace.Flow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		got, err := executions.Get(t.Context(), w.pool, x.ID)
+		return err == nil && got.Status == executions.Waiting
+	}, "it waits")
+	if kind != "event" { // as a wait of that kind would
+		exec(t, w.pool, `update agent_executions set waiting_for = $2 where id = $1`, x.ID, kind)
+	}
+	return x.ID
+}
+
+func TestWhatNoActionIsForIsIgnoredAndShown(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "picky", Actions: []webhooks.Action{
+		{When: map[string]any{"body.type": "x"}, Event: "EVENT_COMPLETED", Key: "k"},
+	}})
+	w.work(t)
+	got := w.accepted(t, "picky", "msg_1", `{"type":"y"}`)
+	w.until(t, "msg_1", webhooks.Ignored)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[string](t, w.pool, `select status from agent_activity where trace_id = $1`, got.TraceID) == "skipped"
+	}, "its activity is skipped")
+}
+
+func TestAKeyThatLeadsNowhereFailsLoudlyAndIsReplayedOnceMended(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	define := func(key string) {
+		w.endpoint(t, webhooks.EndpointDefinition{Name: "typo", Actions: []webhooks.Action{
+			{Event: "EVENT_COMPLETED", Key: "first"}, {Event: "EVENT_COMPLETED", Key: key},
+		}})
+	}
+	define("issue-{body.isue.number}")
+	w.work(t)
+	first := w.accepted(t, "typo", "msg_1", `{"issue":{"number":7}}`)
+	d := w.until(t, "msg_1", webhooks.Dead)
+	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; deref(d.ErrorMessage) != want {
+		t.Errorf("error %q, want %q", deref(d.ErrorMessage), want)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'first'`); n != 0 {
+		t.Error("half of the delivery was done")
+	}
+	define("issue-{body.issue.number}")
+	replayed, err := w.surface.Replay(t.Context(), d.ID, -1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d = w.until(t, "msg_1", webhooks.Done)
+	if d.TraceID != first.TraceID || d.LastTraceID != replayed.LastTraceID || d.LastTraceID == d.TraceID || d.Replays != 1 {
+		t.Errorf("replayed: %+v", d)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'issue-7'`); n != 1 {
+		t.Errorf("%d events", n)
+	}
+	if again := w.send(t, "typo", "msg_1", `{"issue":{"number":7}}`); again.status != http.StatusOK || again.TraceID != first.TraceID {
+		t.Errorf("the sender's repetition: %d %s", again.status, again.body)
+	}
+}
+
+func TestAFailingActionIsTriedAgainAloneThenDead(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		fails  int32
+		want   string
+		starts int
+	}{
+		"recovers":         {2, webhooks.Done, 3},
+		"stays in trouble": {99, webhooks.Dead, 4},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			w.fail.Store(c.fails)
+			w.endpoint(t, webhooks.EndpointDefinition{Name: "retry", MaxAttempts: 4, Actions: []webhooks.Action{
+				{Event: "EVENT_COMPLETED", Key: "once"}, {Automation: "flaky"}, {Event: "EVENT_COMPLETED", Key: "after"},
+			}})
+			w.work(t)
+			got := w.accepted(t, "retry", "msg_1", `{}`)
+			d := w.until(t, "msg_1", c.want)
+			if d.Attempts != c.starts {
+				t.Errorf("%d attempts, want %d", d.Attempts, c.starts)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_events where key in ('once', 'after')`); n != 2 {
+				t.Errorf("%d events of actions that succeed", n)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID); n != 2+c.starts {
+				t.Errorf("%d activities", n)
+			}
+			if c.want == webhooks.Dead && deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
+				t.Errorf("error %q", deref(d.ErrorMessage))
+			}
+			pgtest.Eventually(t, patience, func() bool {
+				return value[int](t, w.pool, `select count(*) from agent_locks_live`) == 0
+			}, "no lane is held")
+		})
+	}
+}
+
+func TestDoubleClicksReplayOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "click", Actions: []webhooks.Action{{Automation: "work"}}})
+	w.accepted(t, "click", "msg_1", `{}`)
+	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, http.NoBody); got.status != http.StatusConflict {
+		t.Errorf("replay of what was not handled yet: %d %s", got.status, got.body)
+	}
+	w.work(t)
+	w.until(t, "msg_1", webhooks.Done)
+	var again, refused atomic.Int32
+	var group sync.WaitGroup
+	for range 20 {
+		group.Go(func() {
+			switch got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, strings.NewReader(`{"replays":0}`)); got.status {
+			case http.StatusAccepted:
+				again.Add(1)
+			case http.StatusConflict:
+				refused.Add(1)
+			default:
+				t.Errorf("answer %d %s", got.status, got.body)
+			}
+		})
+	}
+	group.Wait()
+	if again.Load() != 1 || refused.Load() != 19 {
+		t.Errorf("%d replays, %d refused", again.Load(), refused.Load())
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		d, err := webhooks.Get(t.Context(), w.pool, d.ID)
+		return err == nil && d.Status == webhooks.Done && d.Replays == 1
+	}, "the replay is done")
+	if w.automated.Load() != 2 {
+		t.Errorf("the automation was asked for %d times", w.automated.Load())
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_replay'`); n != 1 {
+		t.Errorf("%d notes of a replay", n)
+	}
+}
+
+func TestACancelledExecutionLeavesADeliveryThatCanBeReplayed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "cancel")
+	w.accepted(t, "cancel", "msg_1", `{}`)
+	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today"); err != nil {
+		t.Fatal(err)
+	}
+	if d = w.until(t, "msg_1", webhooks.Dead); deref(d.ErrorMessage) != "not today" {
+		t.Errorf("error %q", deref(d.ErrorMessage))
+	}
+	if _, err := w.surface.Replay(t.Context(), "msg_1", 0); err != nil {
+		t.Fatal(err)
+	}
+	w.work(t)
+	w.until(t, "msg_1", webhooks.Done)
+}
+
+func TestADeliveryWaitsForItsLane(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "lane")
+	long := "m" + strings.Repeat("x", 198)
+	lane := webhooks.Delivery{Endpoint: "lane", DeliveryID: long}.Lane()
+	if !value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane) {
+		t.Fatal("not acquired")
+	}
+	w.accepted(t, "lane", long, `{}`)
+	w.work(t)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`) == 1
+	}, "it waits for its lane")
+	if n := value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 0 {
+		t.Error("it acted without its lane")
+	}
+	exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, lane)
+	w.until(t, long, webhooks.Done)
+}
+
+// TestAProcessLostAtAnyStepRepeatsNothing takes the claim from the process when it is about to write the k-th checkpoint, for
+// every k; another goes on.
+func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
+	t.Parallel()
+	const steps = 9 // plan; begin; event, its phase; run, its phase; end, pause; …
+	for k := 1; k <= steps; k++ {
+		t.Run(fmt.Sprintf("at checkpoint %d", k), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			w.fail.Store(1)
+			w.endpoint(t, webhooks.EndpointDefinition{Name: "crash", Actions: []webhooks.Action{
+				{Event: "EVENT_COMPLETED", Key: "once"}, {Automation: "work"},
+			}})
+			// The trigger stands for the death: the write that would be the k-th is refused as stale, and the worker is gone.
+			exec(t, w.pool, `create sequence crash_count`)
+			exec(t, w.pool, fmt.Sprintf(`
+				create function crash() returns trigger language plpgsql as $$
+				begin
+				  if nextval('crash_count') = %d then
+				    raise exception 'the process is lost' using errcode = 'LK001';
+				  end if;
+				  return new;
+				end $$`, k))
+			exec(t, w.pool, `create trigger crash before insert on agent_checkpoints for each row execute function crash()`)
+			w.accepted(t, "crash", "msg_1", `{}`)
+			w.work(t)
+			lost := func() {
+				// What the lost process had claimed goes to the next sweep.
+				exec(t, w.pool, `update agent_executions set claimed_by = null, claim = claim + 1, hinted_at = 'epoch'
+				                  where flow = 'webhook' and status = 'running' and claimed_by is not null and updated_at < clock_timestamp() - interval '300 ms'`)
+			}
+			pgtest.Eventually(t, patience, func() bool {
+				lost()
+				d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
+				return err == nil && d.Status == webhooks.Done
+			}, "it is done")
+			pgtest.Eventually(t, patience, func() bool {
+				lost()
+				return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == 1
+			}, "its execution has ended")
+			for what, sql := range map[string]string{
+				"one event":            `select count(*) = 1 from agent_events where event = 'EVENT_COMPLETED' and key = 'once'`,
+				"one run":              `select count(*) = 1 from agent_memory where category = 'run'`,
+				"at most two attempts": `select attempts <= 2 from agent_webhook_deliveries`,
+				"nothing left running": `select count(*) = 0 from agent_activity where status = 'running'`,
+				"no lane held":         `select count(*) = 0 from agent_locks_live`,
+				"the crash took place": fmt.Sprintf(`select last_value > %d from crash_count`, k),
+			} {
+				if !value[bool](t, w.pool, sql) {
+					t.Errorf("not so: %s", what)
+				}
+			}
+		})
+	}
+}
+
+func TestADeadDeliveryOfALostProcessIsNotForgotten(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "stuck")
+	w.accepted(t, "stuck", "msg_1", `{}`)
+	exec(t, w.pool, `update agent_executions set max_attempts = 1 where flow = 'webhook'`)
+	exec(t, w.pool, `
+		with lost as (insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 second') returning id)
+		update agent_executions set status = 'running', claimed_by = (select id from lost), claim = 1 where flow = 'webhook'`)
+	exec(t, w.pool, `select sweep_agent_executions()`)
+	if d := w.until(t, "msg_1", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), "given up") {
+		t.Errorf("error %q", deref(d.ErrorMessage))
+	}
+}

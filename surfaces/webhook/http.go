@@ -1,0 +1,201 @@
+package webhook
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+const (
+	defaultPage = 50
+	maxPage     = 500
+	maxShown    = 16 << 10
+)
+
+var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// Page is a page of deliveries, newest first.
+type Page struct {
+	Items      []webhooks.Delivery `json:"items"`
+	NextCursor *string             `json:"next_cursor"` // null after the last one
+}
+
+// Shown is a delivery with its body, which is redacted and cut for showing.
+type Shown struct {
+	webhooks.Delivery
+	Body json.RawMessage `json:"body"`
+}
+
+// Show makes a delivery fit to be looked at.
+func Show(d webhooks.Delivery, body []byte) Shown { return Shown{d, redact.JSON(body, maxShown)} }
+
+// ReplayRequest is the body of POST /v1/webhooks/deliveries/{id}/replay; it may be left out.
+type ReplayRequest struct {
+	// Replays is how many replays the caller saw: the request has effect only while it is so.
+	Replays *int `json:"replays,omitempty"`
+}
+
+// Replayed is the answer to a replay.
+type Replayed struct {
+	ID          string `json:"id"`
+	TraceID     string `json:"trace_id"`
+	ExecutionID string `json:"execution_id"`
+	Replays     int    `json:"replays"`
+}
+
+// Deliveries is GET /v1/webhooks/deliveries?endpoint=&status=&limit=&cursor=, for the admin.
+func (s *Surface) Deliveries() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		f, err := filter(r.URL.RawQuery)
+		if err != nil {
+			problem.Write(w, r, err, "", s.Logger)
+			return
+		}
+		limit := f.Limit
+		f.Limit = min(limit+1, maxPage) // a row more tells whether there is another page
+		limit = f.Limit - 1
+		got, err := webhooks.List(r.Context(), s.Pool, f)
+		if err != nil {
+			problem.Write(w, r, err, "", s.Logger)
+			return
+		}
+		page := Page{Items: got}
+		if len(got) > limit {
+			page.Items = got[:limit]
+			next := base64.RawURLEncoding.EncodeToString([]byte("deliveries\n" + got[limit-1].ID))
+			page.NextCursor = &next
+		}
+		s.answer(w, r, http.StatusOK, page)
+	})
+}
+
+// filter reads the query; what the listing does not know is refused.
+func filter(raw string) (webhooks.Filter, error) {
+	f := webhooks.Filter{Limit: defaultPage}
+	values, err := url.ParseQuery(raw)
+	if err != nil {
+		return f, badParameter("the query cannot be read: %s", err)
+	}
+	for name, all := range values {
+		value := all[0]
+		switch {
+		case len(all) > 1 || value == "":
+			return f, badParameter("parameter %.60q is empty or given twice", name)
+		case name == "endpoint":
+			f.Endpoint = value
+		case name == "status":
+			if f.Status = value; !slices.Contains(webhooks.Statuses(), value) {
+				return f, badParameter("parameter status is %.60q; it can be %s", value, strings.Join(webhooks.Statuses(), ", "))
+			}
+		case name == "limit":
+			if f.Limit, err = strconv.Atoi(value); err != nil || f.Limit < 1 || f.Limit > maxPage {
+				return f, badParameter("parameter limit is %.60q; it can be 1 to %d", value, maxPage)
+			}
+		case name == "cursor":
+			key, err := base64.RawURLEncoding.DecodeString(value)
+			id, ours := strings.CutPrefix(string(key), "deliveries\n")
+			if err != nil || !ours || !uuidForm.MatchString(id) {
+				return f, badParameter("parameter cursor is not one that this listing gave out")
+			}
+			f.Before = id
+		default:
+			return f, badParameter("there is no parameter %.60q here; this route takes endpoint, status, limit, cursor", name)
+		}
+	}
+	return f, nil
+}
+
+func badParameter(format string, args ...any) error {
+	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
+}
+
+// Delivery is GET /v1/webhooks/deliveries/{id}, for the admin.
+func (s *Surface) Delivery() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		shown, err := s.show(r)
+		if err != nil {
+			problem.Write(w, r, told(err), "", s.Logger)
+			return
+		}
+		w.Header().Set("X-Trace-Id", shown.LastTraceID)
+		s.answer(w, r, http.StatusOK, shown)
+	})
+}
+
+func (s *Surface) show(r *http.Request) (Shown, error) {
+	id, err := pathID(r)
+	if err != nil {
+		return Shown{}, err
+	}
+	d, err := webhooks.Get(r.Context(), s.Pool, id)
+	if err != nil {
+		return Shown{}, err
+	}
+	body, err := webhooks.Body(r.Context(), s.Pool, d.ID)
+	return Show(d, body), err
+}
+
+func pathID(r *http.Request) (string, error) {
+	id := strings.ToLower(r.PathValue("id"))
+	if !uuidForm.MatchString(id) {
+		return "", problem.New(http.StatusBadRequest, "%.60q is not an id of a delivery", id).Kind("malformed-id", "Malformed id")
+	}
+	return id, nil
+}
+
+// ReplayDelivery is POST /v1/webhooks/deliveries/{id}/replay, for the admin: 202, or 409 while it is being handled.
+func (s *Surface) ReplayDelivery() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		id, err := pathID(r)
+		seen := -1
+		if err == nil {
+			seen, err = wantsReplay(w, r)
+		}
+		var d webhooks.Delivery
+		if err == nil {
+			d, err = s.Replay(r.Context(), id, seen)
+		}
+		if err != nil {
+			problem.Write(w, r, told(err), "", s.Logger)
+			return
+		}
+		w.Header().Set("X-Trace-Id", d.LastTraceID)
+		s.answer(w, r, http.StatusAccepted, Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: *d.ExecutionID, Replays: d.Replays})
+	})
+}
+
+// wantsReplay reads how many replays the caller saw; -1 when it does not say.
+func wantsReplay(w http.ResponseWriter, r *http.Request) (int, error) {
+	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxShown))
+	decoder.DisallowUnknownFields()
+	var wanted ReplayRequest
+	if err := decoder.Decode(&wanted); err != nil && !errors.Is(err, io.EOF) {
+		return 0, problem.New(http.StatusBadRequest, "the body is no {\"replays\": n}")
+	}
+	if wanted.Replays == nil {
+		return -1, nil
+	}
+	return *wanted.Replays, nil
+}
+
+// told gives the errors of this package their status.
+func told(err error) error {
+	switch {
+	case errors.Is(err, webhooks.ErrNotFound):
+		return problem.New(http.StatusNotFound, "%s", err)
+	case errors.Is(err, webhooks.ErrUnderWay):
+		return problem.New(http.StatusConflict, "%s, or was replayed since you looked", err)
+	}
+	return err
+}

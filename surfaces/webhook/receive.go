@@ -1,0 +1,177 @@
+package webhook
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// Receipt is the answer to a delivery.
+type Receipt struct {
+	TraceID    string `json:"trace_id"`
+	DeliveryID string `json:"delivery_id"`
+}
+
+// Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever limits it
+// before must allow webhooks.MostMaxBytes.
+func (s *Surface) Receive() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		d, fresh, err := s.receive(w, r)
+		if err != nil {
+			problem.Write(w, r, err, "", s.Logger)
+			return
+		}
+		status := http.StatusOK
+		if fresh {
+			status = http.StatusAccepted
+		}
+		w.Header().Set("X-Trace-Id", d.TraceID)
+		s.answer(w, r, status, Receipt{TraceID: d.TraceID, DeliveryID: d.DeliveryID})
+	})
+}
+
+func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
+	if err := json.NewEncoder(w).Encode(v); err != nil {
+		s.Logger.DebugContext(r.Context(), "answer not written", "error", err)
+	}
+}
+
+// receive is the order of things: limit, read, verify, parse, store, acknowledge.
+func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (webhooks.Delivery, bool, error) {
+	ctx := r.Context()
+	none := webhooks.Delivery{}
+	e, err := webhooks.GetEndpoint(ctx, s.Pool, r.PathValue("endpoint"))
+	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
+		return none, false, problem.New(http.StatusNotFound, "there is no such endpoint")
+	}
+	if err != nil {
+		return none, false, err
+	}
+	in := webhooks.Incoming{Header: r.Header}
+	if in.Body, err = read(w, r, e.Settings.MaxBytes); err != nil {
+		return none, false, err
+	}
+	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
+	if err == nil {
+		err = e.Verifier(secrets).Verify(r.Header, in.Body, s.now())
+	}
+	if errors.Is(err, signature.ErrRefused) {
+		s.noteRefusal(ctx, e.Name, err)
+		return none, false, problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
+	}
+	if err != nil {
+		return none, false, err // the receiver's mistake: 500, and the sender tries again
+	}
+	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
+		return none, false, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
+			Kind("unparsable", "Unparsable body")
+	}
+	id, err := e.DeliveryID(in)
+	if err != nil {
+		return none, false, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
+	}
+	return s.store(ctx, e, id, in)
+}
+
+func (s *Surface) now() time.Time {
+	if s.Now == nil {
+		return time.Now()
+	}
+	return s.Now()
+}
+
+// read reads the whole body, as it is, or says what is wrong with it.
+func read(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
+	if r.ContentLength > most {
+		return nil, tooLarge(most)
+	}
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	var over *http.MaxBytesError
+	switch {
+	case errors.As(err, &over):
+		return nil, tooLarge(min(most, over.Limit))
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, problem.New(http.StatusRequestTimeout, "the body did not come in time")
+	case err != nil:
+		return nil, problem.New(http.StatusBadRequest, "the body ends too early or cannot be read").Kind("unparsable", "Unparsable body")
+	}
+	return body, nil
+}
+
+func tooLarge(most int64) error {
+	return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than the %d bytes that this endpoint takes", most)
+}
+
+// store is the transaction after which the delivery is ours: its row and the execution that handles it.
+func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (d webhooks.Delivery, fresh bool, err error) {
+	traceID := trace.New(trace.Webhook)
+	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
+	err = postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
+		if d, fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil || !fresh {
+			return err
+		}
+		_, err = s.start(ctx, tx, d)
+		return err
+	})
+	switch {
+	case err != nil:
+		return webhooks.Delivery{}, false, err
+	case fresh:
+		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
+	default:
+		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id, "first_trace_id", d.TraceID)
+	}
+	return d, fresh, nil
+}
+
+// refusals counts the unverified requests of an endpoint since the last note.
+type refusals struct {
+	noted time.Time
+	since int
+}
+
+const notePause = time.Minute
+
+// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log.
+func (s *Surface) noteRefusal(ctx context.Context, endpoint string, why error) {
+	s.mu.Lock()
+	if s.refused == nil {
+		s.refused = map[string]refusals{}
+	}
+	seen := s.refused[endpoint]
+	seen.since++
+	due := time.Since(seen.noted) >= notePause
+	count := seen.since
+	if due {
+		seen = refusals{noted: time.Now()}
+	}
+	s.refused[endpoint] = seen
+	s.mu.Unlock()
+	if !due {
+		return
+	}
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Webhook), Surface: trace.Webhook, Agent: s.Agent})
+	s.Logger.WarnContext(ctx, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
+	_, err := activity.Note(ctx, s.Pool, activity.Entry{
+		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
+	}, activity.Outcome{Status: activity.Error, Class: "signature", Message: why.Error()})
+	if err != nil {
+		s.Logger.WarnContext(ctx, "refused webhook not noted", "error", err)
+	}
+}

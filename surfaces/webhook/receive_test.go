@@ -1,0 +1,293 @@
+package webhook_test
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	stripe "github.com/stripe/stripe-go/v85/webhook"
+
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+func header(pairs ...string) http.Header {
+	h := http.Header{}
+	for i := 0; i < len(pairs); i += 2 {
+		h.Set(pairs[i], pairs[i+1])
+	}
+	return h
+}
+
+func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	const parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	event := []byte(`{"id": "evt_1",  "type":"invoice.paid", "number": 1.10}`)
+	w.env["GITHUB"] = "It's a Secret to Everybody"
+	for name, c := range map[string]struct {
+		d    webhooks.EndpointDefinition
+		h    http.Header
+		body []byte
+		id   string
+	}{
+		"standard": {webhooks.EndpointDefinition{}, signed(t, whsec, "msg_1", time.Now(), event), event, "msg_1"},
+		"github": {
+			webhooks.EndpointDefinition{Scheme: signature.GitHub, Secrets: []string{"${GITHUB}"}, Format: webhooks.FormatText},
+			header("X-GitHub-Delivery", "72d3162e-cc78-11e3-81ab-4c9367dc0958", "X-GitHub-Event", "ping",
+				"X-Hub-Signature-256", "sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17"),
+			[]byte("Hello, World!"), "72d3162e-cc78-11e3-81ab-4c9367dc0958",
+		},
+		"stripe": {
+			webhooks.EndpointDefinition{Scheme: signature.Stripe}, header("Stripe-Signature", stripe.GenerateTestSignedPayload(
+				&stripe.UnsignedPayload{Payload: event, Secret: whsec, Timestamp: time.Now()}).Header), event, "evt_1",
+		},
+		"hmac": {
+			webhooks.EndpointDefinition{Scheme: signature.HMAC, ID: "body.type"}, header("X-Signature", hexSum(whsec, event)), event, "invoice.paid",
+		},
+		"bearer": {
+			webhooks.EndpointDefinition{Scheme: signature.Bearer},
+			header("Authorization", "Bearer "+whsec), event,
+			"sha256:" + sha(event),
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := c.d
+			d.Name, d.Actions = name, []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
+			w.endpoint(t, d)
+			c.h.Set("traceparent", parent)
+			c.h.Set("Cookie", "session=secret-cookie")
+			got := w.post(t, "/webhooks/"+name, c.h, bytes.NewReader(c.body))
+			if got.status != http.StatusAccepted || got.DeliveryID != c.id || !strings.HasPrefix(got.TraceID, "wh_") {
+				t.Fatalf("answer %d %s", got.status, got.body)
+			}
+			stored, err := webhooks.Get(t.Context(), w.pool, value[string](t, w.pool,
+				`select id::text from agent_webhook_deliveries where endpoint = $1 and delivery_id = $2`, name, c.id))
+			if err != nil {
+				t.Fatal(err)
+			}
+			body, err := webhooks.Body(t.Context(), w.pool, stored.ID)
+			if err != nil || !bytes.Equal(body, c.body) {
+				t.Errorf("stored %q, %v", body, err)
+			}
+			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) || stored.ExecutionID == nil {
+				t.Errorf("stored %+v", stored)
+			}
+			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
+				if strings.Contains(string(stored.Headers), secret) {
+					t.Errorf("the headers have %q: %s", secret, stored.Headers)
+				}
+			}
+			if flow := value[string](t, w.pool, `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
+				got.TraceID); flow != "webhook webhook background pending" {
+				t.Errorf("execution %s", flow)
+			}
+		})
+	}
+}
+
+func sha(body []byte) string {
+	return fmt.Sprintf("%x", sum(body))
+}
+
+func TestFiftyAtOnceAreOneExecution(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "storm")
+	w.work(t)
+	var accepted atomic.Int32
+	traces := make([]string, 50)
+	var group sync.WaitGroup
+	for i := range traces {
+		group.Go(func() {
+			got := w.send(t, "storm", "msg_same", `{"a":1}`)
+			traces[i] = got.TraceID
+			switch got.status {
+			case http.StatusAccepted:
+				accepted.Add(1)
+			case http.StatusOK:
+			default:
+				t.Errorf("answer %d %s", got.status, got.body)
+			}
+		})
+	}
+	group.Wait()
+	for _, id := range traces {
+		if id != traces[0] || id == "" {
+			t.Fatalf("traces differ: %v", traces)
+		}
+	}
+	d := w.until(t, "msg_same", webhooks.Done)
+	if accepted.Load() != 1 || d.Repeats != 49 {
+		t.Errorf("%d accepted, %d repeats", accepted.Load(), d.Repeats)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_executions where surface = 'webhook'`); n != 1 {
+		t.Errorf("%d executions", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`); n != 1 {
+		t.Errorf("%d events", n)
+	}
+	if again := w.send(t, "storm", "msg_same", `{"a":1}`); again.status != http.StatusOK || again.TraceID != traces[0] {
+		t.Errorf("later: %d %s", again.status, again.body)
+	}
+}
+
+func TestWhatIsNotProvedLeavesNothingButANote(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "strict")
+	body := []byte(`{"a":1}`)
+	for name, h := range map[string]http.Header{
+		"no signature": {},
+		"forged":       signed(t, whsec2, "msg", time.Now(), body),
+		"late":         signed(t, whsec, "msg", time.Now().Add(-6*time.Minute), body),
+		"future":       signed(t, whsec, "msg", time.Now().Add(6*time.Minute), body),
+		"other body":   signed(t, whsec, "msg", time.Now(), []byte(`{"a":2}`)),
+	} {
+		got := w.post(t, "/webhooks/strict", h, bytes.NewReader(body))
+		if got.status != http.StatusUnauthorized || got.header.Get("Content-Type") != "application/problem+json" {
+			t.Errorf("%s: %d %s", name, got.status, got.body)
+		}
+	}
+	if n := value[int](t, w.pool, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`); n != 0 {
+		t.Errorf("%d rows", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`); n != 1 {
+		t.Errorf("%d notes for 5 requests within a minute", n)
+	}
+}
+
+func TestBodiesThatCannotBe(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "small", MaxBytes: 100, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "off", Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	if _, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now"); err != nil {
+		t.Fatal(err)
+	}
+	big := `{"a":"` + strings.Repeat("x", 200) + `"}`
+	for name, c := range map[string]struct {
+		endpoint, body, contentType string
+		chunked                     bool
+		want                        int
+	}{
+		"at the limit":                 {"small", `{"a":"` + strings.Repeat("x", 92) + `"}`, "application/json", false, 202},
+		"too large":                    {"small", big, "application/json", false, 413},
+		"too large, without a length":  {"small", big, "application/json", true, 413},
+		"chunked without a length":     {"small", `{"chunked":1}`, "application/json", true, 202},
+		"not JSON":                     {"small", `{"a":`, "application/json", false, 400},
+		"two values":                   {"small", `{} {}`, "application/json", false, 400},
+		"nothing":                      {"small", ``, "application/json", false, 400},
+		"not UTF-8":                    {"small", "{\"a\":\"\xff\"}", "application/json", false, 400},
+		"a form":                       {"small", `payload=%7B%7D`, "application/x-www-form-urlencoded", false, 400},
+		"JSON that says it is a form":  {"small", `{"form":1}`, "application/x-www-form-urlencoded", false, 202},
+		"unknown endpoint":             {"none", `{}`, "application/json", false, 404},
+		"disabled endpoint":            {"off", `{}`, "application/json", false, 404},
+		"a name that cannot be":        {"..%2f..", `{}`, "application/json", false, 404},
+		"a name with NUL":              {"a%00", `{}`, "application/json", false, 404},
+		"a name that is not UTF-8":     {"a%ff", `{}`, "application/json", false, 404},
+		"JSON with a character of NUL": {"small", `{"a":"\u0000"}`, "application/json", false, 202},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := signed(t, whsec, "msg_"+strings.ReplaceAll(name, " ", "_"), time.Now(), []byte(c.body))
+			h.Set("Content-Type", c.contentType)
+			var body io.Reader = strings.NewReader(c.body)
+			if c.chunked {
+				body = io.MultiReader(body) // of unknown length
+			}
+			got := w.post(t, "/webhooks/"+c.endpoint, h, body)
+			if got.status != c.want {
+				t.Errorf("answer %d %s, want %d", got.status, got.body, c.want)
+			}
+			if c.want >= 400 && got.header.Get("Content-Type") != "application/problem+json" {
+				t.Errorf("content type %s", got.header.Get("Content-Type"))
+			}
+		})
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 4 {
+		t.Errorf("%d deliveries, want the 4 that were accepted", n)
+	}
+}
+
+func TestATruncatedBodyIsNotStored(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "cut")
+	body := `{"a":1}`
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	h := signed(t, whsec, "msg_cut", time.Now(), []byte(body))
+	fmt.Fprintf(conn, "POST /webhooks/cut HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n", len(body)+10)
+	if err := h.Write(conn); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintf(conn, "\r\n%s", body)
+	if err := conn.(*net.TCPConn).CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = response.Body.Close() }()
+	if response.StatusCode != http.StatusBadRequest {
+		t.Errorf("answer %s", response.Status)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
+		t.Errorf("%d deliveries", n)
+	}
+}
+
+func TestASecretIsRotatedWithoutLoss(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	define := func(secrets ...string) {
+		w.endpoint(t, webhooks.EndpointDefinition{Name: "rotate", Secrets: secrets, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	}
+	body := []byte(`{}`)
+	for i, c := range []struct {
+		secrets []string
+		signer  string
+		want    int
+	}{
+		{[]string{"${SECRET}"}, whsec, 202},
+		{[]string{"${SECRET}", "${NEXT}"}, whsec, 202},
+		{[]string{"${SECRET}", "${NEXT}"}, whsec2, 202},
+		{[]string{"${NEXT}"}, whsec2, 202},
+		{[]string{"${NEXT}"}, whsec, 401},
+		{[]string{"${MISSING}"}, whsec, 500}, // our mistake: the sender tries again
+	} {
+		define(c.secrets...)
+		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body), bytes.NewReader(body))
+		if got.status != c.want || strings.Contains(got.body, "MISSING") {
+			t.Errorf("%d: answer %d %s, want %d", i, got.status, got.body, c.want)
+		}
+	}
+}
+
+// A transaction that fails acknowledges nothing: the sender sends again, and then it is the first.
+func TestWhatCannotBeStoredIsNotAcknowledged(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "lost")
+	exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
+	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError || strings.Contains(got.body, "broken") {
+		t.Errorf("answer %d %s", got.status, got.body)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
+		t.Errorf("%d deliveries without an execution", n)
+	}
+	exec(t, w.pool, `alter table agent_executions drop constraint broken`)
+	w.accepted(t, "lost", "msg_1", `{}`)
+}

@@ -1,0 +1,275 @@
+package webhook_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+const (
+	patience = 40 * time.Second
+	whsec    = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	whsec2   = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database, a server that receives, and what its surfaces are made of.
+type world struct {
+	pool      *pgxpool.Pool
+	server    *httptest.Server
+	surface   *webhook.Surface // the one that receives; it works when running
+	env       map[string]string
+	make      func() *webhook.Surface
+	automated atomic.Int32
+	fail      atomic.Int32 // so many requests of automations fail
+}
+
+// newWorld has the secrets SECRET and NEXT, and a surface that receives and does not work yet.
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), env: map[string]string{"SECRET": whsec, "NEXT": whsec2}}
+	w.make = func() *webhook.Surface {
+		return &webhook.Surface{
+			Pool: w.pool, Logger: slog.New(slog.DiscardHandler), Getenv: func(name string) string { return w.env[name] },
+			Backoff: func(int) time.Duration { return 20 * time.Millisecond },
+			Automate: func(ctx context.Context, tx pgx.Tx, r webhook.AutomationRequest) (string, error) {
+				if w.fail.Add(-1) >= 0 {
+					return "", fmt.Errorf("automation %s is out of order", r.Automation)
+				}
+				w.automated.Add(1)
+				_, err := tx.Exec(ctx, `insert into agent_memory (category, key, value) values ('run', @key, @payload)`,
+					postgres.Strict{"key": r.Key, "payload": r.Payload})
+				return r.Key, err
+			},
+		}
+	}
+	w.surface = w.make()
+	w.engine(t, w.surface)
+	mux := http.NewServeMux()
+	mux.Handle("POST /webhooks/{endpoint}", w.surface.Receive())
+	mux.Handle("GET /v1/webhooks/deliveries", w.surface.Deliveries())
+	mux.Handle("GET /v1/webhooks/deliveries/{id}", w.surface.Delivery())
+	mux.Handle("POST /v1/webhooks/deliveries/{id}/replay", w.surface.ReplayDelivery())
+	w.server = httptest.NewServer(mux)
+	t.Cleanup(w.server.Close)
+	return w
+}
+
+// engine is a process that does not run.
+func (w *world) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
+	t.Helper()
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Register(e); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range more {
+		f(e)
+	}
+	return e, keeper
+}
+
+// work starts a process that takes work until the test ends.
+func (w *world) work(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
+	t.Helper()
+	e, keeper := w.engine(t, w.make(), more...)
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	group, working := errgroup.WithContext(ctx)
+	group.Go(func() error { return e.Run(working) })
+	group.Go(func() error { return keeper.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	return e
+}
+
+// endpoint declares one; scheme and secret have defaults.
+func (w *world) endpoint(t *testing.T, d webhooks.EndpointDefinition) {
+	t.Helper()
+	if d.Scheme == "" {
+		d.Scheme = signature.Standard
+	}
+	if d.Secrets == nil {
+		d.Secrets = []string{"${SECRET}"}
+	}
+	if _, err := webhooks.PutEndpoint(t.Context(), w.pool, d, webhooks.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// raises is an endpoint that raises one event.
+func (w *world) raises(t *testing.T, name string) {
+	t.Helper()
+	w.endpoint(t, webhooks.EndpointDefinition{Name: name, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}})
+}
+
+// reply is an answer that was read.
+type reply struct {
+	status int
+	header http.Header
+	body   string
+	webhook.Receipt
+}
+
+// post sends a request.
+func (w *world) post(t *testing.T, path string, h http.Header, body io.Reader) reply {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.server.URL+path, body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, values := range h {
+		r.Header[http.CanonicalHeaderKey(name)] = values
+	}
+	return w.do(t, r)
+}
+
+func (w *world) do(t *testing.T, r *http.Request) reply {
+	t.Helper()
+	response, err := w.server.Client().Do(r)
+	if err != nil {
+		t.Error(err)
+		return reply{}
+	}
+	defer func() { _ = response.Body.Close() }()
+	raw, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Error(err)
+	}
+	got := reply{status: response.StatusCode, header: response.Header, body: string(raw)}
+	_ = json.Unmarshal(raw, &got.Receipt) // problems have none
+	return got
+}
+
+// signed are the headers of a message of Standard Webhooks, by the official library.
+func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
+	t.Helper()
+	wh, err := standardwebhooks.NewWebhook(secret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := wh.Sign(id, at, body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := http.Header{}
+	h.Set("webhook-id", id)
+	h.Set("webhook-timestamp", fmt.Sprint(at.Unix()))
+	h.Set("webhook-signature", text)
+	return h
+}
+
+// send sends a message of Standard Webhooks.
+func (w *world) send(t *testing.T, endpoint, id, body string) reply {
+	t.Helper()
+	return w.post(t, "/webhooks/"+endpoint, signed(t, whsec, id, time.Now(), []byte(body)), bytes.NewReader([]byte(body)))
+}
+
+// accepted is send for what must be accepted.
+func (w *world) accepted(t *testing.T, endpoint, id, body string) reply {
+	t.Helper()
+	got := w.send(t, endpoint, id, body)
+	if got.status != http.StatusAccepted || !trace.ID(got.TraceID).Valid() || got.header.Get("X-Trace-Id") != got.TraceID {
+		t.Fatalf("answer %d %s, trace %q", got.status, got.body, got.header.Get("X-Trace-Id"))
+	}
+	return got
+}
+
+func sum(body []byte) [sha256.Size]byte { return sha256.Sum256(body) }
+
+func hexSum(secret string, message []byte) string {
+	mac := hmac.New(sha256.New, []byte(secret))
+	mac.Write(message)
+	return hex.EncodeToString(mac.Sum(nil))
+}
+
+// until waits for a delivery to reach a state.
+func (w *world) until(t *testing.T, id, want string) (d webhooks.Delivery) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		d, err = webhooks.Get(t.Context(), w.pool, id)
+		return err == nil && d.Status == want || time.Now().After(deadline.Add(-time.Second))
+	}, "delivery "+id+" becomes "+want)
+	if d.Status != want {
+		t.Fatalf("delivery %s is %s, not %s: %s", id, d.Status, want, deref(d.ErrorMessage))
+	}
+	return d
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// calls counts what happens in many goroutines.
+type calls struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+func (c *calls) add(name string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n == nil {
+		c.n = map[string]int{}
+	}
+	c.n[name]++
+}
+
+func (c *calls) of(name string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n[name]
+}

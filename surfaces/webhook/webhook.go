@@ -1,0 +1,143 @@
+// Package webhook is the surface on which other systems reach the agent: POST /webhooks/{endpoint}.
+//
+// A request is read as it is, within the endpoint's limit; it is verified before anything looks into it; and it is
+// stored, together with the execution that will handle it, in one transaction. Only then is it acknowledged: 202
+// with the trace id. So what was acknowledged is never lost, and what could not be stored is sent again by its sender. A
+// delivery id that came before is answered 200 with the first trace id and changes nothing, also when fifty come at
+// once: the unique key of the delivery decides, not a look beforehand.
+//
+// The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery}, and does what
+// the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same transaction; make a run of
+// an automation due; or let the model act on the payload, which is data for it and never instruction. Each action that has
+// been done is not done again, neither after a crash nor when another action of the delivery is tried again. An action
+// that fails is tried again after durable pauses; when the attempts are used up the delivery is dead, says why, and can
+// be replayed: a new execution and a new trace for the same delivery, which double clicks cannot double.
+//
+// An unverified request leaves nothing but a note in the log and the activity log, once a minute and endpoint.
+package webhook
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// Flow is the name under which the handling of deliveries is registered with the engine.
+const Flow = "webhook"
+
+// Surface receives deliveries and acts on them. Pool, Engine and Logger are required, and Loop for endpoints with a prompt.
+// It is safe for concurrent use.
+type Surface struct {
+	Pool   *pgxpool.Pool
+	Engine *executions.Engine
+	Loop   *reason.Loop
+	Logger *slog.Logger
+	Agent  string
+	// Automate starts a run of an automation in the transaction that also records that this was done, and returns the run's
+	// id. Nil starts one of package automations; some process must have its runner registered.
+	Automate func(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error)
+	// Getenv resolves the secrets of endpoints; nil is the process's environment.
+	Getenv func(string) string
+	// Now is the time that signed times are compared with; nil is the process's clock.
+	Now func() time.Time
+	// Backoff is how long after a failed attempt the next one is made; default 10 s, 1 min, 6 min, 36 min, then 2 h.
+	Backoff func(attempt int) time.Duration
+
+	mu      sync.Mutex
+	refused map[string]refusals // by endpoint
+}
+
+// AutomationRequest is what an action asks of an automation.
+type AutomationRequest struct {
+	Automation  string // its name
+	Key         string // names this request: the same whenever the same action of the same execution asks
+	ExecutionID string
+	TraceID     string
+	Payload     json.RawMessage
+}
+
+// Register tells the engine how to handle deliveries.
+func (s *Surface) Register(e *executions.Engine) error {
+	if s.Backoff == nil {
+		s.Backoff = backoff
+	}
+	if s.Now == nil {
+		s.Now = time.Now
+	}
+	s.Engine = e
+	return e.Register(Flow, s.run)
+}
+
+func backoff(attempt int) time.Duration {
+	pause := 10 * time.Second
+	for range attempt - 1 {
+		if pause *= 6; pause >= 2*time.Hour {
+			return 2 * time.Hour
+		}
+	}
+	return pause
+}
+
+// input is what the flow is started with.
+type input struct {
+	Delivery string `json:"delivery"`
+}
+
+// start inserts the execution of a delivery, in the transaction that stored or reopened it.
+func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (string, error) {
+	x, created, err := s.Engine.StartTx(ctx, tx, executions.Spec{
+		Flow: Flow, Surface: trace.Webhook, TraceID: trace.ID(d.LastTraceID), Agent: s.Agent, Queue: executions.Background,
+		Input: input{d.ID}, DedupeKey: fmt.Sprintf("webhook %s %d", d.ID, d.Replays),
+	})
+	switch {
+	case err != nil:
+		return "", err
+	case !created:
+		return "", fmt.Errorf("start webhook: %w", webhooks.ErrUnderWay)
+	}
+	return x.ID, webhooks.Link(ctx, tx, d.ID, x.ID)
+}
+
+// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace. seen is how many replays the
+// caller saw, so that of two who press the button at once, one succeeds; below 0 leaves that out. webhooks.ErrUnderWay when it is
+// being handled or was replayed meanwhile.
+func (s *Surface) Replay(ctx context.Context, id string, seen int) (webhooks.Delivery, error) {
+	var d webhooks.Delivery
+	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
+		first, err := webhooks.Get(ctx, tx, id)
+		if err != nil {
+			return err
+		}
+		if d, err = webhooks.Reopen(ctx, tx, first.ID, string(trace.New(trace.Webhook)), seen); err != nil {
+			return err
+		}
+		execution, err := s.start(ctx, tx, d)
+		if err != nil {
+			return err
+		}
+		d.ExecutionID = &execution
+		_, err = activity.Note(trace.With(ctx, trace.Span{TraceID: trace.ID(d.LastTraceID), Surface: trace.Webhook}), tx,
+			activity.Entry{Skill: "webhook_replay", Input: map[string]any{
+				"endpoint": d.Endpoint, "delivery_id": d.DeliveryID, "replay": d.Replays, "of_trace": first.LastTraceID,
+			}}, activity.Outcome{})
+		return err
+	})
+	if err != nil && !errors.Is(err, webhooks.ErrNotFound) && !errors.Is(err, webhooks.ErrUnderWay) {
+		err = fmt.Errorf("replay delivery: %w", err)
+	}
+	return d, err
+}
