@@ -1,0 +1,86 @@
+package main
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// who may call the routes of the running program, by the beginning of their path; the longest counts. What is not
+// listed is nobody's, and fails the test.
+var access = map[string][]string{
+	"/healthz": everybody, "/readyz": everybody, "/openapi.json": everybody, "/chat": everybody, "/webhooks/": everybody,
+	"/v1/": {"admin"}, "/mcp": {"admin"},
+	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"},
+}
+
+var everybody = []string{"nobody", "wrong", "visitor", "admin"}
+
+// mayCall finds the row of a path.
+func mayCall(path string) []string {
+	longest := ""
+	for prefix := range access {
+		if strings.HasPrefix(path, prefix) && len(prefix) > len(longest) {
+			longest = prefix
+		}
+	}
+	return access[longest]
+}
+
+func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
+	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-visitors-key", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	s := p.start("serve")
+	base := "http://" + s.find(t, `listen=http://(\S+)`)
+	_, admin, _ := strings.Cut(token, "=")
+	keys := map[string]string{"nobody": "", "wrong": admin[1:], "visitor": "visitors-key-visitors-key", "admin": admin}
+	_, text := get(t, base+"/openapi.json")
+	var document struct {
+		Paths map[string]map[string]any `json:"paths"`
+	}
+	if err := json.Unmarshal([]byte(text), &document); err != nil || len(document.Paths) < 30 {
+		t.Fatalf("%d paths, %v", len(document.Paths), err)
+	}
+	for path, methods := range document.Paths {
+		allowed := mayCall(path)
+		if allowed == nil {
+			t.Errorf("nobody has said who may call %s", path)
+		}
+		for method := range methods {
+			for who, key := range keys {
+				status := call(t, strings.ToUpper(method), base+strings.NewReplacer("{", "", "}", "").Replace(path), key)
+				if entered := status != http.StatusUnauthorized; entered != slices.Contains(allowed, who) {
+					t.Errorf("%s %s as %s: status %d", method, path, who, status)
+				}
+			}
+		}
+	}
+}
+
+// call sends a request that no route can do anything with, and returns the status.
+func call(t *testing.T, method, url, key string) int {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(`{"no such field": 1}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if key != "" {
+		req.Header.Set("Authorization", "Bearer "+key)
+	}
+	got, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer got.Body.Close()
+	if !strings.HasPrefix(got.Header.Get("Content-Type"), "text/event-stream") { // one of those does not end
+		if _, err := io.Copy(io.Discard, got.Body); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return got.StatusCode
+}

@@ -1,0 +1,169 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// app is the runtime of one process: everything that works on the database, wired together.
+type app struct {
+	config   config.Config
+	getenv   func(string) string // resolves the secrets that files name
+	log      *slog.Logger
+	pool     *pgxpool.Pool
+	listener *postgres.Listener
+	keeper   *lanes.Keeper
+	engine   *executions.Engine
+	registry *skills.Registry
+	loop     *reason.Loop
+	remote   *mcp.Client
+	surfaces
+}
+
+// app wires the runtime for a command. It makes no goroutine; see run and beat.
+func (c *cli) app(s *session, model *models.Client) (*app, error) {
+	cfg, log, pool := s.config, s.log, s.pool
+	a := &app{config: cfg, log: log, pool: pool, getenv: func(name string) string { return c.environ[name] }}
+	a.listener = postgres.NewListener(postgres.Dialer(pool), log)
+	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: cfg.LanesEnabled})
+	var err error
+	a.engine, err = executions.New(pool, executions.Options{
+		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
+		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
+		PollOnly: pooled(pool),
+	})
+	if err != nil {
+		return nil, err
+	}
+	a.remote = mcp.NewClient(mcp.Options{
+		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.getenv, Logger: log, Agent: cfg.Name, Version: buildVersion(),
+	})
+	a.registry, err = skills.New(skills.Options{
+		Builtins: builtins.New(pool), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log, MCP: a.remote.Call,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("prepare skills: %w", err)
+	}
+	a.loop = a.newLoop(model)
+	if err := errors.Join(a.loop.RegisterDelegate(a.engine), registerCalls(a, a.loop)); err != nil {
+		return nil, err
+	}
+	return a, a.addSurfaces()
+}
+
+// newLoop is the reasoning loop under the configured budgets.
+func (a *app) newLoop(model *models.Client) *reason.Loop {
+	b, pool := a.config.Budget, a.pool
+	return &reason.Loop{
+		Pool: pool, Model: model, Skills: a.registry, Logger: a.log,
+		Budget: reason.Budget{
+			Iterations: b.MaxIterations, Tokens: unbounded(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
+			Context: b.ContextTokens,
+		},
+		Limits: limits(a.config.Limits),
+		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+			return selfheal.Admit(ctx, pool, skill, owner)
+		},
+		After: selfheal.After(pool),
+	}
+}
+
+// limits are the daily budgets as configured.
+func limits(l config.Limits) budgets.Limits {
+	limit := func(tokens int, usd float64) budgets.Limit { return budgets.Limit{Tokens: int64(tokens), USD: usd} }
+	return budgets.Limits{
+		Day: limit(l.DayTokens, l.DayUSD),
+		Surface: map[trace.Surface]budgets.Limit{
+			trace.Heartbeat: limit(l.HeartbeatTokens, l.HeartbeatUSD),
+			trace.Operate:   limit(l.OperateTokens, l.OperateUSD),
+			trace.Chat:      limit(l.ChatTokens, l.ChatUSD),
+			trace.Webhook:   limit(l.WebhookTokens, l.WebhookUSD),
+		},
+	}
+}
+
+// unbounded turns a setting of 0, which means no bound, into one that is never reached.
+func unbounded(n int) int {
+	if n == 0 {
+		return math.MaxInt
+	}
+	return n
+}
+
+// healPolicy is self-heal's rule as configured.
+func healPolicy(cfg config.Config) selfheal.Policy {
+	return selfheal.Policy{
+		Failures: cfg.SelfHeal.Failures, Window: cfg.SelfHeal.Window, Rate: cfg.SelfHeal.Rate,
+		RateCalls: cfg.SelfHeal.RateCalls, Cooldown: cfg.SelfHeal.Cooldown,
+	}
+}
+
+// run works until ctx ends: takes executions, keeps leases, ticks schedules, serves the surfaces. more runs beside
+// it and is waited for.
+func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) error {
+	if err := a.engine.Put(ctx, heartbeat.Schedule(a.config.HeartbeatCron, a.config.Timezone)); err != nil {
+		return err
+	}
+	a.warnOfPrices(ctx)
+	return a.living(ctx, func(ctx context.Context) error {
+		group, ctx := errgroup.WithContext(ctx)
+		group.Go(func() error { return a.engine.Run(ctx) })
+		group.Go(func() error { return a.housekeep(ctx) })
+		for _, f := range slices.Concat(a.beside(), more) {
+			group.Go(func() error { return f(ctx) })
+		}
+		return group.Wait()
+	}, a.remote.Run)
+}
+
+// beat keeps what a command needs that runs one execution itself, while fn works.
+func (a *app) beat(ctx context.Context, fn func(ctx context.Context) error) error {
+	return a.living(ctx, fn, a.engine.Beat)
+}
+
+// living keeps leases, notifications and what else is given while fn works, however it ends: they are needed until
+// the last of it has stopped.
+func (a *app) living(ctx context.Context, fn func(ctx context.Context) error, more ...func(ctx context.Context) error) error {
+	living, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	var under errgroup.Group
+	for _, keep := range append(more, a.listener.Run, a.keeper.Run) {
+		under.Go(func() error { return keep(living) })
+	}
+	err := fn(ctx)
+	err = errors.Join(err, a.operate.Close(context.WithoutCancel(ctx)))
+	stop()
+	if below := under.Wait(); err == nil {
+		err = below
+	}
+	a.remote.Close()
+	return err
+}
+
+// pooled reports whether a transaction pooler stands before the server: then LISTEN is of no use.
+func pooled(pool *pgxpool.Pool) bool {
+	return pool.Config().ConnConfig.DefaultQueryExecMode == pgx.QueryExecModeCacheDescribe
+}

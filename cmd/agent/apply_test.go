@@ -1,0 +1,142 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// folder is a workspace of the given files.
+func folder(t *testing.T, files map[string]string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range files {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+const goodSkill = `kind: skill
+name: one
+description: One.
+handler: "sql:"
+config:
+  query: select 1 as n
+`
+
+type diff struct {
+	Items []struct{ Kind, Name, Action string }
+}
+
+func TestApplyShowsAndMakesTheDifference(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	dry := p.must("apply", dir, "--dry-run")
+	contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\nnothing was changed: this was a dry run\n")
+	contains(t, p.must("skills", "ls"), "no skills")
+
+	contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
+	if got := p.must("apply", dir); got != "nothing to change: the database matches all 1 of "+dir+"\n" {
+		t.Errorf("applied twice: %q", got)
+	}
+	var got diff
+	p.mustJSON(&got, "apply", dir)
+	if len(got.Items) != 1 || got.Items[0].Action != "unchanged" {
+		t.Errorf("as JSON: %+v", got)
+	}
+
+	changed := folder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
+	contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
+	two := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
+	contains(t, p.must("apply", two), "- skill one\n", "+ skill two\n", "applied\n")
+	if got := p.run("apply", folder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
+		t.Errorf("a folder without files: exit %d, stderr %q", got.code, got.err)
+	}
+}
+
+// Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.
+func TestApplyOfABadWorkspace(t *testing.T) {
+	tests := map[string]struct {
+		files map[string]string
+		says  []string
+	}{
+		"not YAML":      {map[string]string{"x.yaml": "kind: [skill\n"}, []string{"/x.yaml:"}},
+		"unknown key":   {map[string]string{"x.yaml": goodSkill + "colour: red\n"}, []string{`/x.yaml:7:1: unknown key "colour"`}},
+		"unknown kind":  {map[string]string{"x.yaml": "kind: skil\nname: a\n"}, []string{"/x.yaml:1:7:", "skil"}},
+		"bad cron":      {map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"99 * * * *\"\nskill: one\n"}, []string{"/x.yaml:3:7: cron:"}},
+		"bad schema":    {map[string]string{"x.yaml": goodSkill + "parameters:\n  type: 7\n"}, []string{"/x.yaml:", "parameters"}},
+		"unknown skill": {map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: nope\n"}, []string{"/x.yaml:4:8: skill: there is no skill \"nope\""}},
+		"undeclared argument": {
+			map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: one\narguments: {limit: 3}\n"},
+			[]string{"/x.yaml:5:", "limit", "(skill one)"},
+		},
+		"several problems": {map[string]string{"x.yaml": "kind: skill\nname: a b\n", "y.yaml": "kind: moon\n"}, []string{"/x.yaml:2:7:", "/y.yaml:1:7:"}},
+	}
+	p := on(t, pgtest.URL(t))
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			test.files["good.yaml"] = goodSkill
+			if name == "unknown key" || name == "bad schema" {
+				test.files["good.yaml"] = strings.Replace(goodSkill, "name: one", "name: two", 1)
+			}
+			dir := folder(t, test.files)
+			for _, command := range []string{"apply", "dev"} {
+				got := p.run(command, dir)
+				if got.code != 2 || got.out != "" {
+					t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
+				}
+				contains(t, got.err, test.says...)
+				for line := range strings.Lines(got.err) {
+					if !strings.HasPrefix(line, "agent: ") {
+						t.Errorf("agent %s: a line that is not one problem: %q", command, line)
+					}
+				}
+			}
+			if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") || strings.Contains(listed, "\ntwo ") {
+				t.Errorf("a skill of the workspace was applied:\n%s", listed)
+			}
+		})
+	}
+}
+
+func TestMigrate(t *testing.T) {
+	url := pgtest.EmptyURL(t)
+	p := on(t, url)
+	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {
+		got := p.run(args...)
+		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated; run `agent migrate`") {
+			t.Errorf("agent %v on an empty database: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
+		}
+	}
+	first := p.run("migrate")
+	if first.code != 0 || !strings.Contains(first.out, "applied 0001") || !strings.Contains(first.err, "bringing the schema to version") {
+		t.Errorf("first: exit %d, stdout %q, stderr %q", first.code, first.out, first.err)
+	}
+	var again struct {
+		Version int
+		Applied []string
+	}
+	p.mustJSON(&again, "migrate")
+	if again.Version == 0 || again.Applied == nil || len(again.Applied) != 0 {
+		t.Errorf("again: %+v", again)
+	}
+	contains(t, p.must("skills", "ls"), "recall")
+
+	_, err := connect(t, url).Exec(t.Context(), `
+		insert into agent_migrations select (jsonb_populate_record(m, jsonb_build_object('version', 9999))).*
+		  from agent_migrations m order by version desc limit 1`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range [][]string{{"skills", "ls"}, {"migrate"}, {"dev"}} {
+		got := p.run(args...)
+		if got.code != 2 || !strings.Contains(got.err, "newer version of agent; use that version or newer") {
+			t.Errorf("agent %v on a newer schema: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+}

@@ -1,0 +1,73 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+)
+
+func (c *cli) approvalsCommand() *cobra.Command {
+	return group("approvals", "See and decide the calls that wait for leave",
+		c.approvalsListCommand(), c.decideCommand(true), c.decideCommand(false))
+}
+
+func (c *cli) approvalsListCommand() *cobra.Command {
+	var f approvals.Filter
+	var all bool
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List calls that wait for a decision, oldest first; with --all every one, newest first",
+		Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			got, err := approvals.Pending(cmd.Context(), s.pool, 200)
+			if all || f.Status != "" || f.TraceID != "" {
+				f.Limit = 200
+				got, err = approvals.List(cmd.Context(), s.pool, f)
+			}
+			if err != nil {
+				return err
+			}
+			return c.print(listing(got, ""), func(w io.Writer) error {
+				rows := make([][]string, len(got))
+				for i, a := range got {
+					rows[i] = []string{a.ID, a.SkillName, a.Status, clipped(string(a.Arguments), 60), when(a.CreatedAt), when(a.ExpiresAt), a.TraceID}
+				}
+				return table(w, "nothing waits for approval",
+					[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE"}, rows)
+			})
+		}),
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "decided and expired ones too")
+	statusFlag(cmd.Flags(), &f.Status, "only those that are", "pending", "approved", "rejected", "expired", "consumed")
+	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only those of a trace")
+	return cmd
+}
+
+func (c *cli) decideCommand(approve bool) *cobra.Command {
+	var reason string
+	use, short := "reject ID", "Refuse a call; who waits for it is told"
+	if approve {
+		use, short = "approve ID", "Allow a call once, with exactly these arguments; who waits for it goes on, else the next heartbeat makes it"
+	}
+	cmd := &cobra.Command{
+		Use: use, Short: short, Args: args(1, 1, "an approval's id"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			decided, err := approvals.Decide(cmd.Context(), s.pool, args[0], approve, "admin", reason)
+			if errors.Is(err, approvals.ErrDecided) || errors.Is(err, approvals.ErrNotFound) {
+				return hint(err, "see agent approvals ls --all")
+			}
+			if err != nil {
+				return err
+			}
+			return c.print(decided, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, clipped(string(decided.Arguments), 200))
+				return err
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	return cmd
+}

@@ -1,0 +1,307 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
+)
+
+func (c *cli) automationsCommand() *cobra.Command {
+	cmd := group("automations", "See, run and switch what the agent does on its own",
+		c.automationsListCommand(), c.automationsShowCommand(), c.automationsRunCommand(), c.automationsRunsCommand(false),
+		c.automationsRunsCommand(true), c.automationsRedriveCommand(),
+		c.automationsSwitchCommand("enable NAME", "Put an automation into service", "enable_automation",
+			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
+				return automations.Enable(ctx, tx, name)
+			}),
+		c.automationsSwitchCommand("disable NAME", "Take an automation out of service, or refuse a proposal", "disable_automation",
+			func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error) {
+				return automations.Disable(ctx, tx, name, admin, reason)
+			}),
+		c.automationsSwitchCommand("accept NAME", "Accept an automation that the agent proposed", "accept_automation",
+			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
+				return automations.Accept(ctx, tx, name, admin)
+			}))
+	cmd.Long = `An automation calls a skill or pursues a prompt when a time of its schedule comes (heartbeats run those), when an event
+comes, or when a condition over the agent's counters becomes true. Missed times of a schedule are run once. A failed run is
+tried again after 1, 4, 16 and then 60 minutes, and is dead when its attempts are used up.`
+	return cmd
+}
+
+func automationHint(err error) error {
+	switch {
+	case errors.Is(err, automations.ErrNotFound):
+		return hint(err, "see agent automations ls")
+	case errors.Is(err, automations.ErrProposal):
+		return hint(err, "agent automations accept NAME puts it into service")
+	case errors.Is(err, automations.ErrRunNotFound):
+		return hint(err, "see agent automations dead")
+	}
+	return err
+}
+
+// shownAutomation is an automation with its next times.
+type shownAutomation struct {
+	automations.Automation
+	NextRuns []time.Time `json:"next_runs"`
+}
+
+func shownAutomations(all []automations.Automation) []shownAutomation {
+	shown := make([]shownAutomation, len(all))
+	for i, a := range all {
+		shown[i] = shownAutomation{a, a.Upcoming(3)}
+	}
+	return shown
+}
+
+// trigger says when an automation runs.
+func (a shownAutomation) trigger() string {
+	switch {
+	case a.Trigger == automations.Signal:
+		return "when " + a.Signal
+	case a.Trigger == automations.Event && a.Condition != "":
+		return "on " + a.Event + " when " + a.Condition
+	case a.Trigger == automations.Event:
+		return "on " + a.Event
+	}
+	return a.Cron + " " + a.Timezone
+}
+
+// state says whether an automation is in service, and why not.
+func (a shownAutomation) state() string {
+	switch {
+	case a.Enabled:
+		return "in service"
+	case a.DisabledBy == automations.Proposal:
+		return "proposed"
+	}
+	return "disabled by " + a.DisabledBy
+}
+
+func (c *cli) automationsListCommand() *cobra.Command {
+	var f automations.Filter
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List automations with their next time, newest first", Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			limit := min(f.Limit, activity.MaxLimit-1)
+			f.Limit = limit + 1
+			all, err := automations.List(cmd.Context(), s.pool, f)
+			if err != nil {
+				return err
+			}
+			page, next := firstPage(all, limit, func(a automations.Automation) string { return a.ID })
+			got := shownAutomations(page)
+			return c.print(listing(got, next), func(w io.Writer) error {
+				rows := make([][]string, len(got))
+				for i, a := range got {
+					rows[i] = []string{a.Name, a.state(), clipped(a.trigger(), 50), firstTime(a.NextRuns), maybe(a.LastRunAt), doing(a.Automation)}
+				}
+				return table(w, "no automations; `agent apply DIR` brings some",
+					[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, rows)
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&f.Skill, "skill", "", "only those that call this skill")
+	executionCursor(cmd.Flags(), &f.Before)
+	limitFlag(cmd.Flags(), &f.Limit, 20)
+	return cmd
+}
+
+func doing(a automations.Automation) string {
+	if a.SkillName != "" {
+		return a.SkillName
+	}
+	return clipped(a.Prompt, 40)
+}
+
+func firstTime(times []time.Time) string {
+	if len(times) == 0 {
+		return "–"
+	}
+	return when(times[0])
+}
+
+func maybe(t *time.Time) string {
+	if t == nil {
+		return "–"
+	}
+	return when(*t)
+}
+
+func (c *cli) automationsShowCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show one automation: trigger, next three times, last runs", Args: args(1, 1, "an automation's name or id"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			a, err := automations.Get(cmd.Context(), s.pool, args[0])
+			if err != nil {
+				return automationHint(err)
+			}
+			runs, err := automations.Runs(cmd.Context(), s.pool, automations.RunFilter{AutomationID: a.ID, Limit: 5})
+			if err != nil {
+				return err
+			}
+			shown := struct {
+				shownAutomation
+				Runs []automations.Run `json:"runs"`
+			}{shownAutomation{a, a.Upcoming(3)}, runs}
+			return c.print(shown, func(w io.Writer) error { return writeAutomation(w, shown.shownAutomation, runs) })
+		}),
+	}
+}
+
+func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) error {
+	fmt.Fprintf(w, "%s\n%s\n\n", printable(a.Name), a.Description)
+	var next []string
+	for _, t := range a.NextRuns {
+		next = append(next, t.Format("2006-01-02 15:04:05 MST"))
+	}
+	state := a.state()
+	if a.DisabledReason != "" {
+		state += ": " + a.DisabledReason
+	}
+	for _, l := range [][2]string{
+		{"state", state},
+		{"trigger", a.trigger()},
+		{"next", strings.Join(next, ", ")},
+		{"skill", a.SkillName},
+		{"prompt", a.Prompt},
+		{"attempts", fmt.Sprint(a.MaxAttempts)},
+		{"proposed by", a.ProposedBy},
+		{"decided by", a.DecidedBy},
+		{"last run", maybe(a.LastRunAt)},
+		{"last trace", a.LastTraceID},
+	} {
+		if l[1] != "" {
+			fmt.Fprintf(w, "%-12s %s\n", l[0], printable(l[1]))
+		}
+	}
+	writeJSON(w, "arguments", a.Arguments)
+	fmt.Fprintln(w)
+	return writeRuns(w, runs, "it has not run yet")
+}
+
+func writeRuns(w io.Writer, runs []automations.Run, none string) error {
+	rows := make([][]string, len(runs))
+	for i, r := range runs {
+		rows[i] = []string{r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), when(r.ScheduledFor), maybe(r.RetryAt), r.TraceID, clipped(deref(r.ErrorMessage), 60)}
+	}
+	return table(w, none, []string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, rows)
+}
+
+// automationsRunsCommand lists runs, or the dead letter box.
+func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
+	f := automations.RunFilter{}
+	use, short, none := "runs [NAME]", "List runs, newest first", "no run matches"
+	if dead {
+		use, short, none = "dead [NAME]", "List the runs whose attempts are used up", "the dead letter box is empty"
+		f.Status = automations.Dead
+	}
+	cmd := &cobra.Command{
+		Use: use, Short: short, Args: args(0, 1, "an automation's name or nothing"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if len(args) > 0 {
+				a, err := automations.Get(cmd.Context(), s.pool, args[0])
+				if err != nil {
+					return automationHint(err)
+				}
+				f.AutomationID = a.ID
+			}
+			limit := min(f.Limit, activity.MaxLimit-1)
+			f.Limit = limit + 1
+			all, err := automations.Runs(cmd.Context(), s.pool, f)
+			if err != nil {
+				return err
+			}
+			got, next := firstPage(all, limit, func(r automations.Run) string { return r.ID })
+			return c.print(listing(got, next), func(w io.Writer) error { return writeRuns(w, got, none) })
+		}),
+	}
+	if !dead {
+		statusFlag(cmd.Flags(), &f.Status, "only this state", automations.DueNow, automations.Claimed, automations.Success,
+			automations.Error, automations.Dead, automations.Skipped)
+	}
+	executionCursor(cmd.Flags(), &f.Before)
+	limitFlag(cmd.Flags(), &f.Limit, 20)
+	return cmd
+}
+
+func (c *cli) automationsRedriveCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "redrive RUN", Short: "Give a dead run one more attempt, as soon as a process is there", Args: args(1, 1, "a run's id"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if !uuidForm.MatchString(args[0]) {
+				return usageError("%.60q is not the id of a run, which is a uuid; see agent automations dead", args[0])
+			}
+			changed, err := act(cmd.Context(), s, "redrive_automation", map[string]any{"run": args[0]},
+				func(tx pgx.Tx, _ string) (bool, error) {
+					ok, err := automations.Redrive(cmd.Context(), tx, args[0])
+					if err == nil && ok {
+						err = automations.Announce(cmd.Context(), tx)
+					}
+					return ok, err
+				})
+			if err != nil {
+				return err
+			}
+			run, err := automations.GetRun(cmd.Context(), s.pool, args[0])
+			if err != nil {
+				return automationHint(err)
+			}
+			return c.print(map[string]any{"run": run, "changed": changed}, func(w io.Writer) error {
+				said := "is tried again"
+				if !changed {
+					said = "is not dead but " + run.Status
+				}
+				_, err := fmt.Fprintf(w, "run %s %s\n", run.ID, said)
+				return err
+			})
+		}),
+	}
+}
+
+func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error)) *cobra.Command {
+	var reason string
+	cmd := &cobra.Command{
+		Use: use, Short: short, Args: args(1, 1, "an automation's name"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			changed, err := act(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
+				func(tx pgx.Tx, _ string) (bool, error) { return change(cmd.Context(), tx, args[0], reason) })
+			if err != nil {
+				return automationHint(err)
+			}
+			a, err := automations.Get(cmd.Context(), s.pool, args[0])
+			if err != nil {
+				return automationHint(err)
+			}
+			shown := shownAutomation{a, a.Upcoming(3)}
+			return c.print(map[string]any{"automation": shown, "changed": changed}, func(w io.Writer) error {
+				as := "is"
+				if !changed {
+					as = "was already, or is"
+				}
+				_, err := fmt.Fprintf(w, "%s %s %s\n", printable(a.Name), as, shown.state())
+				return err
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	return cmd
+}
+
+// runSummary is what a run by hand came to.
+type runSummary struct {
+	Run         automations.Run `json:"run"`
+	ExecutionID string          `json:"execution_id"`
+	TraceID     string          `json:"trace_id"`
+	Result      json.RawMessage `json:"result"`
+}

@@ -1,0 +1,203 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"unicode"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// cliVisitor owns the threads of agent chat. No chat key can have this name.
+const cliVisitor = "cli: local visitor"
+
+// longestLine bounds a message from a pipe, in bytes.
+const longestLine = 1 << 20
+
+func (c *cli) chatCommand() *cobra.Command {
+	var thread string
+	cmd := &cobra.Command{
+		Use:   "chat [MESSAGE]",
+		Short: "Talk with the agent as a visitor",
+		Long: `Talk with the agent as a visitor does: it has only the skills meant for visitors. On a terminal line by line, from a
+pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the thread's id goes to stderr, to go on with
+--thread. ^C cancels the turn; at the prompt it leaves, as ^D does.`,
+		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json",
+		Args:    message,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if thread != "" && threads.CheckID(thread) != nil {
+				return usageError("--thread: %w", threads.ErrInvalid)
+			}
+			if thread == "" {
+				thread = chat.NewThreadID()
+			}
+			return c.withApp(cmd.Context(), func(ctx context.Context, _ *session, a *app) error {
+				v := &visitor{cli: c, chat: a.chat, thread: thread}
+				switch {
+				case len(args) > 0:
+					return v.turn(ctx, args[0])
+				case !c.json && terminal(c.in) && terminal(c.out):
+					return v.converse(ctx)
+				}
+				return v.lines(ctx)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&thread, "thread", "", "go on in this thread")
+	return cmd
+}
+
+// visitor is somebody at the command line who talks with the agent.
+type visitor struct {
+	*cli
+	chat   *chat.Chat
+	thread string
+}
+
+// turn takes one turn. The answer is shown as it comes, or with --json as one document.
+func (v *visitor) turn(ctx context.Context, text string) error {
+	out := &printer{to: v.out}
+	show := func(piece string) { fmt.Fprint(out, speech(piece)) }
+	if v.json {
+		show = nil
+	}
+	got, err := v.chat.Say(ctx, chat.Ask{
+		Owner: cliVisitor, ThreadID: v.thread, Participant: "command line", Texts: []string{text}, Model: chat.Alias,
+	}, show)
+	if !v.json && got.ThreadID != "" {
+		fmt.Fprintln(out)
+	}
+	refusal, refused := errors.AsType[*chat.Refusal](err)
+	switch {
+	case ctx.Err() != nil:
+		return &exitError{exitInterrupted, nil}
+	case refused && got.TraceID != "":
+		return &traced{refusal, got.TraceID}
+	case err != nil:
+		return err
+	case v.json:
+		return v.print(got, nil)
+	case out.err != nil:
+		return fmt.Errorf("print answer: %w", out.err)
+	}
+	v.say("thread %s, trace %s", printable(got.ThreadID), got.TraceID)
+	return nil
+}
+
+// lines takes a turn for each line of a pipe.
+func (v *visitor) lines(ctx context.Context) error {
+	scanner := bufio.NewScanner(v.in)
+	scanner.Buffer(nil, longestLine)
+	for scanner.Scan() {
+		if strings.TrimSpace(scanner.Text()) == "" {
+			continue
+		}
+		if err := v.turn(ctx, scanner.Text()); err != nil {
+			return err
+		}
+	}
+	if err := scanner.Err(); err != nil {
+		return fmt.Errorf("read messages: %w", err)
+	}
+	return nil
+}
+
+// converse takes turns on a terminal. An interrupt ends the turn under way, or at the prompt the conversation.
+func (v *visitor) converse(ctx context.Context) error {
+	signal.Reset(os.Interrupt)
+	interrupts := make(chan os.Signal, 1)
+	signal.Notify(interrupts, os.Interrupt)
+	defer signal.Stop(interrupts)
+	lines, failed := v.typed(ctx)
+	for {
+		fmt.Fprint(v.out, "> ")
+		select {
+		case <-ctx.Done():
+			return &exitError{exitInterrupted, nil}
+		case <-interrupts:
+			fmt.Fprintln(v.out)
+			return &exitError{exitInterrupted, nil}
+		case line, more := <-lines:
+			if !more {
+				fmt.Fprintln(v.out)
+				return <-failed
+			}
+			if strings.TrimSpace(line) == "" {
+				continue
+			}
+			if err := v.interruptibly(ctx, interrupts, line); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// interruptibly takes a turn that an interrupt ends. What goes wrong with one turn does not end the conversation.
+func (v *visitor) interruptibly(ctx context.Context, interrupts <-chan os.Signal, line string) error {
+	turn, cancel := context.WithCancel(ctx)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- v.turn(turn, line) }()
+	select {
+	case err := <-done:
+		if err != nil {
+			v.say("%s", printable(err.Error()))
+		}
+	case <-interrupts:
+		cancel()
+		if err := <-done; err != nil && !errors.Is(err, context.Canceled) {
+			v.say("%s", printable(err.Error()))
+		}
+		v.say("cancelled")
+	}
+	return ctx.Err()
+}
+
+// typed reads lines in a goroutine, because a read cannot be interrupted: it ends with the next line or with the process.
+func (v *visitor) typed(ctx context.Context) (<-chan string, <-chan error) {
+	lines, failed := make(chan string), make(chan error, 1)
+	go func() {
+		defer close(lines)
+		reader := bufio.NewReader(v.in)
+		for {
+			line, err := reader.ReadString('\n')
+			if errors.Is(err, io.EOF) {
+				err = nil
+				if line == "" {
+					failed <- nil
+					return
+				}
+			}
+			if err != nil {
+				failed <- fmt.Errorf("read message: %w", err)
+				return
+			}
+			select {
+			case lines <- line:
+			case <-ctx.Done():
+				failed <- nil
+				return
+			}
+		}
+	}()
+	return lines, failed
+}
+
+// speech is what somebody says, without what could steer a terminal. Its lines stay.
+func speech(text string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
+			return r
+		}
+		return ' '
+	}, text)
+}

@@ -1,0 +1,274 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// devOptions are the flags of agent dev.
+type devOptions struct {
+	ephemeral bool
+	dir       string
+}
+
+func (c *cli) devCommand() *cobra.Command {
+	var opts devOptions
+	cmd := &cobra.Command{
+		Use:   "dev [WORKSPACE]",
+		Short: "Run everything here: own PostgreSQL, example workspace, a first heartbeat, HTTP",
+		Long: `Run everything on this machine, with nothing to set up.
+
+Without DATABASE_URL it runs its own PostgreSQL and keeps the data in .agent in this folder; --ephemeral throws
+it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies
+WORKSPACE (a folder of YAML files; the caretaker example when not given), runs a first heartbeat, prints its story,
+and serves until ^C. Settings are also read from .env.`,
+		Args: args(0, 1, "at most one folder"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				opts.dir = args[0]
+			}
+			return c.dev(cmd.Context(), opts)
+		},
+	}
+	cmd.Flags().BoolVar(&opts.ephemeral, "ephemeral", false, "keep no data: a new database that is removed at the end")
+	return cmd
+}
+
+func (c *cli) dev(ctx context.Context, opts devOptions) error {
+	environ, err := config.LoadDotEnv(".env", c.environ)
+	if err != nil {
+		return &exitError{exitUsage, err}
+	}
+	c.environ = environ
+	if c.environ["AGENT_LOG_LEVEL"] == "" {
+		c.environ["AGENT_LOG_LEVEL"] = "warn" // the story is printed; lines in between would hide it
+	}
+	cfg, log, err := c.settings()
+	if err != nil {
+		return err
+	}
+	if err := cfg.RequireDev(); err != nil {
+		return &exitError{exitUsage, err}
+	}
+	files, err := readWorkspace(opts.dir)
+	if err != nil {
+		return err
+	}
+	listener, err := listen(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	s := &session{config: cfg, log: log, url: cfg.DatabaseURL.Reveal()}
+	if err := c.prepareDev(ctx, s, opts); err != nil {
+		return err
+	}
+	defer s.close(ctx)
+	return c.runDev(ctx, s, files, listener, opts)
+}
+
+// readWorkspace reads the folder, or the caretaker example when there is none. Builtins that this binary does not
+// have are refused.
+func readWorkspace(dir string) (workspace.Workspace, error) {
+	if dir != "" {
+		files, err := workspace.LoadDir(dir)
+		if err == nil {
+			err = files.CheckBuiltins(builtins.Names())
+		}
+		if err != nil {
+			return workspace.Workspace{}, &exitError{exitUsage, err}
+		}
+		return files, nil
+	}
+	source, err := examples.Caretaker()
+	if err != nil {
+		return workspace.Workspace{}, err
+	}
+	return workspace.Load(source)
+}
+
+// prepareDev opens the database and brings it to this version.
+func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error {
+	if s.url == "" {
+		if err := s.own(ctx, c, true, opts.ephemeral); err != nil {
+			return err
+		}
+	}
+	if err := s.connect(ctx); err != nil {
+		return err
+	}
+	if _, err := s.migrate(ctx, c); err != nil {
+		s.close(ctx)
+		if s.server != nil && (errors.Is(err, migrations.ErrChanged) || errors.Is(err, migrations.ErrNewer)) {
+			return hint(err, "or remove %s and begin anew; --ephemeral does that for one run", stateDir)
+		}
+		return err
+	}
+	return nil
+}
+
+// runDev applies the workspace, and works until ctx ends.
+func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions) error {
+	diff, err := applyFiles(ctx, s.pool, files)
+	if err != nil {
+		return err
+	}
+	if err := c.sayApplied(diff, opts); err != nil {
+		return err
+	}
+	model, about, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
+	if err != nil {
+		return err
+	}
+	defer stop()
+	if !s.config.AdminToken.IsSet() {
+		s.config.AdminToken = config.Secret(rand.Text())
+	}
+	if len(s.config.ChatKeys) == 0 {
+		s.config.ChatKeys = map[string]config.Secret{"visitor": config.Secret(rand.Text())}
+	}
+	a, err := c.app(s, model)
+	if err != nil {
+		return err
+	}
+	err = a.run(ctx,
+		func(ctx context.Context) error { return a.serveHTTP(ctx, listener) },
+		func(ctx context.Context) error { return s.watch(ctx, c) },
+		func(ctx context.Context) error {
+			if err := c.firstHeartbeat(ctx, s, a); err != nil {
+				return err
+			}
+			c.greet(s, listener, about, opts)
+			return nil
+		})
+	if err == nil {
+		c.say("stopped")
+	}
+	return err
+}
+
+// sayApplied tells what the workspace brought: in a line when all of it is new.
+func (c *cli) sayApplied(diff workspace.Diff, opts devOptions) error {
+	if diff.Empty() {
+		return nil
+	}
+	if diff.Count(workspace.Create) < len(diff.Items) {
+		return diff.WriteText(c.err)
+	}
+	var parts []string
+	for _, kind := range []string{"skill", "objective", "automation", "webhook", "webhook_target", "mcp_server"} {
+		if n := len(slices.DeleteFunc(slices.Clone(diff.Items), func(i workspace.Item) bool { return i.Kind != kind })); n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, plural(kind, n)))
+		}
+	}
+	c.say("applied %s: %s", cmp.Or(opts.dir, "the caretaker example"), strings.Join(parts, ", "))
+	return nil
+}
+
+// plural is a noun for n things.
+func plural(noun string, n int) string {
+	if n == 1 {
+		return noun
+	}
+	return noun + "s"
+}
+
+// firstHeartbeat shows what the agent does. A heartbeat that fails is shown too, and does not end dev.
+func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
+	c.say("running a heartbeat …")
+	x, err := a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
+	if err != nil || ctx.Err() != nil {
+		return err
+	}
+	x = x.Redacted()
+	story, err := activity.TraceOf(ctx, s.pool, x.TraceID)
+	if err != nil {
+		return err
+	}
+	if x.ErrorMessage != nil {
+		c.say("the heartbeat %s: %s", x.Status, printable(*x.ErrorMessage))
+	}
+	return c.print(story, func(w io.Writer) error { return c.writeHeartbeat(w, story, x) })
+}
+
+// greet says where everything is.
+func (c *cli) greet(s *session, listener net.Listener, about string, opts devOptions) {
+	base := "http://" + listener.Addr().String()
+	kept := "DATABASE_URL"
+	if s.server != nil {
+		kept = s.server.Dir() + " (kept; --ephemeral throws it away)"
+		if opts.ephemeral {
+			kept = "a temporary folder, removed at the end"
+		}
+	}
+	c.say(`
+  API          %s/v1 (is it ready: %[1]s/readyz)
+  admin token  %s
+  chat         %[1]s/chat#key=%[3]s
+  database     %s
+  data in      %s
+  model        %s
+  heartbeat    %s (%s)
+
+  In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
+		base, s.config.AdminToken.Reveal(), firstKey(s.config.ChatKeys), s.shown(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
+	if opts.dir == "" {
+		c.say("  broken_on_purpose fails on purpose: run agent heartbeat until self-heal takes it out of service.")
+	}
+	c.say("  ^C stops")
+}
+
+// firstKey is one of the chat keys, for the person at the terminal.
+func firstKey(keys map[string]config.Secret) string {
+	return keys[slices.Min(slices.Collect(maps.Keys(keys)))].Reveal()
+}
+
+// watch starts the own server again should it go down under us.
+func (s *session) watch(ctx context.Context, c *cli) error {
+	if s.server == nil {
+		return nil
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-s.server.Done():
+		}
+		s.log.ErrorContext(ctx, "the own PostgreSQL went down; starting it again")
+		again, err := pgserver.Start(ctx, s.again(c))
+		if err != nil {
+			s.log.ErrorContext(ctx, "the own PostgreSQL did not start", "error", err)
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(2 * time.Second):
+			}
+			continue
+		}
+		s.server = again
+		if again.URL() != s.url {
+			return fmt.Errorf("the own PostgreSQL came back at another address; start agent dev again")
+		}
+	}
+}

@@ -1,0 +1,126 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// finding is what one check of the doctor says.
+type finding struct {
+	Check  string `json:"check"`
+	OK     bool   `json:"ok"`
+	Detail string `json:"detail"`
+}
+
+func (c *cli) doctorCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "doctor",
+		Short: "Check everything the agent needs, and say what to do",
+		Long:  "Check configuration, database, schema, workers and model. Exit code 1 when something needs attention.",
+		Args:  args(0, 0, "no arguments"),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			found := c.examine(cmd.Context())
+			err := c.print(listing(found, ""), func(w io.Writer) error {
+				for _, f := range found {
+					sign := "ok  "
+					if !f.OK {
+						sign = "BAD "
+					}
+					fmt.Fprintf(w, "%s %-14s %s\n", sign, f.Check, strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
+				}
+				return nil
+			})
+			if err != nil {
+				return err
+			}
+			for _, f := range found {
+				if !f.OK {
+					return &exitError{exitFailed, nil}
+				}
+			}
+			return nil
+		},
+	}
+}
+
+// examine makes the checks; a later one that needs an earlier one's result is left out when that failed.
+func (c *cli) examine(ctx context.Context) []finding {
+	var found []finding
+	add := func(check string, err error, detail string) bool {
+		if err != nil {
+			detail = err.Error()
+		}
+		found = append(found, finding{check, err == nil, detail})
+		return err == nil
+	}
+	c.calm()
+	cfg, log, err := c.settings()
+	if !add("configuration", err, "every setting can be read") {
+		return found
+	}
+	if !cfg.DatabaseURL.IsSet() {
+		binaries, err := pgserver.FindBinaries(func(name string) string { return c.environ[name] })
+		add("server", err, fmt.Sprintf("PostgreSQL %s in %s", binaries.Version, binaries.Dir))
+	}
+	s, err := c.open(ctx, cfg, log)
+	if add("database", err, "reachable") {
+		defer s.close(ctx)
+		c.examineDatabase(ctx, s, add)
+	}
+	c.examineModel(ctx, cfg, log, add)
+	return found
+}
+
+func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
+	var version, isolation string
+	err := s.pool.QueryRow(ctx, `select current_setting('server_version'), current_setting('default_transaction_isolation')`).
+		Scan(&version, &isolation)
+	add("PostgreSQL", err, version+", "+isolation)
+	if !add("schema", migrations.Check(ctx, s.pool), fmt.Sprintf("version %d", migrations.Version())) {
+		return
+	}
+	var workers, stuck int
+	err = s.pool.QueryRow(ctx, `
+		select (select count(*) from agent_workers where expires_at > clock_timestamp()),
+		       (select count(*) from agent_executions_stuck)`).Scan(&workers, &stuck)
+	alive := fmt.Sprintf("%d alive", workers)
+	if workers == 0 {
+		alive = "none alive: heartbeats come only from `agent heartbeat`; `agent serve` or `agent dev` makes one"
+	}
+	add("workers", err, alive)
+	if err == nil && stuck > 0 {
+		err = fmt.Errorf("%d executions are stuck; does `agent serve` run?", stuck)
+	}
+	add("executions", err, "none is stuck")
+}
+
+func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {
+	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{Attempts: 1})
+	if !add("model", err, about) {
+		return
+	}
+	defer stop()
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	_, err = model.Complete(ctx, models.Request{
+		Messages:  []openai.ChatCompletionMessage{{Role: openai.ChatMessageRoleUser, Content: "Say ok."}},
+		MaxTokens: 16,
+	})
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = errors.New("the model did not answer within 20 s")
+	}
+	add("model answers", err, "yes")
+}

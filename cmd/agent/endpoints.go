@@ -1,0 +1,96 @@
+package main
+
+import (
+	"encoding/json"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// eventStream is the content type of server-sent events.
+const eventStream = "text/event-stream"
+
+// endpoints are the routes of the surfaces.
+func (a *app) endpoints() []api.Endpoint {
+	var all []api.Endpoint
+	for _, some := range [][]api.Endpoint{a.operateEndpoints(), a.chatEndpoints(), a.webhookEndpoints(), a.mcpEndpoints()} {
+		all = append(all, some...)
+	}
+	return all
+}
+
+func (a *app) operateEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true,
+			Idempotent: true, Handler: a.operate.Handler(),
+			About: "Talk with the agent: events start, delta, tool, approval, done, error. With Accept: application/json the answer is " +
+				"one document. 409 when another admin is at work.",
+		}, {
+			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, ContentType: eventStream, Stream: true,
+			Handler: a.operate.WatchHandler(),
+			About:   "Watch the admin who is at work: what is done under their traces, as it is done.",
+		},
+	}
+}
+
+func (a *app) chatEndpoints() []api.Endpoint {
+	limit := int64(a.config.Chat.MaxBytes)
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
+			Stream: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
+			About: "OpenAI's chat completions, streamed or not. The conversation is the thread that X-Thread-Id, metadata.thread_id or user " +
+				"name; the answer names it in X-Thread-Id.",
+		}, {
+			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Answer: json.RawMessage{}, Stream: true, OpenAIErrors: true,
+			Handler: a.chat.CompletionHandler(),
+			About:   "A completion that was made or is being made, for a client whose connection broke; ?stream=true attaches to it.",
+		}, {
+			Method: "GET", Path: "/v1/models", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
+		}, {
+			Method: "GET", Path: "/v1/models/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.ModelHandler(), About: "One of the models.",
+		}, {
+			Method: "GET", Path: "/chat", Access: api.Public, ContentType: "text/html", Handler: a.chat.PageHandler(),
+			About: "A small page to chat on. It asks for the chat key.",
+		}, {
+			Method: "GET", Path: "/chat/{file}", Access: api.Public, ContentType: "text/plain", Handler: a.chat.PageHandler(),
+			About: "What the chat page is made of.",
+		},
+	}
+}
+
+func (a *app) webhookEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Answer: json.RawMessage{}, Status: 202,
+			MaxBody: webhooks.MostMaxBytes, Handler: a.webhook.Receive(),
+			About: "Receive a webhook: verified, stored and acknowledged with its trace. A delivery that came before is 200 with the first trace.",
+		}, {
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Answer: json.RawMessage{}, Handler: a.webhook.Deliveries(),
+			About: "Webhooks that came, newest first; filters endpoint and status.",
+		}, {
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Answer: json.RawMessage{}, Handler: a.webhook.Delivery(),
+			About: "One delivery, with its body.",
+		}, {
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Answer: json.RawMessage{},
+			Status: 202, Idempotent: true, Handler: a.webhook.ReplayDelivery(),
+			About: "Handle a delivery again, under a new trace.",
+		},
+	}
+}
+
+func (a *app) mcpEndpoints() []api.Endpoint {
+	handler := a.offered.Handler()
+	var all []api.Endpoint
+	for _, method := range []string{"POST", "GET", "DELETE"} {
+		all = append(all, api.Endpoint{
+			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Handler: handler,
+			About: "Offered skills for other programs, over the Model Context Protocol (streamable HTTP).",
+		})
+	}
+	return all
+}

@@ -1,0 +1,184 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+const broken = "broken_on_purpose"
+
+// makeDue makes the broken automation due now, whatever its schedule says.
+func makeDue(t *testing.T, db *pgxpool.Pool) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), `
+		update agent_automations set next_run_at = clock_timestamp() - interval '1 second'
+		 where name = 'broken on purpose' and next_run_at is not null`)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// state is how the broken skill and its automation stand.
+type state struct {
+	enabled            bool
+	by, reason         string
+	failures           int // that the evidence names
+	automationEnabled  bool
+	automationDisabler string
+	calls              int
+}
+
+func stateOf(t *testing.T, db *pgxpool.Pool) state {
+	t.Helper()
+	var s state
+	err := db.QueryRow(t.Context(), `
+		select s.enabled, s.disabled_by, s.disabled_reason, coalesce(jsonb_array_length(s.evidence -> 'failures'), 0),
+		       a.enabled, a.disabled_by,
+		       (select count(*) from agent_activity c where c.skill_name = s.name and c.status = 'error')
+		  from agent_skills s, agent_automations a
+		 where s.name = 'broken_on_purpose' and a.name = 'broken on purpose'`).
+		Scan(&s.enabled, &s.by, &s.reason, &s.failures, &s.automationEnabled, &s.automationDisabler, &s.calls)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// The caretaker's broken skill is taken out of service after its third failed call, with reason and evidence, its
+// automation is paused; enabling restores exactly that, and self-heal does not take it away again at once.
+func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
+	url := pgtest.URL(t)
+	db := connect(t, url)
+	p := on(t, url)
+	p.must("apply", caretaker)
+
+	for call := 1; call <= 3; call++ {
+		makeDue(t, db)
+		p.must("heartbeat")
+		if got := stateOf(t, db); got.calls != call {
+			t.Fatalf("after %d heartbeats there are %d failed calls", call, got.calls)
+		}
+		if got := stateOf(t, db); call < 3 && !got.enabled {
+			t.Fatalf("disabled after %d failed calls: %+v", call, got)
+		}
+	}
+	makeDue(t, db)
+	p.must("heartbeat")
+	got := stateOf(t, db)
+	if got.enabled || got.by != "self_heal" || got.failures != 3 || got.calls != 3 {
+		t.Errorf("after the third failed call: %+v", got)
+	}
+	contains(t, got.reason, "3 consecutive failures", "caretaker_notes")
+	if got.automationEnabled || got.automationDisabler != "self_heal" {
+		t.Errorf("its automation: %+v", got)
+	}
+	contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
+	contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures", "evidence", "caretaker_notes")
+	contains(t, p.must("skills", "ls"), "disabled", "self_heal")
+	if refused := p.run("skills", "call", broken); refused.code != 1 || !strings.Contains(refused.err, "agent skills enable "+broken) {
+		t.Errorf("a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
+	}
+
+	restored := p.must("skills", "enable", broken)
+	contains(t, restored, broken+" is in service\n", "automation broken on purpose runs again\n")
+	if strings.Contains(restored, "daily sizes") {
+		t.Errorf("enabling restored what self-heal had not paused: %s", restored)
+	}
+	for range 2 {
+		contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
+		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" || got.reason != "" || got.failures != 0 {
+			t.Fatalf("self-heal after the enabling: %+v", got)
+		}
+	}
+	makeDue(t, db)
+	p.must("heartbeat")
+	contains(t, p.must("selfheal"), "0 taken out of service")
+	if got := stateOf(t, db); !got.enabled || got.calls != 4 {
+		t.Errorf("after one failure since the enabling: %+v", got)
+	}
+}
+
+// agent selfheal does on its own what a heartbeat's first phase does, and says so.
+func TestSelfhealOnItsOwn(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	p.must("apply", caretaker)
+	for range 3 {
+		if got := p.run("skills", "call", broken, "--json"); got.code != 1 || !strings.Contains(got.err, `"trace_id":"op_`) {
+			t.Fatalf("a call of the broken skill: exit %d, stderr %q", got.code, got.err)
+		}
+	}
+	contains(t, p.must("selfheal"), "20 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
+		"    automation broken on purpose paused\n")
+	var again struct {
+		Checked        int
+		Healed, Trials []any
+	}
+	p.mustJSON(&again, "selfheal")
+	if again.Checked != 19 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
+		t.Errorf("a second self-heal: %+v", again)
+	}
+}
+
+func TestSkillsDisableAndEnable(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	p.must("apply", caretaker)
+	var changed struct {
+		Skill, State string
+		Changed      bool
+		Restored     []string `json:"automations_restored"`
+	}
+	p.mustJSON(&changed, "skills", "disable", "connections", "--reason", "too slow")
+	if changed.Skill != "connections" || changed.State != "disabled" || !changed.Changed || changed.Restored == nil {
+		t.Errorf("got %+v", changed)
+	}
+	if got := p.must("skills", "disable", "connections"); got != "connections was out of service already\n" {
+		t.Errorf("disabled twice: %q", got)
+	}
+	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
+	p.must("apply", caretaker)
+	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	if got := p.must("skills", "enable", "connections"); got != "connections is in service\n" {
+		t.Errorf("enabled: %q", got)
+	}
+	for _, args := range [][]string{{"enable", "nope"}, {"disable", "nope"}, {"show", "nope"}, {"call", "nope"}} {
+		got := p.run(append([]string{"skills"}, args...)...)
+		if got.code != 1 || !strings.HasSuffix(got.err, "see agent skills ls\n") {
+			t.Errorf("agent skills %v: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+}
+
+func TestSkillsCall(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	p.must("apply", caretaker)
+	contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
+	var called struct {
+		Skill       string
+		ExecutionID string `json:"execution_id"`
+		TraceID     string `json:"trace_id"`
+		Result      struct{ Rows []any }
+	}
+	p.mustJSON(&called, "skills", "call", "database_size")
+	if len(called.Result.Rows) != 1 || !strings.HasPrefix(called.TraceID, "op_") {
+		t.Errorf("got %+v", called)
+	}
+	contains(t, p.must("trace", called.TraceID), "database_size")
+	contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
+	for args, says := range map[string]string{`{"limit": 0}`: "/limit", `{"nope": 1}`: "nope", `[1]`: "object", `{`: "is not JSON"} {
+		got := p.run("skills", "call", "table_sizes", "--args", args)
+		if got.code != 2 || got.out != "" || !strings.Contains(got.err, says) {
+			t.Errorf("--args %s: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+	var runs struct{ Items []any }
+	p.mustJSON(&runs, "executions", "ls")
+	if len(runs.Items) != 2 {
+		t.Errorf("%d executions: a call with bad arguments was begun", len(runs.Items))
+	}
+}

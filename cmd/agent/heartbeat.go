@@ -1,0 +1,118 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+)
+
+func (c *cli) heartbeatCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "heartbeat",
+		Short: "Run one heartbeat, now",
+		Long: `Run one heartbeat in this process, now, and print its story. When another heartbeat runs, or an admin is at
+work, it is recorded as skipped, and that is no error. When an admin comes while it runs, it waits, and goes on in
+a process that runs agent serve or agent dev.`,
+		Args: args(0, 0, "no arguments"),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx := cmd.Context()
+			s, err := c.session(ctx)
+			if err != nil {
+				return err
+			}
+			defer s.close(ctx)
+			if _, err := builtins.Put(ctx, s.pool); err != nil {
+				return err
+			}
+			model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
+			if err != nil {
+				return err
+			}
+			defer stop()
+			a, err := c.app(s, model)
+			if err != nil {
+				return err
+			}
+			if terminal(c.err) {
+				c.say("running a heartbeat …")
+			}
+			var ended executions.Execution
+			err = a.beat(ctx, func(ctx context.Context) error {
+				ended, err = a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
+				return err
+			})
+			if err != nil {
+				return err
+			}
+			return c.reportHeartbeat(ctx, s, ended)
+		},
+	}
+}
+
+// reportHeartbeat prints the story of a heartbeat; one that did not end well is a failure.
+func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Execution) error {
+	ctx = context.WithoutCancel(ctx)
+	x = x.Redacted()
+	story, err := activity.TraceOf(ctx, s.pool, x.TraceID)
+	if err != nil {
+		return err
+	}
+	err = c.print(struct {
+		Execution executions.Execution `json:"execution"`
+		Trace     activity.Trace       `json:"trace"`
+	}{x, story}, func(w io.Writer) error {
+		return c.writeHeartbeat(w, story, x)
+	})
+	if err != nil {
+		return err
+	}
+	switch x.Status {
+	case executions.Completed:
+		return nil
+	case executions.Cancelled:
+		return &exitError{exitInterrupted, nil}
+	case executions.Waiting:
+		c.say("the heartbeat waits for %s; it goes on in a process that runs `agent serve` or `agent dev`", awaited(x))
+		return nil
+	case executions.Running, executions.Pending:
+		c.say("the heartbeat is %s; it goes on in a process that runs `agent serve` or `agent dev`", x.Status)
+		return nil
+	case executions.Failed, executions.Timeout:
+	}
+	return &traced{fmt.Errorf("heartbeat %s: %s", x.Status, deref(x.ErrorMessage)), x.TraceID}
+}
+
+// awaited says for what a heartbeat waits.
+func awaited(x executions.Execution) string {
+	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
+		return "the admin, who holds the lane " + heartbeat.OperateLane
+	}
+	return printable(deref(x.WaitingFor) + " " + deref(x.WaitingKey))
+}
+
+// writeHeartbeat shows a heartbeat to a person: its story, and what came of it in a sentence.
+func (c *cli) writeHeartbeat(w io.Writer, story activity.Trace, x executions.Execution) error {
+	if err := activity.WriteStory(w, story, c.colour()); err != nil {
+		return err
+	}
+	if x.ResultSummary != "" {
+		fmt.Fprintf(w, "\n%s\n", printable(x.ResultSummary))
+	}
+	return nil
+}
+
+// deref is the text behind a pointer that may be nil.
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}

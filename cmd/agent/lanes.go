@@ -1,0 +1,119 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
+)
+
+func (c *cli) lanesCommand() *cobra.Command {
+	return group("lanes", "See who holds which lane, free one, run a command in one",
+		c.lanesListCommand(), c.lanesReleaseCommand(), c.lanesRunCommand())
+}
+
+func (c *cli) lanesListCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "ls", Short: "List the lanes that are held now", Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			live, err := lanes.Live(cmd.Context(), s.pool)
+			if err != nil {
+				return err
+			}
+			return c.print(listing(live, ""), func(w io.Writer) error {
+				rows := make([][]string, len(live))
+				for i, l := range live {
+					left := "parked"
+					if l.ExpiresIn != nil {
+						left = seconds(*l.ExpiresIn)
+					}
+					rows[i] = []string{l.Lane, l.LockedBy, deref(l.TraceID), seconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
+				}
+				return table(w, "no lane is held", []string{"LANE", "HELD BY", "TRACE", "HELD FOR", "TIME LEFT", "TOKEN"}, rows)
+			})
+		}),
+	}
+}
+
+func (c *cli) lanesReleaseCommand() *cobra.Command {
+	var reason string
+	cmd := &cobra.Command{
+		Use: "release LANE", Short: "Free a lane by force",
+		Long: `Free a lane whoever holds it. The holder's token is void at once: what it still tries to write is refused. The
+break is recorded under the holder's trace, with the reason.`,
+		Args: args(1, 1, "a lane"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			broken, err := lanes.Break(cmd.Context(), s.pool, args[0], reason)
+			if err != nil {
+				return err
+			}
+			if !broken {
+				return hint(fmt.Errorf("lane %q is not held", args[0]), "see agent lanes ls")
+			}
+			return c.print(map[string]any{"lane": args[0], "released": true}, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "released %s\n", args[0])
+				return err
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&reason, "reason", "released from the command line", "why, for the record")
+	return cmd
+}
+
+func (c *cli) lanesRunCommand() *cobra.Command {
+	var ttl time.Duration
+	cmd := &cobra.Command{
+		Use:   "run LANE [--ttl 1h] -- CMD…",
+		Short: "Run a command while holding a lane, like flock",
+		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the command's;
+75 when the lane is busy, and then the command is not run. The lane is renewed while the command runs and released
+however it ends; when the lane is lost the command is ended. --ttl is how long the lane outlives a crash of this process.`,
+		Example: "  agent lanes run pipeline:prices --ttl 1h -- ./import-prices.sh",
+		Args: func(cmd *cobra.Command, got []string) error {
+			if cmd.ArgsLenAtDash() == 1 && len(got) > 1 {
+				return nil
+			}
+			return args(2, 1, "one lane, --, and a command")(cmd, got)
+		},
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			return c.runInLane(cmd, s, args[0], ttl, args[1:])
+		}),
+	}
+	ttlFlag(cmd.Flags(), &ttl, "how long the lane outlives a crash, from 1s to 30d; 1h unless the lane's name has its own default")
+	return cmd
+}
+
+// runInLane runs the command, and ends with its exit code. Signals are the command's: it decides how it
+// ends, and we wait for that with the lane held.
+func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
+	keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Enabled: s.config.LanesEnabled})
+	signal.Reset(os.Interrupt, syscall.SIGTERM)
+	kept := make(chan os.Signal, 1) // before RunCommand listens, a signal must not end us with the lane held
+	signal.Notify(kept, os.Interrupt, syscall.SIGTERM)
+	defer signal.Stop(kept)
+	living, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
+	var renewing errgroup.Group
+	renewing.Go(func() error { return keeper.Run(living) })
+	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{In: c.in, Out: c.out, Err: c.err})
+	stop()
+	err = errors.Join(err, renewing.Wait())
+	switch {
+	case errors.Is(err, lanes.ErrInvalid):
+		return err
+	case err != nil:
+		return &exitError{max(code, exitFailed), err}
+	case code != 0:
+		return &exitError{code, nil}
+	}
+	return nil
+}

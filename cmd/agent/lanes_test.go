@@ -1,0 +1,225 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	tests := map[string]struct {
+		command []string
+		code    int
+		out     string
+	}{
+		"success":             {[]string{"echo", "done"}, 0, "done\n"},
+		"failure":             {[]string{"sh", "-c", "exit 7"}, 7, ""},
+		"a code of our own":   {[]string{"sh", "-c", "exit 75"}, 75, ""},
+		"a signal":            {[]string{"sh", "-c", "kill -TERM $$"}, 128 + 15, ""},
+		"another":             {[]string{"sh", "-c", "kill -KILL $$"}, 128 + 9, ""},
+		"flags of the others": {[]string{"echo", "--json", "-h", "--ttl", "x", "--", "-z"}, 0, "--json -h --ttl x -- -z\n"},
+		"an empty argument":   {[]string{"sh", "-c", `echo "$#:$2"`, "sh", "", "a b"}, 0, "2:a b\n"},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			for _, before := range [][]string{{"pipeline:x"}, {"pipeline:x", "--ttl", "1h"}, {"--ttl=90s", "pipeline:x"}} {
+				args := append(append([]string{"lanes", "run"}, before...), append([]string{"--"}, test.command...)...)
+				got := p.run(args...)
+				if got.code != test.code || got.out != test.out || got.err != "" {
+					t.Errorf("agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out, got.err, test.code, test.out)
+				}
+				contains(t, p.must("lanes", "ls"), "no lane is held")
+			}
+		})
+	}
+}
+
+func TestLanesRunHandsItsStreamsOn(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	got := p.runWith(t.Context(), strings.NewReader("input"), "lanes", "run", "x", "--", "sh", "-c", "cat; echo told >&2")
+	if got != (answer{0, "input", "told\n"}) {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestLanesRunOfNoCommand(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	got := p.run("lanes", "run", "x", "--", "/no/such/command")
+	if got.code != 1 || !strings.HasPrefix(got.err, "agent: run /no/such/command: ") {
+		t.Errorf("exit %d, stderr %q", got.code, got.err)
+	}
+	contains(t, p.must("lanes", "ls"), "no lane is held")
+}
+
+func TestLanesRunSkipsWhenBusy(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	db := connect(t, url)
+	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`); err != nil {
+		t.Fatal(err)
+	}
+	mark := filepath.Join(t.TempDir(), "mark")
+	got := p.run("lanes", "run", "pipeline:x", "--", "touch", mark)
+	if got.code != 75 || got.out != "" {
+		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
+	}
+	contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
+	if _, err := os.Stat(mark); err == nil {
+		t.Error("the command ran without the lane")
+	}
+	contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
+	var page struct{ Items []map[string]any }
+	p.mustJSON(&page, "lanes", "ls")
+	if len(page.Items) != 1 || page.Items[0]["locked_by"] != "somebody" {
+		t.Errorf("got %v", page.Items)
+	}
+
+	if got := p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"); got != "released pipeline:x\n" {
+		t.Errorf("released: %q", got)
+	}
+	contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
+	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not held; see agent lanes ls\n" {
+		t.Errorf("released twice: exit %d, stderr %q", got.code, got.err)
+	}
+	contains(t, p.must("activity", "ls"), "break_lane")
+}
+
+// A bad lane or TTL is exit 2, the command does not run, and nothing is written.
+func TestLanesRunRefusesBadLanes(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	mark := filepath.Join(t.TempDir(), "mark")
+	for _, lane := range []string{"", strings.Repeat("x", 256), "a\nb", "a\x1b[31m", "tab\there"} {
+		for _, args := range [][]string{{"lanes", "run", lane, "--", "touch", mark}, {"lanes", "release", lane}} {
+			got := p.run(args...)
+			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != 1 || !strings.Contains(got.err, "1 to 255 printable characters") {
+				t.Errorf("agent %.40q: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
+			}
+		}
+	}
+	for _, ttl := range []string{"0", "-1s", "31d", "abc", "", "999ms"} {
+		if got := p.run("lanes", "run", "x", "--ttl="+ttl, "--", "touch", mark); got.code != 2 {
+			t.Errorf("--ttl %q: exit %d, stderr %q", ttl, got.code, got.err)
+		}
+	}
+	if _, err := os.Stat(mark); err == nil {
+		t.Error("a command ran")
+	}
+	var rows int
+	if err := connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*) from agent_activity)`).Scan(&rows); err != nil {
+		t.Fatal(err)
+	}
+	if rows != 0 {
+		t.Errorf("%d rows were written", rows)
+	}
+	if got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true"); got.code != 0 {
+		t.Errorf("the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
+	}
+}
+
+// A command may take longer than the lane's time to live: the lane is renewed while it runs.
+func TestLanesRunRenewsTheLane(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	got := p.run("lanes", "run", "x", "--ttl", "4s", "--", "sh", "-c", "sleep 6; echo whole")
+	if got.code != 0 || got.out != "whole\n" {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestLanesRunEndsTheCommandWhenItIsStopped(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	s := p.start("lanes", "run", "x", "--", "sh", "-c", "echo started >&2; sleep 60 & wait")
+	s.find(t, "started")
+	s.stop()
+	if code := <-s.ended; code != 1 || !strings.Contains(s.err.String(), "agent: run sh: ended: ") {
+		t.Errorf("exit %d, stderr %q", code, s.err.String())
+	}
+	contains(t, p.must("lanes", "ls"), "no lane is held")
+}
+
+func TestLanesSwitchedOff(t *testing.T) {
+	url := pgtest.URL(t)
+	if _, err := connect(t, url).Exec(t.Context(), `select try_acquire_agent_lock('x', 'somebody', 600)`); err != nil {
+		t.Fatal(err)
+	}
+	got := on(t, url, "AGENT_LANES=off").run("lanes", "run", "x", "--", "echo", "ran")
+	if got.code != 0 || got.out != "ran\n" || strings.Count(got.err, "level=WARN") != 1 {
+		t.Errorf("got %+v", got)
+	}
+}
+
+// Signals go to the command, which decides how it ends; the lane is held until then and released after. A second
+// signal is the command's too.
+func TestLanesRunUnderSignals(t *testing.T) {
+	tests := map[string]struct {
+		script  string
+		answers []string // what the command prints before each signal
+		code    int
+	}{
+		"that end the command": {`echo ready; sleep 60 & wait`, []string{"ready"}, 128 + 15},
+		"that the command answers to": {
+			`trap 'trap "echo cleaned; exit 3" TERM; echo cleaning; sleep 60 & wait' TERM; echo ready; sleep 60 & wait`,
+			[]string{"ready", "cleaning"},
+			3,
+		},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			p := on(t, pgtest.URL(t))
+			var out, errs stream
+			cmd := exec.Command(os.Args[0], "lanes", "run", "pipeline:x", "--", "sh", "-c", test.script)
+			cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
+			cmd.Stdout, cmd.Stderr = &out, &errs
+			cmd.WaitDelay = 10 * time.Second
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			for _, answer := range test.answers {
+				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) }, "the command says "+answer)
+				contains(t, p.must("lanes", "ls"), "pipeline:x")
+				if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err := cmd.Wait()
+			if code := cmd.ProcessState.ExitCode(); code != test.code {
+				t.Errorf("exit %d (%v), stdout %q, stderr %q, want %d", code, err, out.String(), errs.String(), test.code)
+			}
+			contains(t, p.must("lanes", "ls"), "no lane is held")
+		})
+	}
+}
+
+func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
+	p := on(t, pgtest.URL(t), "AGENT_LOG_LEVEL=info")
+	got := p.run("lanes", "run", "pipeline:x", "--ttl", "2s", "--", "sh", "-c", "sleep 5; echo ended by itself")
+	if got.code != 0 || got.out != "ended by itself\n" {
+		t.Errorf("exit %d, stdout %q, stderr %q", got.code, got.out, got.err)
+	}
+	if strings.Contains(got.err, "lane lost") || strings.Contains(got.err, "[redacted]") {
+		t.Errorf("stderr: %s", got.err)
+	}
+}
+
+func TestTimesAreShownAlike(t *testing.T) {
+	zone := time.FixedZone("elsewhere", 3600)
+	if got := when(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
+		t.Errorf("got %s", got)
+	}
+	for ms, want := range map[int64]string{0: "0s", 12: "12ms", 1500: "1.5s"} {
+		if got := span(&ms); got != want {
+			t.Errorf("%d ms: %s, want %s", ms, got, want)
+		}
+	}
+	if got := fmt.Sprint(span(nil), seconds(61), money(0.5), percent(0.25)); got != "…1m1s$0.500025 %" {
+		t.Errorf("got %s", got)
+	}
+}

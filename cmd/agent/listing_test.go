@@ -1,0 +1,270 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// listings are the commands that list, with the headings a person sees and what they say when there is nothing.
+var listings = map[string]struct {
+	args    []string
+	heading string
+	empty   string
+}{
+	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no trace matches; `agent heartbeat` makes one"},
+	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
+	"audit":            {[]string{"activity", "audit"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
+	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST", "no model was called in that time"},
+	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill was called in that time"},
+	"failing":          {[]string{"activity", "failing"}, "SKILL CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no skill failed in that time"},
+	"lanes":            {[]string{"lanes", "ls"}, "LANE HELD BY TRACE HELD FOR TIME LEFT TOKEN", "no lane is held"},
+	"executions":       {[]string{"executions", "ls"}, "EXECUTION FLOW STATUS CREATED TRACE ABOUT", "no execution matches; `agent heartbeat` makes one"},
+	"skills":           {[]string{"skills", "ls"}, "SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON", "no skills; `agent apply DIR` brings some"},
+	"approvals":        {[]string{"approvals", "ls"}, "APPROVAL SKILL STATUS ARGUMENTS ASKED EXPIRES TRACE", "nothing waits for approval"},
+	"filtered traces":  {[]string{"trace", "ls", "--surface", "heartbeat", "--status", "completed", "--since", "1h", "--limit", "1"}, "TRACE FLOW", ""},
+	"filtered actions": {[]string{"activity", "ls", "--surface", "heartbeat", "--status", "error", "--since", "1d"}, "TIME TRACE", ""},
+	"filtered runs":    {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed"}, "EXECUTION FLOW", ""},
+}
+
+func TestListingsOfNothing(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	for name, l := range listings {
+		if l.empty == "" {
+			continue
+		}
+		if got := p.must(l.args...); got != l.empty+"\n" {
+			t.Errorf("%s: %q, want %q", name, got, l.empty)
+		}
+		text := p.must(append(l.args, "--json")...)
+		if !strings.Contains(text, `"items": []`) || !strings.Contains(text, `"next_cursor": null`) {
+			t.Errorf("%s as JSON: %s", name, text)
+		}
+	}
+}
+
+// used is a database in which the caretaker has had one heartbeat, a lane is held and a call waits for approval.
+func used(t *testing.T) program {
+	t.Helper()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	p.must("apply", caretaker)
+	db := connect(t, url)
+	makeDue(t, db)
+	p.must("heartbeat")
+	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:prices', 'import', 3600)`); err != nil {
+		t.Fatal(err)
+	}
+	_, err := db.Exec(t.Context(), `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		select e.trace_id, e.id, s.name, s.revision, '{"limit": 3}', 'x', clock_timestamp() + interval '1 day'
+		  from agent_executions e, agent_skills s where s.name = 'table_sizes'`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestListings(t *testing.T) {
+	p := used(t)
+	for name, l := range listings {
+		t.Run(name, func(t *testing.T) {
+			got := p.run(l.args...)
+			first, rest, _ := strings.Cut(got.out, "\n")
+			if got.code != 0 || got.err != "" || !strings.HasPrefix(strings.Join(strings.Fields(first), " "), l.heading) || rest == "" {
+				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
+			}
+			for line := range strings.Lines(got.out) {
+				if strings.HasSuffix(line, " \n") {
+					t.Errorf("a line ends with a space: %q", line)
+				}
+			}
+			var page struct {
+				Items      []map[string]any `json:"items"`
+				NextCursor *string          `json:"next_cursor"`
+			}
+			p.mustJSON(&page, l.args...)
+			if len(page.Items) == 0 {
+				t.Error("no items")
+			}
+			for _, item := range page.Items {
+				for key, value := range item {
+					checkField(t, key, value)
+				}
+			}
+		})
+	}
+}
+
+var (
+	snakeCase = regexp.MustCompile(`^[a-z][a-z0-9]*(_[a-z0-9]+)*$`)
+	timeField = regexp.MustCompile(`(_at|_until)$`)
+	idField   = regexp.MustCompile(`^id$|_id$`)
+)
+
+// checkField checks that a key is snake_case, an id a text, and a time RFC 3339 in UTC.
+func checkField(t *testing.T, key string, value any) {
+	t.Helper()
+	if !snakeCase.MatchString(key) {
+		t.Errorf("key %q is not snake_case", key)
+	}
+	if value == nil {
+		return
+	}
+	text, isText := value.(string)
+	if idField.MatchString(key) && !isText {
+		t.Errorf("%s is %v, not a text", key, value)
+	}
+	if timeField.MatchString(key) {
+		if _, err := time.Parse(time.RFC3339, text); err != nil || !strings.HasSuffix(text, "Z") {
+			t.Errorf("%s is %v, not RFC 3339 in UTC", key, value)
+		}
+	}
+}
+
+func TestPagesOfAListing(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	for range 3 {
+		p.must("heartbeat")
+	}
+	for _, command := range []string{"trace", "executions", "activity"} {
+		seen := map[string]bool{}
+		args := []string{command, "ls", "--limit", "2"}
+		pages := 0
+		for cursor := new(""); cursor != nil; pages++ {
+			var page struct {
+				Items      []map[string]any `json:"items"`
+				NextCursor *string          `json:"next_cursor"`
+			}
+			if *cursor != "" {
+				args = []string{command, "ls", "--limit", "2", "--cursor", *cursor}
+			}
+			p.mustJSON(&page, args...)
+			for _, item := range page.Items {
+				id := fmt.Sprint(item["id"], item["execution_id"])
+				if seen[id] {
+					t.Errorf("%s: %s is on two pages", command, id)
+				}
+				seen[id] = true
+			}
+			cursor = page.NextCursor
+		}
+		want := map[string]int{"trace": 3, "executions": 3, "activity": 18}[command]
+		if len(seen) != want || pages != (want+1)/2 {
+			t.Errorf("%s: %d rows on %d pages, want %d on %d", command, len(seen), pages, want, (want+1)/2)
+		}
+	}
+}
+
+func TestTrace(t *testing.T) {
+	p := used(t)
+	var last struct {
+		TraceID     string            `json:"trace_id"`
+		OTelTraceID string            `json:"otel_trace_id"`
+		Activities  []json.RawMessage `json:"activities"`
+	}
+	p.mustJSON(&last, "trace", "last", "--surface", "heartbeat")
+	story := p.must("trace", last.TraceID)
+	contains(t, story, last.TraceID, "self_heal", "advance_plan", "save_memories", "broken_on_purpose", "caretaker_notes", "total:")
+	for _, form := range []string{last.OTelTraceID, strings.TrimPrefix(last.TraceID, "hb_"), strings.ToLower(last.TraceID)} {
+		if got := p.must("trace", form); got != story {
+			t.Errorf("agent trace %s tells another story:\n%s", form, got)
+		}
+	}
+	if strings.Contains(story, "\x1b[") {
+		t.Error("a story that goes to no terminal is coloured")
+	}
+	forced := program{t, append(p.environ, "CLICOLOR_FORCE=1")}
+	if got := forced.must("trace", "last"); !strings.Contains(got, "\x1b[") {
+		t.Error("CLICOLOR_FORCE=1 does not colour the story")
+	}
+	if got := forced.must("trace", "last", "--no-color"); strings.Contains(got, "\x1b[") {
+		t.Error("--no-color does not keep colours away")
+	}
+	if got := p.run("trace", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); got.code != 1 || got.err !=
+		"agent: read trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE: no such trace; see agent trace ls\n" {
+		t.Errorf("an unknown trace: exit %d, stderr %q", got.code, got.err)
+	}
+	if got := p.run("trace", "foo"); got.code != 2 || !strings.Contains(got.err, "a trace id looks like hb_") {
+		t.Errorf("no trace id: exit %d, stderr %q", got.code, got.err)
+	}
+	if got := p.run("trace", "last", "--surface", "chat"); got.code != 1 || !strings.Contains(got.err, "there is no such trace yet") {
+		t.Errorf("no trace of a surface: exit %d, stderr %q", got.code, got.err)
+	}
+}
+
+func TestExecutions(t *testing.T) {
+	p := used(t)
+	var page struct{ Items []struct{ ID, Status string } }
+	p.mustJSON(&page, "executions", "ls")
+	id := page.Items[0].ID
+	contains(t, p.must("executions", "show", id), "heartbeat", "completed", "RECORDED", "self_heal")
+	var shown struct {
+		ID          string
+		Checkpoints []map[string]any
+	}
+	p.mustJSON(&shown, "executions", "show", id)
+	if shown.ID != id || len(shown.Checkpoints) == 0 {
+		t.Errorf("got %+v", shown)
+	}
+	if got := p.must("executions", "cancel", id); got != id+" had ended already: completed\n" {
+		t.Errorf("cancelling what has ended: %q", got)
+	}
+	const unknown = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
+	for _, args := range [][]string{{"executions", "show", strings.ReplaceAll(unknown, "-", "")}, {"executions", "cancel", unknown}} {
+		if got := p.run(args...); got.code != 1 || !strings.HasSuffix(got.err, "see agent executions ls\n") {
+			t.Errorf("agent %v: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+}
+
+func TestCancelOfAPendingExecution(t *testing.T) {
+	url := pgtest.URL(t)
+	var id string
+	err := connect(t, url).QueryRow(t.Context(), `
+		insert into agent_executions (trace_id, surface, agent, flow, status)
+		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'flowpilot', 'import', 'pending') returning id::text`).Scan(&id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url)
+	if got := p.must("executions", "cancel", id, "--reason", "not today"); got != "cancelled "+id+"\n" {
+		t.Errorf("got %q", got)
+	}
+	contains(t, p.must("executions", "show", id), "cancelled", "admin", "not today")
+}
+
+func TestApprovals(t *testing.T) {
+	p := used(t)
+	var page struct{ Items []struct{ ID string } }
+	p.mustJSON(&page, "approvals", "ls")
+	id := page.Items[0].ID
+	if got := p.must("approvals", "approve", id, "--reason", "known address"); got != "approved "+id+": table_sizes {\"limit\": 3}\n" {
+		t.Errorf("got %q", got)
+	}
+	for _, id := range []string{id, "nope"} {
+		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
+			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
+		}
+	}
+}
+
+// What comes from outside cannot steer the terminal of whoever lists it.
+func TestListingsAreSafeToLookAt(t *testing.T) {
+	url := pgtest.URL(t)
+	_, err := connect(t, url).Exec(t.Context(), `
+		insert into agent_executions (trace_id, surface, agent, flow, status)
+		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'flowpilot', E'red \u001b[31m\nand two lines', 'pending')`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := on(t, url).must("executions", "ls")
+	if strings.Contains(got, "\x1b") || strings.Count(got, "\n") != 2 {
+		t.Errorf("got %q", got)
+	}
+}

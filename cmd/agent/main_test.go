@@ -1,0 +1,180 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// asAgent makes the test binary be the program itself, for tests that need a process.
+const asAgent = "LANEKEEPER_TEST_AS_AGENT"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asAgent) != "" {
+		main()
+	}
+	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a time that is not put into UTC shows
+	pgtest.Main(m)
+}
+
+// pgWait is how long something may take that takes a moment.
+const pgWait = 20 * time.Second
+
+// caretaker is the example workspace.
+const caretaker = "../../examples/caretaker"
+
+// program is agent with its settings.
+type program struct {
+	t       *testing.T
+	environ []string
+}
+
+// answer is what one run of it said.
+type answer struct {
+	code     int
+	out, err string
+}
+
+// on is agent on a database; settings are NAME=value.
+func on(t *testing.T, url string, settings ...string) program {
+	t.Helper()
+	return program{t, append([]string{"DATABASE_URL=" + url, "AGENT_LOG_LEVEL=warn"}, settings...)}
+}
+
+// bare is agent without a database.
+func bare(t *testing.T, settings ...string) program {
+	t.Helper()
+	return program{t, settings}
+}
+
+// run runs a command to its end.
+func (p program) run(args ...string) answer {
+	p.t.Helper()
+	return p.runWith(p.t.Context(), strings.NewReader(""), args...)
+}
+
+func (p program) runWith(ctx context.Context, in io.Reader, args ...string) answer {
+	p.t.Helper()
+	var out, errs stream
+	code := run(ctx, args, p.environ, in, &out, &errs)
+	return answer{code, out.String(), errs.String()}
+}
+
+// must runs a command that has to end well, and returns what it printed.
+func (p program) must(args ...string) string {
+	p.t.Helper()
+	got := p.run(args...)
+	if got.code != 0 {
+		p.t.Fatalf("agent %s: exit %d, stderr: %s", strings.Join(args, " "), got.code, got.err)
+	}
+	return got.out
+}
+
+// mustJSON runs a command with --json and reads the one document it prints.
+func (p program) mustJSON(into any, args ...string) {
+	p.t.Helper()
+	text := p.must(append(args, "--json")...)
+	if err := oneDocument(text, into); err != nil {
+		p.t.Fatalf("agent %s --json: %v in %s", strings.Join(args, " "), err, text)
+	}
+}
+
+// oneDocument reads a text that has to be one JSON document and nothing else.
+func oneDocument(text string, into any) error {
+	d := json.NewDecoder(strings.NewReader(text))
+	if err := d.Decode(into); err != nil {
+		return err
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("more follows the document")
+	}
+	return nil
+}
+
+// contains reports the texts that are not in got.
+func contains(t *testing.T, got string, wanted ...string) {
+	t.Helper()
+	for _, w := range wanted {
+		if !strings.Contains(got, w) {
+			t.Errorf("%q is not in:\n%s", w, got)
+		}
+	}
+}
+
+// stream is a buffer that is written and read at once.
+type stream struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (s *stream) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.Write(p)
+}
+
+func (s *stream) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.String()
+}
+
+// started is a command that goes on until it is stopped.
+type started struct {
+	out, err stream
+	stop     context.CancelFunc
+	ended    chan int
+}
+
+// start runs a command in the background; the test's end stops it.
+func (p program) start(args ...string) *started {
+	p.t.Helper()
+	ctx, cancel := context.WithCancel(p.t.Context())
+	s := &started{stop: cancel, ended: make(chan int, 1)}
+	var group sync.WaitGroup
+	group.Go(func() { s.ended <- run(ctx, args, p.environ, strings.NewReader(""), &s.out, &s.err) })
+	p.t.Cleanup(func() {
+		cancel()
+		group.Wait()
+	})
+	return s
+}
+
+// find waits until stderr matches, and returns the first group.
+func (s *started) find(t *testing.T, pattern string) string {
+	t.Helper()
+	expression := regexp.MustCompile(pattern)
+	var found []string
+	pgtest.Eventually(t, 30*time.Second, func() bool {
+		found = expression.FindStringSubmatch(s.err.String())
+		return found != nil || len(s.ended) > 0
+	}, "stderr matches "+pattern)
+	if found == nil {
+		t.Fatalf("ended with %d before stderr matched %s:\n%s", <-s.ended, pattern, s.err.String())
+	}
+	return found[len(found)-1]
+}
+
+// connect is a pool on the database behind url.
+func connect(t *testing.T, url string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}

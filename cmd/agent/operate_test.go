@@ -1,0 +1,383 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"os"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/creack/pty"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+// desk is agent operate on a database with a scripted model.
+type desk struct {
+	program
+	url   string
+	pool  *pgxpool.Pool
+	model *modeltest.Server
+}
+
+// newDesk has the skills slow, which takes ten minutes, and wipe, which needs leave.
+func newDesk(t *testing.T, replies ...modeltest.Reply) *desk {
+	t.Helper()
+	d := &desk{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
+	d.program = on(t, d.url, "OPENAI_BASE_URL="+d.model.URL(), "AGENT_MODEL=scripted", "TERM=xterm")
+	d.pool = connect(t, d.url)
+	for _, s := range []skills.Definition{
+		{Name: "slow", Handler: "sql:select pg_sleep(600)"},
+		{Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove},
+		{Name: "look", Handler: "sql:select 42 as answer"},
+	} {
+		s.Description = "does " + s.Name
+		if _, err := skills.Put(t.Context(), d.pool, s, skills.SourceWorkspace); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return d
+}
+
+// holds reports whether somebody has the lane operate.
+func (d *desk) holds(t *testing.T) bool {
+	t.Helper()
+	return single[bool](t, d.pool, `select is_agent_lock_held('operate')`)
+}
+
+func single[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// screen is a terminal on which agent operate runs.
+type screen struct {
+	t     *testing.T
+	keys  *os.File
+	shown stream
+	seen  int // how much of it was looked at
+	ended chan int
+	stop  context.CancelFunc
+}
+
+// screen starts agent operate on a terminal.
+func (d *desk) screen(args ...string) *screen {
+	t := d.t
+	t.Helper()
+	keys, tty, err := pty.Open()
+	if err != nil {
+		t.Skipf("there are no pseudo-terminals here: %v", err)
+	}
+	if err := pty.Setsize(keys, &pty.Winsize{Rows: 40, Cols: 200}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	s := &screen{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
+	var reading, running sync.WaitGroup
+	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal is closed
+	running.Go(func() {
+		s.ended <- run(ctx, append([]string{"operate"}, args...), d.environ, tty, tty, tty)
+		_ = tty.Close()
+	})
+	t.Cleanup(func() {
+		stop()
+		running.Wait()
+		_, _ = keys.WriteString("\n") // for who still reads keys, so that the terminal can be closed
+		reading.Wait()
+		_ = keys.Close()
+	})
+	return s
+}
+
+// typed sends keys.
+func (s *screen) typed(keys string) {
+	s.t.Helper()
+	if _, err := s.keys.WriteString(keys); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
+
+// shows waits until what is on the screen since the last look matches, and returns the first group.
+func (s *screen) shows(pattern string) string {
+	s.t.Helper()
+	expression := regexp.MustCompile(pattern)
+	found := ""
+	pgtest.Eventually(s.t, pgWait, func() bool {
+		text := escapes.ReplaceAllString(s.shown.String(), "")
+		at := expression.FindStringSubmatchIndex(text[min(s.seen, len(text)):])
+		if at == nil {
+			return false
+		}
+		found = text[s.seen:][at[len(at)-2]:at[len(at)-1]]
+		s.seen += at[1]
+		return true
+	}, "the screen shows "+pattern+"; it has:\n"+s.shown.String())
+	return found
+}
+
+// left waits for the exit code.
+func (s *screen) left() int {
+	s.t.Helper()
+	var code int
+	pgtest.Eventually(s.t, pgWait, func() bool {
+		select {
+		case code = <-s.ended:
+			return true
+		default:
+			return false
+		}
+	}, "agent operate ends")
+	return code
+}
+
+func TestOperateOnATerminal(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	s := d.screen()
+	s.shows(`session ses_`)
+	s.shows(`> `)
+	s.typed("Hwo\x7f\x7fow many?\r")
+	s.shows(`· look \{\} …`)
+	s.shows(`✓ look \{\} → success .*42.*ms\)`)
+	s.shows(`It is 42\.`)
+	id := s.shows(`(op_[0-9A-Z]{26})  answered`)
+	if asked := d.model.Requests()[0].Messages; asked[len(asked)-1].Content != "How many?" {
+		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
+	}
+	for command, want := range map[string]string{
+		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "nothing waits", "/objectives": "there is no objective",
+		"/memory": "nothing is remembered", "/help": "/reject ID", "/nope": "there is no command /nope", "/approve": "name an approval",
+	} {
+		s.typed(command + "\r")
+		s.shows(want)
+	}
+	s.shows(`> `)
+	s.typed("\x04")
+	if code := s.left(); code != 0 || d.holds(t) {
+		t.Errorf("exit %d; lane held: %v", code, d.holds(t))
+	}
+}
+
+func TestInterruptOnATerminalCancelsTheTurnAndStays(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Still here."))
+	s := d.screen()
+	s.shows(`> `)
+	s.typed("half a line\x03")
+	s.typed("Be slow.\r")
+	pgtest.Eventually(t, pgWait, func() bool {
+		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+	}, "slow runs")
+	s.typed("\x03")
+	s.shows(`op_[0-9A-Z]{26}  cancelled`)
+	if sleeping := `select count(*) from pg_stat_activity where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%'
+		and pid <> pg_backend_pid()`; single[int](t, d.pool, sleeping) != 0 {
+		pgtest.Eventually(t, pgWait, func() bool { return single[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
+	}
+	if got := single[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
+		t.Errorf("the turn is %s", got)
+	}
+	s.typed("Are you there?\r")
+	s.shows(`Still here\.`)
+	if got := single[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
+		t.Errorf("the first turn was %q: ^C does not empty the line", got)
+	}
+	s.typed("\x04")
+	if code := s.left(); code != 0 {
+		t.Errorf("exit %d", code)
+	}
+}
+
+func TestApprovalsInlineOnATerminal(t *testing.T) {
+	for name, test := range map[string]struct{ keys, status, reason, shown string }{
+		"approved": {"y\r", "consumed", "", `✓ wipe \{\} → success`},
+		"rejected": {"not on a Friday\r", "rejected", "not on a Friday", `✗ wipe \{\} → denied not on a Friday`},
+		"refused":  {"n\r", "rejected", "", `✗ wipe \{\} → denied`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+			s := d.screen()
+			s.shows(`> `)
+			s.typed("Wipe.\r")
+			s.shows(`waits for approval: wipe \{\}`)
+			s.shows(`approve\?`)
+			s.typed(test.keys)
+			s.shows(test.shown)
+			s.shows(`It is over\.`)
+			if got := single[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
+				t.Errorf("the approval is %s", got)
+			}
+			s.typed("\x04")
+			s.left()
+		})
+	}
+}
+
+func TestAnApprovalLeftOpenOnATerminalIsDecidedLater(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
+	s := d.screen()
+	s.shows(`> `)
+	s.typed("Wipe.\r")
+	id := s.shows(`\n  ([0-9a-f-]{36}), until`)
+	s.shows(`approve\?`)
+	s.typed("\r")
+	s.shows(`left open`)
+	s.typed("And else?\r")
+	s.shows(`Meanwhile\.`)
+	s.typed("/approve " + id + "\r")
+	s.shows(`It is over\.`)
+	s.typed("\x04")
+	s.left()
+}
+
+func TestAnApprovalDecidedElsewhereEndsTheQuestion(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+	s := d.screen()
+	s.shows(`> `)
+	s.typed("Wipe.\r")
+	id := s.shows(`\n  ([0-9a-f-]{36}), until`)
+	s.shows(`approve\?`)
+	if _, err := approvals.Decide(t.Context(), d.pool, id, true, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	s.shows(`It is over\.`)
+	s.typed("\x04")
+	if code := s.left(); code != 0 {
+		t.Errorf("exit %d", code)
+	}
+}
+
+func TestOperateTellsWhoIsAtWork(t *testing.T) {
+	d := newDesk(t, modeltest.Text("One."))
+	s := d.screen()
+	session := s.shows(`session (ses_[0-9A-Z]+)`)
+	s.shows(`> `)
+	s.typed("Hello.\r")
+	s.shows(`One\.`)
+	got := d.run("operate", "Hello.")
+	if got.code != exitBusy {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "lane busy", session, "--wait", "--watch")
+	s.typed("\x04")
+	s.left()
+}
+
+func TestOperateOnce(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
+	got := d.run("operate", "How many?")
+	if got.code != 0 || got.out != "It is 42.\n" {
+		t.Errorf("exit %d, stdout %q", got.code, got.out)
+	}
+	contains(t, got.err, "✓ look {}", "answered", "op_")
+	var answer operate.Answer
+	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
+	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" || answer.Ended != "answered" {
+		t.Errorf("the document is %+v", answer)
+	}
+	if d.holds(t) {
+		t.Error("the lane is still held")
+	}
+}
+
+func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
+	wipe := modeltest.ToolCall("wipe", `{}`)
+	d := newDesk(t, wipe, wipe, wipe, modeltest.Text("To what?"))
+	got := d.run("operate", "Wipe. Yes, I approve.")
+	if got.code != exitFailed {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "waits for approval: wipe {}", "agent serve")
+	got = d.run("operate", "Wipe.", "--json")
+	var answer operate.Answer
+	if err := oneDocument(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 || answer.Ended != operate.WaitingApproval {
+		t.Errorf("exit %d, %v, %+v", got.code, err, answer)
+	}
+	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
+		t.Errorf("exit %d", got.code)
+	}
+	if n := single[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
+		t.Errorf("%d approvals are open, want 3", n)
+	}
+}
+
+func TestOperateLines(t *testing.T) {
+	d := newDesk(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
+	got := d.runWith(t.Context(), strings.NewReader("Say one.\n\n/help\nSay two."), "operate")
+	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
+		t.Errorf("exit %d, stdout %q", got.code, got.out)
+	}
+	if n := single[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
+		t.Errorf("%d sessions", n)
+	}
+	got = d.runWith(t.Context(), strings.NewReader("Say three.\n"), "operate", "--json")
+	var names []string
+	for line := range strings.Lines(got.out) {
+		var event struct {
+			Event string          `json:"event"`
+			Data  json.RawMessage `json:"data"`
+		}
+		if err := json.Unmarshal([]byte(line), &event); err != nil || !bytes.HasPrefix(event.Data, []byte("{")) {
+			t.Errorf("%s: %v", line, err)
+		}
+		if len(names) == 0 || names[len(names)-1] != event.Event {
+			names = append(names, event.Event)
+		}
+	}
+	if got := strings.Join(names, " "); got != "start delta done" {
+		t.Errorf("events are %s", got)
+	}
+}
+
+func TestAFailedTurnFailsTheCommand(t *testing.T) {
+	refused := modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0)
+	d := newDesk(t, refused, refused, modeltest.Text("Fine."))
+	got := d.run("operate", "Hello.")
+	if got.code != exitFailed {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "Incorrect API key provided")
+	got = d.runWith(t.Context(), strings.NewReader("Hello.\nHello.\n"), "operate")
+	if got.code != exitFailed || got.out != "Fine.\n" {
+		t.Errorf("exit %d, stdout %q", got.code, got.out)
+	}
+}
+
+func TestAnInterruptedCommandCancelsItsTurn(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
+	s := d.start("operate", "Be slow.")
+	pgtest.Eventually(t, pgWait, func() bool {
+		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+	}, "slow runs")
+	s.stop()
+	if code := <-s.ended; code != exitInterrupted {
+		t.Errorf("exit %d", code)
+	}
+	if got := single[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.holds(t) {
+		t.Errorf("the turn is %s; lane held: %v", got, d.holds(t))
+	}
+}
+
+func TestWatchingAnAdmin(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	w := d.start("operate", "--watch")
+	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "nobody is at work") }, "the watch begins")
+	d.must("operate", "How many?", "--session", "ses_seen")
+	pgtest.Eventually(t, pgWait, func() bool {
+		return strings.Contains(w.out.String(), "It is 42.") && strings.Contains(w.err.String(), "✓ look {}") && strings.Contains(w.err.String(), "answered")
+	}, "the watcher sees the turn")
+	w.stop()
+	<-w.ended
+}

@@ -1,0 +1,223 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+)
+
+// operator is an admin at a desk: what `agent operate` works with.
+type operator struct {
+	*cli
+	s    *session
+	app  *app
+	desk *operate.Session
+	last string            // the trace of the latest turn
+	left map[string]string // approvals that were left open, and the turns that wait for them
+	// ask puts a question to the admin. heard is false when there is no answer, because nobody is there any more or
+	// because it was decided elsewhere. nil: there is nobody to ask.
+	ask func(ctx context.Context, question string) (answer string, heard bool)
+	// arrived, where set, hears of every event before it is shown.
+	arrived func()
+}
+
+// turn is Session.Turn or Session.Resume.
+type turn func(ctx context.Context, emit func(operate.Event)) (operate.Done, error)
+
+// say is a turn with a message.
+func (o *operator) message(text string) turn {
+	return func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
+		return o.desk.Turn(ctx, text, false, emit)
+	}
+}
+
+// take takes a turn and shows it. When ctx ends, the turn is cancelled and take waits for that.
+func (o *operator) take(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
+	working, leave := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer leave(nil)
+	defer context.AfterFunc(ctx, func() { leave(operate.ErrInterrupt) })()
+	var done operate.Done
+	var err error
+	events := make(chan operate.Event, 256)
+	go func() { // ends before take does
+		defer close(events)
+		done, err = t(working, func(e operate.Event) {
+			if o.arrived != nil {
+				o.arrived()
+			}
+			events <- e
+		})
+	}()
+	execution := ""
+	for e := range events {
+		show(e)
+		switch data := e.Data.(type) {
+		case operate.Start:
+			o.last, execution = data.TraceID, data.ExecutionID
+		case operate.Approval:
+			if !o.decide(working, data) {
+				o.left[data.ID] = execution
+				leave(operate.ErrLeave)
+			}
+		}
+	}
+	return done, err
+}
+
+// decide asks the admin about a call. False leaves it open.
+func (o *operator) decide(ctx context.Context, a operate.Approval) bool {
+	if o.ask == nil {
+		return false
+	}
+	answer, heard := o.ask(ctx, "approve? [y/N/reason, nothing leaves it open] ")
+	answer = strings.TrimSpace(answer)
+	switch {
+	case !heard:
+		return true // not ours to decide any more
+	case answer == "":
+		return false
+	}
+	yes := strings.EqualFold(answer, "y") || strings.EqualFold(answer, "yes")
+	if strings.EqualFold(answer, "n") || strings.EqualFold(answer, "no") || yes {
+		answer = ""
+	}
+	if err := o.record(ctx, a.ID, yes, answer); err != nil {
+		o.say("agent: %s", printable(err.Error()))
+	}
+	return true
+}
+
+// record decides an approval.
+func (o *operator) record(ctx context.Context, id string, approve bool, reason string) error {
+	_, err := approvals.Decide(ctx, o.s.pool, id, approve, "admin", reason)
+	o.desk.Look()
+	return err
+}
+
+// failure is the error with which a turn ends the command; nil for one that was answered.
+func (o *operator) failure(ctx context.Context, done operate.Done, err error) error {
+	switch {
+	case ctx.Err() != nil:
+		return &exitError{exitInterrupted, nil}
+	case err != nil:
+		return &traced{err, o.last}
+	case done.Ended == operate.WaitingApproval:
+		return &traced{hint(errors.New("the turn waits for approval"),
+			"decide with agent approvals; it goes on in a process that runs `agent serve`"), o.last}
+	}
+	return nil
+}
+
+// once takes one turn.
+func (o *operator) once(ctx context.Context, text string) error {
+	if terminal(o.in) && terminal(o.err) {
+		o.ask = o.askOnce
+	}
+	if o.json {
+		return o.onceJSON(ctx, text)
+	}
+	show := o.shower()
+	done, err := o.take(ctx, o.message(text), show.event)
+	show.end()
+	return errors.Join(o.failure(ctx, done, err), show.failed)
+}
+
+// onceJSON prints one document.
+func (o *operator) onceJSON(ctx context.Context, text string) error {
+	answer := operate.Answer{Tools: []operate.ToolCall{}, Approvals: []operate.Approval{}}
+	o.ask = nil
+	done, err := o.take(ctx, o.message(text), answer.Add)
+	if err != nil {
+		return o.failure(ctx, done, err)
+	}
+	answer.Done = done
+	return errors.Join(o.print(answer, nil), o.failure(ctx, done, nil))
+}
+
+// askOnce asks on a terminal in its usual mode. When ctx ends the read goes on, until a line comes or the
+// process ends.
+func (o *operator) askOnce(ctx context.Context, question string) (string, bool) {
+	fmt.Fprint(o.err, question)
+	line := make(chan string, 1)
+	go func() {
+		text, err := bufio.NewReader(o.in).ReadString('\n')
+		if err != nil {
+			text = ""
+		}
+		line <- text
+	}()
+	select {
+	case text := <-line:
+		return text, true
+	case <-ctx.Done():
+		return "", false
+	}
+}
+
+// lines takes a turn per line, without a prompt. A turn that fails does not keep the next from being taken, and makes
+// the command fail.
+func (o *operator) lines(ctx context.Context) error {
+	show := o.shower()
+	next, stop := readLines(o.in)
+	defer stop()
+	var first error
+	for {
+		var line string
+		var more bool
+		select {
+		case line, more = <-next:
+		case <-ctx.Done():
+			return &exitError{exitInterrupted, nil}
+		}
+		if !more {
+			return errors.Join(first, show.failed)
+		}
+		line = strings.TrimSpace(line)
+		switch {
+		case line == "":
+			continue
+		case line == "/quit":
+			return errors.Join(first, show.failed)
+		case strings.HasPrefix(line, "/"):
+			if err := o.command(ctx, line, show.event); err != nil {
+				o.complain(exitFailed, err)
+				first = &exitError{exitFailed, nil}
+			}
+			continue
+		}
+		done, err := o.take(ctx, o.message(line), show.event)
+		show.end()
+		if err := o.failure(ctx, done, err); err != nil {
+			if ctx.Err() != nil {
+				return err
+			}
+			o.complain(exitFailed, err)
+			first = &exitError{exitFailed, nil}
+		}
+	}
+}
+
+// readLines reads in a goroutine, because a read cannot be interrupted: after stop it ends with the next line or with
+// the process.
+func readLines(in io.Reader) (lines <-chan string, stop func()) {
+	out, ended := make(chan string), make(chan struct{})
+	go func() {
+		defer close(out)
+		scanner := bufio.NewScanner(in)
+		scanner.Buffer(nil, 1<<20)
+		for scanner.Scan() {
+			select {
+			case out <- scanner.Text():
+			case <-ended:
+				return
+			}
+		}
+	}()
+	return out, func() { close(ended) }
+}

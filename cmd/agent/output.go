@@ -1,0 +1,112 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"text/tabwriter"
+	"unicode"
+
+	"golang.org/x/term"
+)
+
+// cli is what every command works with.
+type cli struct {
+	environ map[string]string
+	args    []string
+	in      io.Reader
+	out     io.Writer
+	err     io.Writer
+	json    bool
+	noColor bool
+}
+
+// print shows a result: one JSON document with --json, else what text writes.
+func (c *cli) print(value any, text func(w io.Writer) error) error {
+	if !c.json {
+		out := &printer{to: c.out}
+		if err := errors.Join(text(out), out.err); err != nil {
+			return fmt.Errorf("print result: %w", err)
+		}
+		return nil
+	}
+	encoder := json.NewEncoder(c.out)
+	encoder.SetIndent("", "  ")
+	encoder.SetEscapeHTML(false)
+	if err := encoder.Encode(value); err != nil {
+		return fmt.Errorf("print result: %w", err)
+	}
+	return nil
+}
+
+// printer remembers that something could not be written, so that what writes need not look each time.
+type printer struct {
+	to  io.Writer
+	err error
+}
+
+func (p *printer) Write(text []byte) (int, error) {
+	if p.err == nil {
+		_, p.err = p.to.Write(text)
+	}
+	return len(text), nil
+}
+
+// table writes aligned columns; the first row is the heading. With no rows it says so and what to do.
+func table(w io.Writer, empty string, heading []string, rows [][]string) error {
+	if len(rows) == 0 {
+		_, err := fmt.Fprintln(w, empty)
+		return err
+	}
+	var text strings.Builder
+	t := tabwriter.NewWriter(&text, 0, 4, 2, ' ', 0)
+	for _, row := range append([][]string{heading}, rows...) {
+		for i, cell := range row {
+			if i > 0 {
+				fmt.Fprint(t, "\t")
+			}
+			fmt.Fprint(t, printable(cell))
+		}
+		fmt.Fprintln(t)
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	for line := range strings.Lines(text.String()) {
+		fmt.Fprintln(w, strings.TrimRight(line, " \n"))
+	}
+	return nil
+}
+
+// printable is a text without what could steer a terminal or break a line.
+func printable(text string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return ' '
+	}, text)
+}
+
+// say tells a person something that is not the result.
+func (c *cli) say(format string, args ...any) { fmt.Fprintf(c.err, format+"\n", args...) }
+
+// colour reports whether the result may be coloured: on a terminal that is not told otherwise.
+func (c *cli) colour() bool {
+	if c.noColor || c.json || c.environ["NO_COLOR"] != "" || c.environ["TERM"] == "dumb" {
+		return false
+	}
+	if c.environ["CLICOLOR_FORCE"] != "" && c.environ["CLICOLOR_FORCE"] != "0" {
+		return true
+	}
+	return terminal(c.out)
+}
+
+// terminal reports whether a stream is one.
+func terminal(stream any) bool {
+	file, ok := stream.(*os.File)
+	return ok && term.IsTerminal(int(file.Fd()))
+}

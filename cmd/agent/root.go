@@ -1,0 +1,155 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+)
+
+// run is the program. It returns the exit code.
+func run(ctx context.Context, args, environ []string, in io.Reader, out, errw io.Writer) int {
+	c := &cli{environ: config.Environ(environ), args: args, in: in, out: out, err: errw}
+	err := c.execute(ctx)
+	if err == nil {
+		return 0
+	}
+	code := exitCode(ctx, err)
+	c.complain(code, err)
+	return code
+}
+
+// execute runs the command that the arguments name. A panic becomes an error.
+func (c *cli) execute(ctx context.Context) (err error) {
+	defer func() {
+		if reason := recover(); reason != nil {
+			err = c.crashed(ctx, reason)
+		}
+	}()
+	root := c.root()
+	root.SetArgs(c.args)
+	root.SetIn(c.in)
+	root.SetOut(c.out)
+	root.SetErr(c.err)
+	return root.ExecuteContext(ctx)
+}
+
+// root is the command tree.
+func (c *cli) root() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "agent",
+		Short: "Run autonomous agents on PostgreSQL: lanes, traces, durable executions",
+		Long: strings.TrimSpace(`
+Lanekeeper runs autonomous agents on PostgreSQL.
+
+  agent dev                 everything at once: its own PostgreSQL, an offline model, a first heartbeat
+  agent operate             talk with it as its admin; agent chat: as a visitor
+  agent trace last          the story of the latest run
+  agent lanes ls            who holds what
+  agent executions ls       what runs, waits, or has ended
+
+A database is named by DATABASE_URL. Without it, commands use the one that agent dev keeps in .agent here.`),
+		SilenceErrors: true, SilenceUsage: true,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknown(`"`+args[0]+`"`, "agent")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
+	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, also on a terminal")
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		c.json = c.json || slices.Contains(c.args, "--json") // what stands behind the mistake was not parsed
+		return &exitError{exitUsage, seeHelp(err, cmd)}
+	})
+	root.SetHelpCommand(c.helpCommand())
+	root.PersistentPreRunE = func(*cobra.Command, []string) error {
+		if form := c.environ["AGENT_OUTPUT"]; form != "" && form != "json" && form != "text" {
+			return usageError("AGENT_OUTPUT: %q is not a form of output; set text or json", form)
+		}
+		return nil
+	}
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.AddCommand(c.commands()...)
+	return root
+}
+
+// args checks the number of arguments and says what was expected.
+func args(least, most int, want string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, got []string) error {
+		if len(got) < least || (most >= 0 && len(got) > most) {
+			return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes %s", cmd.CommandPath(), want), cmd)}
+		}
+		return nil
+	}
+}
+
+// message lets a command take one message, or none and read them elsewhere.
+func message(cmd *cobra.Command, got []string) error {
+	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
+		return &exitError{exitUsage, seeHelp(errors.New("the message is empty; say something"), cmd)}
+	}
+	return args(0, 1, "at most one message; quote it")(cmd, got)
+}
+
+// seeHelp points to the command's help.
+func seeHelp(err error, cmd *cobra.Command) error {
+	return hint(err, "see %s --help", cmd.CommandPath())
+}
+
+// unknown is the error for a command that does not exist.
+func unknown(command, parent string) error {
+	return &exitError{exitUsage, hint(fmt.Errorf("there is no command %s", command), "see %s --help", parent)}
+}
+
+// helpCommand is `agent help COMMAND`, the same as `agent COMMAND --help`.
+func (c *cli) helpCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "help [COMMAND]", Short: "Help about any command",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			found, rest, err := cmd.Root().Find(args)
+			if err != nil || len(rest) > 0 {
+				return unknown(strings.Join(args, " "), "agent")
+			}
+			found.InitDefaultHelpFlag()
+			return found.Help()
+		},
+	}
+}
+
+// signals ends the context at the first interrupt and the process at the second.
+func signals(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	caught := make(chan os.Signal, 2)
+	signal.Notify(caught, os.Interrupt, syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() {
+		select {
+		case <-caught:
+			cancel()
+		case <-done:
+			return
+		}
+		select {
+		case <-caught:
+			os.Exit(exitInterrupted)
+		case <-done:
+		}
+	}()
+	return ctx, func() {
+		signal.Stop(caught)
+		close(done)
+		cancel()
+	}
+}

@@ -1,0 +1,121 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+func (c *cli) serveCommand() *cobra.Command {
+	var migrate bool
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Run the agent: heartbeats, executions, HTTP",
+		Long: `Run the agent on the database that DATABASE_URL names. As many as wanted may serve one database.
+
+AGENT_ADMIN_TOKEN guards the HTTP API. SIGTERM or ^C stops: no new work is taken, steps under way finish within
+AGENT_SHUTDOWN_TIMEOUT, what is unfinished goes on elsewhere, and the exit code is 0. A second signal exits at once.`,
+		Args: args(0, 0, "no arguments"),
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.serve(cmd.Context(), migrate) },
+	}
+	cmd.Flags().BoolVar(&migrate, "migrate", false, "migrate the schema first")
+	return cmd
+}
+
+func (c *cli) serve(ctx context.Context, migrate bool) error {
+	cfg, log, err := c.settings()
+	if err != nil {
+		return err
+	}
+	if err := cfg.RequireServe(); err != nil {
+		return &exitError{exitUsage, err}
+	}
+	listener, err := listen(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	s, err := c.open(ctx, cfg, log)
+	if err != nil {
+		return err
+	}
+	defer s.close(ctx)
+	if migrate {
+		if _, err := s.migrate(ctx, c); err != nil {
+			return err
+		}
+	}
+	if err := migrations.Check(ctx, s.pool); err != nil {
+		return err
+	}
+	if _, err := builtins.Put(ctx, s.pool); err != nil {
+		return err
+	}
+	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{})
+	if err != nil {
+		return err
+	}
+	defer stop()
+	a, err := c.app(s, model)
+	if err != nil {
+		return err
+	}
+	log.InfoContext(ctx, "serving", "listen", "http://"+listener.Addr().String(), "model", about,
+		"heartbeat", cfg.HeartbeatCron+" "+cfg.Timezone)
+	err = a.run(ctx, func(ctx context.Context) error { return a.serveHTTP(ctx, listener) })
+	log.InfoContext(ctx, "stopped")
+	return err
+}
+
+// listen takes the port before anything else is started, so that a taken one is found at once.
+func listen(ctx context.Context, cfg config.Config) (net.Listener, error) {
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", cfg.Listen)
+	if err != nil {
+		return nil, hint(fmt.Errorf("take the port: %w", err), "set AGENT_LISTEN to a free address, for example 127.0.0.1:8081")
+	}
+	return listener, nil
+}
+
+// serveHTTP answers until ctx ends, then lets the requests under way finish.
+func (a *app) serveHTTP(ctx context.Context, listener net.Listener) error {
+	keys := make(map[string]string, len(a.config.ChatKeys))
+	for name, key := range a.config.ChatKeys {
+		keys[name] = key.Reveal()
+	}
+	handler, err := api.New(api.Options{
+		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Endpoints: a.endpoints(), Stopping: ctx.Done(), Logger: a.log,
+	})
+	if err != nil {
+		return fmt.Errorf("prepare HTTP: %w", err)
+	}
+	server := api.Server(handler, a.log)
+	server.BaseContext = func(net.Listener) context.Context { return context.WithoutCancel(ctx) }
+	failed := make(chan error, 1)
+	go func() { failed <- server.Serve(listener) }()
+	select {
+	case err := <-failed:
+		return fmt.Errorf("serve HTTP: %w", err)
+	case <-ctx.Done():
+	}
+	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	if err := server.Shutdown(closing); err != nil {
+		a.log.WarnContext(ctx, "requests cut off", "error", err)
+	}
+	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve HTTP: %w", err)
+	}
+	return nil
+}

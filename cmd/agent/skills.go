@@ -1,0 +1,217 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func (c *cli) skillsCommand() *cobra.Command {
+	return group("skills", "See skills and their health, call one, take them out of service and back",
+		c.skillsListCommand(), c.skillsShowCommand(), c.skillsSwitchCommand(true), c.skillsSwitchCommand(false),
+		c.skillsCallCommand())
+}
+
+// health is a row of agent_skill_health.
+type health struct {
+	Skill          string     `json:"skill"`
+	Calls          int64      `json:"calls"`
+	SuccessRate    *float64   `json:"success_rate"`
+	Streak         int64      `json:"streak"`
+	P50MS          *float64   `json:"p50_ms"`
+	P95MS          *float64   `json:"p95_ms"`
+	State          string     `json:"state"`
+	DisabledBy     string     `json:"disabled_by"`
+	DisabledReason string     `json:"disabled_reason"`
+	DisabledAt     *time.Time `json:"disabled_at"`
+}
+
+func (c *cli) skillsListCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "ls", Short: "List skills with their health over the last 7 days", Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			got, err := skillHealth(cmd.Context(), s)
+			if err != nil {
+				return err
+			}
+			return c.print(listing(got, ""), func(w io.Writer) error {
+				rows := make([][]string, len(got))
+				for i, h := range got {
+					rate := "–"
+					if h.SuccessRate != nil {
+						rate = percent(*h.SuccessRate)
+					}
+					rows[i] = []string{h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy, clipped(h.DisabledReason, 70)}
+				}
+				return table(w, "no skills; `agent apply DIR` brings some",
+					[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"}, rows)
+			})
+		}),
+	}
+}
+
+func skillHealth(ctx context.Context, s *session) ([]health, error) {
+	rows, err := s.pool.Query(ctx, `
+		select skill, calls, success_rate::float8, streak, p50_ms, p95_ms, state, disabled_by, disabled_reason, disabled_at
+		  from agent_skill_health order by skill`)
+	if err != nil {
+		return nil, fmt.Errorf("read skill health: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[health])
+	if err != nil {
+		return nil, fmt.Errorf("read skill health: %w", err)
+	}
+	return got, nil
+}
+
+func (c *cli) skillsShowCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show one skill: definition, state, evidence", Args: args(1, 1, "a skill's name"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			skill, err := skills.Get(cmd.Context(), s.pool, args[0])
+			if err != nil {
+				return skillHint(err)
+			}
+			return c.print(skill, func(w io.Writer) error {
+				return writeSkill(w, skill)
+			})
+		}),
+	}
+}
+
+// writeSkill shows a skill to a person.
+func writeSkill(w io.Writer, s skills.Skill) error {
+	state := "in service"
+	if !s.Enabled {
+		state = "disabled by " + s.DisabledBy + ": " + printable(s.DisabledReason)
+	}
+	fmt.Fprintf(w, "%s\n%s\n\n", s.Name, s.Description)
+	for _, l := range [][2]string{
+		{"state", state},
+		{"scope", s.Scope},
+		{"trust", s.Trust},
+		{"idempotent", map[bool]string{true: "yes", false: "no: a call is never repeated after a crash"}[s.Idempotent]},
+		{"timeout", s.Timeout().String()},
+		{"handler", s.Handler},
+		{"revision", fmt.Sprint(s.Revision)},
+	} {
+		fmt.Fprintf(w, "%-11s %s\n", l[0], l[1])
+	}
+	writeJSON(w, "parameters", s.Parameters())
+	writeJSON(w, "config", s.Config)
+	writeJSON(w, "evidence", s.Evidence)
+	return nil
+}
+
+// writeJSON shows a value under a heading, texts of several lines as they are written; an empty one is left out.
+func writeJSON(w io.Writer, heading string, value json.RawMessage) {
+	switch string(value) {
+	case "", "{}", "null":
+		return
+	}
+	var fields map[string]json.RawMessage
+	if json.Unmarshal(value, &fields) != nil {
+		fields = map[string]json.RawMessage{"value": value}
+	}
+	fmt.Fprintf(w, "\n%s\n", heading)
+	for _, name := range slices.Sorted(maps.Keys(fields)) {
+		var text string
+		if json.Unmarshal(fields[name], &text) != nil {
+			text = string(fields[name])
+			var indented bytes.Buffer
+			if len(text) > 100 && json.Indent(&indented, fields[name], "", "  ") == nil {
+				text = indented.String()
+			}
+		}
+		if strings.Contains(strings.TrimSpace(text), "\n") {
+			text = "\n    " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n    ")
+		}
+		fmt.Fprintf(w, "  %s: %s\n", name, text)
+	}
+}
+
+// skillHint says where names are listed.
+func skillHint(err error) error {
+	if errors.Is(err, skills.ErrNotFound) {
+		return hint(err, "see agent skills ls")
+	}
+	return err
+}
+
+// skillsSwitchCommand is enable or disable.
+func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
+	var reason string
+	use, short := "disable NAME", "Take a skill out of service"
+	if enable {
+		use, short = "enable NAME", "Put a skill back into service, with the automations that self-heal paused for it"
+	}
+	cmd := &cobra.Command{
+		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			return c.switchSkill(cmd.Context(), s, args[0], enable, reason)
+		}),
+	}
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	return cmd
+}
+
+// switchSkill changes a skill's state and records that as an admin's act, in one transaction.
+func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string) error {
+	var changed bool
+	restored := []string{}
+	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
+		verb := "disable_skill"
+		if enable {
+			verb = "enable_skill"
+			got, err := selfheal.Reenable(ctx, tx, name, "admin", reason)
+			if err != nil {
+				return err
+			}
+			changed, restored = got.Settled, append(restored, got.Automations...)
+		} else {
+			var err error
+			if changed, err = skills.Disable(ctx, tx, name, "admin", reason, map[string]string{"by": "command line"}); err != nil {
+				return err
+			}
+		}
+		if !changed {
+			return nil
+		}
+		_, err := activity.Note(ctx, tx, activity.Entry{
+			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: s.config.Name, Skill: verb,
+			Input: map[string]any{"skill": name, "reason": reason},
+		}, activity.Outcome{Output: map[string]any{"automations": restored}})
+		return err
+	})
+	if err != nil {
+		return skillHint(err)
+	}
+	state := map[bool]string{true: "enabled", false: "disabled"}[enable]
+	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_restored": restored}, func(w io.Writer) error {
+		said := map[bool]string{true: "in service", false: "out of service"}[enable]
+		if !changed {
+			_, err := fmt.Fprintf(w, "%s was %s already\n", name, said)
+			return err
+		}
+		fmt.Fprintf(w, "%s is %s\n", name, said)
+		for _, a := range restored {
+			fmt.Fprintf(w, "automation %s runs again\n", a)
+		}
+		return nil
+	})
+}

@@ -1,0 +1,233 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+)
+
+// everyCommand lists the words of each command of the program.
+func everyCommand(t *testing.T) map[string]*cobra.Command {
+	t.Helper()
+	all := map[string]*cobra.Command{}
+	var walk func(cmd *cobra.Command)
+	walk = func(cmd *cobra.Command) {
+		all[strings.TrimPrefix(strings.TrimPrefix(cmd.CommandPath(), "agent"), " ")] = cmd
+		for _, below := range cmd.Commands() {
+			walk(below)
+		}
+	}
+	c := &cli{out: io.Discard, err: io.Discard, environ: map[string]string{}}
+	walk(c.root())
+	return all
+}
+
+func TestTheCommandsOfTheContractExist(t *testing.T) {
+	all := everyCommand(t)
+	for _, name := range []string{
+		"dev", "serve", "migrate", "apply", "heartbeat", "trace", "trace last", "trace ls", "activity ls", "activity spend",
+		"activity slowest", "activity failing", "activity audit", "lanes ls", "lanes release", "lanes run", "executions ls",
+		"executions show", "executions cancel", "selfheal", "skills ls", "skills show", "skills enable", "skills disable",
+		"skills call", "approvals ls", "approvals approve", "approvals reject", "doctor", "version",
+	} {
+		if all[name] == nil {
+			t.Errorf("there is no command %q", name)
+		}
+	}
+}
+
+func TestHelpOfEveryCommand(t *testing.T) {
+	for name, cmd := range everyCommand(t) {
+		if strings.HasPrefix(name, "completion") {
+			continue
+		}
+		args := append(strings.Fields(name), "--help")
+		got := bare(t).run(args...)
+		if got.code != 0 || got.err != "" {
+			t.Errorf("agent %s: exit %d, stderr %q", strings.Join(args, " "), got.code, got.err)
+		}
+		if cmd.Short == "" || !strings.Contains(got.out, "Usage:\n  agent") {
+			t.Errorf("agent %s says too little:\n%s", strings.Join(args, " "), got.out)
+		}
+		for line := range strings.Lines(got.out) {
+			if len([]rune(line)) > 140 {
+				t.Errorf("agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
+			}
+		}
+		if short := bare(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" && short.out != got.out {
+			t.Errorf("agent help %s differs from agent %s --help:\n%s", name, name, short.out)
+		}
+	}
+}
+
+// Every mistake in a call is exit 2, says what is wrong and where help is, prints nothing to stdout, and is found
+// before a database is asked for.
+func TestUsageMistakes(t *testing.T) {
+	long := strings.Repeat("x", 40)
+	tests := map[string]struct {
+		args []string
+		says string
+	}{
+		"no such command":            {[]string{"nonsense"}, `there is no command "nonsense"; see agent --help`},
+		"no such command below":      {[]string{"lanes", "nonsense"}, "there is no command agent lanes nonsense; see agent lanes --help"},
+		"no such topic":              {[]string{"help", "lanes", "nonsense"}, "there is no command lanes nonsense; see agent --help"},
+		"no such flag":               {[]string{"lanes", "ls", "--nope"}, "unknown flag: --nope; see agent lanes ls --help"},
+		"too many arguments":         {[]string{"lanes", "ls", "x"}, "agent lanes ls takes no arguments"},
+		"too few arguments":          {[]string{"executions", "show"}, "agent executions show takes an execution's id"},
+		"nothing said to the agent":  {[]string{"operate", " "}, "the message is empty; say something; see agent operate --help"},
+		"nothing said by a visitor":  {[]string{"chat", ""}, "the message is empty; say something; see agent chat --help"},
+		"trace without id":           {[]string{"trace"}, "agent trace takes a trace id, last, or ls"},
+		"apply without folder":       {[]string{"apply"}, "agent apply takes a folder"},
+		"apply of a file":            {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
+		"run without dashes":         {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
+		"run without command":        {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
+		"run without lane":           {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
+		"run in two lanes":           {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
+		"no time to live":            {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not a span of time`},
+		"negative time to live":      {[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"}, `"--ttl" flag: not a span of time`},
+		"time to live below 1 s":     {[]string{"lanes", "run", "x", "--ttl", "10ms", "--", "echo"}, `"--ttl" flag: not from 1s to 30d`},
+		"time to live of 31 days":    {[]string{"lanes", "run", "x", "--ttl", "31d", "--", "echo"}, `"--ttl" flag: not from 1s to 30d`},
+		"time to live of no number":  {[]string{"lanes", "run", "x", "--ttl", "abc", "--", "echo"}, `"--ttl" flag: not a span of time`},
+		"time to live out of bounds": {[]string{"lanes", "run", "x", "--ttl", "999999d", "--", "echo"}, `"--ttl" flag: longer than 100 years`},
+		"no such state":              {[]string{"executions", "ls", "--status", "done"}, "not one of pending, running, waiting"},
+		"no such state of a trace":   {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
+		"no such state of activity":  {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
+		"no such surface":            {[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
+		"no such surface of last":    {[]string{"trace", "last", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
+		"no rows":                    {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many rows":              {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
+		"rows of no number":          {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
+		"cursor of nothing":          {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
+		"show of no id":              {[]string{"executions", "show", "zz"}, `"zz" is not the id of an execution, which is a uuid; see agent executions ls`},
+		"cancel of no id":            {[]string{"executions", "cancel", long}, "is not the id of an execution, which is a uuid; see agent executions ls"},
+		"trace of nothing":           {[]string{"executions", "ls", "--trace", long}, "not a trace id"},
+		"span of nothing":            {[]string{"activity", "spend", "--since", "yesterday"}, "not a span of time; write 90m, 24h or 7d"},
+		"span until":                 {[]string{"activity", "audit", "--until", "-2h"}, "not a span of time; write 90m, 24h or 7d"},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			got := bare(t).run(test.args...)
+			if got.code != 2 || got.out != "" {
+				t.Errorf("exit %d, stdout %q, want 2 and nothing", got.code, got.out)
+			}
+			if !strings.HasPrefix(got.err, "agent: ") || strings.Count(got.err, "\n") != 1 {
+				t.Errorf("stderr is not one line of agent's: %q", got.err)
+			}
+			contains(t, got.err, test.says)
+
+			var fault struct {
+				Error struct{ Code, Message, Hint string }
+			}
+			got = bare(t).run(append([]string{"--json"}, test.args...)...)
+			if err := oneDocument(got.err, &fault); err != nil || got.out != "" {
+				t.Fatalf("with --json: %v; stdout %q, stderr %q", err, got.out, got.err)
+			}
+			if fault.Error.Code != "usage" || fault.Error.Message == "" {
+				t.Errorf("with --json: %+v", fault)
+			}
+			contains(t, fault.Error.Message+"; "+fault.Error.Hint, test.says)
+		})
+	}
+}
+
+func TestJSONErrorsWhereFlagsAreWrong(t *testing.T) {
+	got := bare(t).run("lanes", "ls", "--nope", "--json")
+	if got.code != 2 || !strings.HasPrefix(got.err, `{"error":{`) {
+		t.Errorf("exit %d, stderr %q, want 2 and JSON", got.code, got.err)
+	}
+}
+
+func TestOutputFormByEnvironment(t *testing.T) {
+	if got := bare(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
+		t.Errorf("AGENT_OUTPUT=json prints %q", got)
+	}
+	if got := bare(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got, "{") {
+		t.Errorf("--json=false prints %q", got)
+	}
+	if got := bare(t, "AGENT_OUTPUT=yaml").run("version"); got.code != 2 {
+		t.Errorf("AGENT_OUTPUT=yaml: exit %d, want 2", got.code)
+	}
+}
+
+func TestVersion(t *testing.T) {
+	contains(t, bare(t).must("version"), "agent ", "schema ", "go1.")
+	var got struct {
+		Version, Go string
+		Schema      int
+	}
+	bare(t).mustJSON(&got, "version")
+	if got.Version == "" || got.Go == "" || got.Schema == 0 {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestColour(t *testing.T) {
+	tests := map[string]struct {
+		environ []string
+		flag    bool
+		want    bool
+	}{
+		"no terminal":              {nil, false, false},
+		"forced":                   {[]string{"CLICOLOR_FORCE=1"}, false, true},
+		"not forced":               {[]string{"CLICOLOR_FORCE=0"}, false, false},
+		"NO_COLOR beats force":     {[]string{"CLICOLOR_FORCE=1", "NO_COLOR=1"}, false, false},
+		"--no-color beats force":   {[]string{"CLICOLOR_FORCE=1"}, true, false},
+		"no colour on a dumb term": {[]string{"CLICOLOR_FORCE=1", "TERM=dumb"}, false, false},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			c := &cli{environ: config.Environ(test.environ), out: io.Discard, noColor: test.flag}
+			if got := c.colour(); got != test.want {
+				t.Errorf("coloured %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+// panicking is an output that makes the program panic.
+type panicking struct{}
+
+func (panicking) Write([]byte) (int, error) { panic("index out of range") }
+
+func TestAPanicIsOneLine(t *testing.T) {
+	var errs stream
+	code := run(t.Context(), []string{"version"}, nil, strings.NewReader(""), panicking{}, &errs)
+	if code != 1 || strings.Count(errs.String(), "\n") != 1 || strings.Contains(errs.String(), "goroutine") {
+		t.Errorf("exit %d, stderr %q, want 1 and one line", code, errs.String())
+	}
+	contains(t, errs.String(), "index out of range", "AGENT_LOG_LEVEL=debug")
+
+	var debug stream
+	run(t.Context(), []string{"version"}, []string{"AGENT_LOG_LEVEL=debug"}, strings.NewReader(""), panicking{}, &debug)
+	contains(t, debug.String(), "usage_test.go")
+}
+
+// full is an output that cannot be written to.
+type full struct{}
+
+func (full) Write([]byte) (int, error) { return 0, errors.New("no space left on device") }
+
+func TestOutputThatIsLostIsAFailure(t *testing.T) {
+	for _, args := range [][]string{{"version"}, {"version", "--json"}} {
+		var errs stream
+		code := run(t.Context(), args, nil, strings.NewReader(""), full{}, &errs)
+		if code != 1 || !strings.Contains(errs.String(), "no space left") {
+			t.Errorf("agent %v: exit %d, stderr %q", args, code, errs.String())
+		}
+	}
+}
+
+func TestInterruptedIs130(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	got := on(t, "postgres://localhost:1/none").runWith(ctx, nil, "lanes", "ls")
+	if got.code != 130 || got.err != "agent: interrupted\n" {
+		t.Errorf("exit %d, stderr %q, want 130", got.code, got.err)
+	}
+}

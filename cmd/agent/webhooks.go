@@ -1,0 +1,161 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+func (c *cli) webhooksCommand() *cobra.Command {
+	return group("webhooks", "See what other systems sent, send it through again, see who is told of events",
+		c.webhooksListCommand(), c.webhooksShowCommand(), c.webhooksReplayCommand(), c.webhookEndpointsCommand(),
+		c.webhookTargetsCommand(), c.webhooksSwitchCommand(true), c.webhooksSwitchCommand(false))
+}
+
+func (c *cli) webhooksListCommand() *cobra.Command {
+	var f webhooks.Filter
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List deliveries, newest first", Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			limit := min(f.Limit, activity.MaxLimit-1)
+			f.Limit = limit + 1 // a row more tells whether there is another page
+			got, err := webhooks.List(cmd.Context(), s.pool, f)
+			if err != nil {
+				return err
+			}
+			next := ""
+			if len(got) > limit {
+				got, next = got[:limit], got[limit-1].ID
+			}
+			return c.print(listing(got, next), func(w io.Writer) error {
+				rows := make([][]string, len(got))
+				for i, d := range got {
+					rows[i] = []string{
+						d.ID, d.Endpoint, clipped(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts), when(d.ReceivedAt), d.LastTraceID,
+						clipped(deref(d.ErrorMessage), 60),
+					}
+				}
+				return table(w, "no delivery matches; `agent webhooks endpoints` shows where others post to",
+					[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"}, rows)
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&f.Endpoint, "endpoint", "", "only what came to this endpoint")
+	statusFlag(cmd.Flags(), &f.Status, "only this state", webhooks.Statuses()...)
+	executionCursor(cmd.Flags(), &f.Before)
+	limitFlag(cmd.Flags(), &f.Limit, 20)
+	return cmd
+}
+
+func (c *cli) webhooksShowCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show ID", Short: "Show one delivery with its headers and body, without secrets",
+		Args: args(1, 1, "a delivery's id, or the sender's"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
+			if err != nil {
+				return deliveryHint(err)
+			}
+			body, err := webhooks.Body(cmd.Context(), s.pool, d.ID)
+			if err != nil {
+				return err
+			}
+			shown := webhook.Show(d, body)
+			return c.print(shown, func(w io.Writer) error { return writeDelivery(w, shown) })
+		}),
+	}
+}
+
+// deliveryHint says where ids are listed.
+func deliveryHint(err error) error {
+	switch {
+	case errors.Is(err, webhooks.ErrNotFound):
+		return hint(err, "see agent webhooks ls")
+	case errors.Is(err, webhooks.ErrUnderWay):
+		return hint(err, "see agent webhooks show, and replay it when it is done, ignored or dead")
+	}
+	return err
+}
+
+func writeDelivery(w io.Writer, d webhook.Shown) error {
+	next := ""
+	if d.NextAttemptAt != nil {
+		next = when(*d.NextAttemptAt)
+	}
+	for _, l := range [][2]string{
+		{"delivery", d.ID},
+		{"endpoint", d.Endpoint},
+		{"sender's id", d.DeliveryID},
+		{"status", d.Status},
+		{"attempts", fmt.Sprint(d.Attempts)},
+		{"next attempt", next},
+		{"error", deref(d.ErrorMessage)},
+		{"received", when(d.ReceivedAt)},
+		{"came again", fmt.Sprint(d.Repeats)},
+		{"replayed", fmt.Sprint(d.Replays)},
+		{"first trace", d.TraceID},
+		{"last trace", d.LastTraceID},
+		{"execution", deref(d.ExecutionID)},
+		{"sender's trace", d.Traceparent},
+		{"body", fmt.Sprintf("%d bytes, sha256 %s", d.BodyBytes, d.BodySHA256)},
+	} {
+		if l[1] != "" {
+			fmt.Fprintf(w, "%-15s %s\n", l[0], printable(l[1]))
+		}
+	}
+	writeForeign(w, "headers", d.Headers)
+	writeForeign(w, "body", d.Body)
+	writeForeign(w, "outcome", d.Outcome)
+	return nil
+}
+
+// writeForeign shows JSON that somebody outside wrote: as JSON, so that nothing in it can steer a terminal.
+func writeForeign(w io.Writer, heading string, value json.RawMessage) {
+	var indented bytes.Buffer
+	if len(value) == 0 || json.Indent(&indented, value, "  ", "  ") != nil {
+		return
+	}
+	fmt.Fprintf(w, "\n%s\n", heading)
+	for line := range strings.Lines("  " + indented.String()) {
+		fmt.Fprintln(w, printable(strings.TrimSuffix(line, "\n")))
+	}
+}
+
+func (c *cli) webhooksReplayCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "replay ID", Short: "Handle a delivery again that is done, ignored or dead", Args: args(1, 1, "a delivery's id, or the sender's"),
+		Long: `Handle a delivery again, with a new execution and a new trace, by what its endpoint says now. One that is being handled is
+left alone. The work is done by a process that runs agent serve or agent dev.`,
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Enabled: s.config.LanesEnabled})
+			engine, err := executions.New(s.pool, executions.Options{Keeper: keeper, Logger: s.log})
+			if err != nil {
+				return err
+			}
+			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
+			if err == nil {
+				surface := &webhook.Surface{Pool: s.pool, Engine: engine, Logger: s.log}
+				d, err = surface.Replay(cmd.Context(), d.ID, d.Replays)
+			}
+			if err != nil {
+				return deliveryHint(err)
+			}
+			return c.print(webhook.Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID), Replays: d.Replays},
+				func(w io.Writer) error {
+					_, err := fmt.Fprintf(w, "replay %d of %s began; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
+					return err
+				})
+		}),
+	}
+}

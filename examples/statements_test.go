@@ -1,0 +1,101 @@
+package examples_test
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// withStatements is a database that has the extension pg_stat_statements, in a schema that is not on the path.
+func withStatements(t *testing.T) (*pgxpool.Pool, string) {
+	t.Helper()
+	url := pgtest.URL(t)
+	pool := connect(t, url)
+	var available, loaded bool
+	err := pool.QueryRow(t.Context(), `
+		select exists (select from pg_available_extensions where name = 'pg_stat_statements'),
+		       current_setting('pg_stat_statements.max', true) is not null`).Scan(&available, &loaded)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !available || loaded {
+		t.Skip("this server does not offer pg_stat_statements, or has loaded it itself")
+	}
+	newCaller(t, pool).exec(`create schema "My Stats"`, `create extension pg_stat_statements schema "My Stats"`)
+	if _, err := workspace.Apply(t.Context(), pool, caretaker(t)); err != nil {
+		t.Fatal(err)
+	}
+	return pool, url
+}
+
+func connect(t *testing.T, url string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// loaded makes the server look as if it had loaded the extension's library, with one recorded query: its view is
+// replaced by one of the same name and columns.
+func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
+	t.Helper()
+	newCaller(t, pool).exec(
+		`alter extension pg_stat_statements drop view "My Stats".pg_stat_statements`,
+		`drop view "My Stats".pg_stat_statements`,
+		`create view "My Stats".pg_stat_statements as
+		 select (select oid from pg_database where datname = current_database()) as dbid, 'select '' <ä> &'' ' as query, 7::bigint as calls,
+		        8::bigint as rows, 70.25::float8 as total_exec_time, 10.04::float8 as mean_exec_time
+		 union all select 0, 'of another database', 1, 1, 1000, 1000`,
+		`do $$ begin execute format('alter database %I set pg_stat_statements.max = 5000', current_database()); end $$`)
+	return connect(t, url)
+}
+
+func TestSlowQueriesReadTheExtensionWhereItIsLoaded(t *testing.T) {
+	pool, url := withStatements(t)
+	found := newCaller(t, loaded(t, pool, url)).call("slow_queries", `{}`)
+	if found.RowCount != 1 {
+		t.Fatalf("rows are %v", found.Rows)
+	}
+	row := found.Rows[0]
+	if row["source"] != "pg_stat_statements" || row["query"] != "select ' <ä> &' " || row["calls"] != 7.0 ||
+		row["rows"] != 8.0 || row["total_ms"] != 70.3 || row["mean_ms"] != 10.0 {
+		t.Errorf("row is %v", row)
+	}
+}
+
+func TestSlowQueriesFallBackWhereTheExtensionIsNotLoaded(t *testing.T) {
+	for name, where := range map[string]string{
+		"installed only": `select 1`,
+		"of an old version": `do $$ begin
+			execute format('alter database %I set pg_stat_statements.max = 5000', current_database());
+			alter extension pg_stat_statements drop view "My Stats".pg_stat_statements;
+			drop view "My Stats".pg_stat_statements;
+			create view "My Stats".pg_stat_statements as select 0::oid as dbid, 1.0 as total_time; end $$`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool, url := withStatements(t)
+			newCaller(t, pool).exec(where)
+			running := connect(t, url)
+			started := make(chan error, 1)
+			go func() {
+				_, err := running.Exec(t.Context(), `select pg_sleep(5) as busy`)
+				started <- err
+			}()
+			c := newCaller(t, connect(t, url))
+			pgtest.Eventually(t, soon, func() bool {
+				found := c.call("slow_queries", `{}`)
+				return found.RowCount == 1 && found.Rows[0]["source"] == "pg_stat_activity" &&
+					found.Rows[0]["query"] == "select pg_sleep(5) as busy"
+			}, "the running query is shown")
+			c.exec(`select pg_cancel_backend(pid) from pg_stat_activity where query like 'select pg_sleep%' and pid <> pg_backend_pid()`)
+			<-started
+		})
+	}
+}
