@@ -1,0 +1,50 @@
+package main
+
+import (
+	"bytes"
+	"io"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+)
+
+func TestMain(m *testing.M) {
+	pgserver.GuardMain()
+	os.Exit(m.Run())
+}
+
+func TestQuantiles(t *testing.T) {
+	var s samples
+	for i := range 100 {
+		s = append(s, time.Duration(100-i)*time.Millisecond)
+	}
+	if p50, p99, none := s.at(0.5), s.at(0.99), samples(nil).at(0.5); p50 != 51*time.Millisecond || p99 != 100*time.Millisecond || none != 0 {
+		t.Errorf("p50 %s, p99 %s, of nothing %s", p50, p99, none)
+	}
+}
+
+func TestABenchmarkIsNamed(t *testing.T) {
+	for _, args := range [][]string{nil, {"chat"}} {
+		if err := run(t.Context(), args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "chat-priority") {
+			t.Errorf("%v: %v", args, err)
+		}
+	}
+}
+
+// TestChatPriorityMeasures runs the whole of it, briefly.
+func TestChatPriorityMeasures(t *testing.T) {
+	var out bytes.Buffer
+	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []string{`nothing else to do \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`, `floor: .* \| 2000 \| 0\.\d+`} {
+		if !regexp.MustCompile(row).MatchString(out.String()) {
+			t.Errorf("there is no %q in\n%s", row, out.String())
+		}
+	}
+}

@@ -1,0 +1,147 @@
+package modeltest_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// witness is a test that may fail without failing this one.
+type witness struct {
+	testing.TB
+	errors   []string
+	cleanups []func()
+}
+
+func (w *witness) Errorf(format string, args ...any) {
+	w.errors = append(w.errors, fmt.Sprintf(format, args...))
+}
+func (w *witness) Cleanup(f func()) { w.cleanups = append(w.cleanups, f) }
+func (w *witness) end() {
+	for _, f := range w.cleanups {
+		f()
+	}
+}
+
+func post(ctx context.Context, t *testing.T, url, body string) (status int, header http.Header, text string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/chat/completions", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Idempotency-Key", "k1")
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	raw, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, resp.Header, string(raw)
+}
+
+func TestRepliesComeInOrderAndRequestsAreRemembered(t *testing.T) {
+	server := modeltest.New(t, modeltest.ToolCall("f", `{"a":1}`), modeltest.Status(429, 1500*time.Millisecond))
+	server.Add(modeltest.Text("done").WithUsage(10, 2, 4))
+
+	_, _, first := post(t.Context(), t, server.URL(), `{"model":"m","messages":[{"role":"user","content":"one"}]}`)
+	status, header, _ := post(t.Context(), t, server.URL(), `{"model":"m","messages":[]}`)
+	_, _, third := post(t.Context(), t, server.URL(), `{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}`)
+
+	if !strings.Contains(first, `"arguments":"{\"a\":1}"`) || !strings.Contains(first, `"finish_reason":"tool_calls"`) {
+		t.Errorf("first answer = %s", first)
+	}
+	if status != 429 || header.Get("Retry-After") != "2" {
+		t.Errorf("second answer = %d, retry after %q", status, header.Get("Retry-After"))
+	}
+	if !strings.Contains(third, `"cached_tokens":4`) || !strings.HasSuffix(third, "data: [DONE]\n\n") {
+		t.Errorf("third answer = %s", third)
+	}
+	received := server.Requests()
+	if len(received) != 3 || received[0].Messages[0].Content != "one" || received[0].IdempotencyKey() != "k1" {
+		t.Errorf("requests = %+v", received)
+	}
+}
+
+func TestExhaustedScriptFailsTheTest(t *testing.T) {
+	w := &witness{TB: t}
+	server := modeltest.New(w)
+	status, _, body := post(t.Context(), t, server.URL(), `{"messages":[{"role":"user","content":"and now?"}]}`)
+	if status != 500 || !strings.Contains(body, "script exhausted") || !strings.Contains(body, "and now?") {
+		t.Errorf("answer = %d %s", status, body)
+	}
+	w.end()
+	if len(w.errors) != 1 {
+		t.Errorf("the test was failed %d times: %q", len(w.errors), w.errors)
+	}
+}
+
+func TestUndecodableRequestFailsTheTest(t *testing.T) {
+	w := &witness{TB: t}
+	server := modeltest.New(w)
+	if status, _, _ := post(t.Context(), t, server.URL(), `{"messages":`); status != 400 {
+		t.Errorf("status = %d", status)
+	}
+	w.end()
+	if len(w.errors) != 1 {
+		t.Errorf("the test was failed %d times: %q", len(w.errors), w.errors)
+	}
+}
+
+func TestFunctionDecides(t *testing.T) {
+	server := modeltest.New(t)
+	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Text(fmt.Sprintf("%d %s", n, req.Model))
+	})
+	for n := range 2 {
+		if _, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`); !strings.Contains(body, fmt.Sprintf(`"%d m"`, n)) {
+			t.Errorf("answer %d = %s", n, body)
+		}
+	}
+}
+
+func TestHangingReplyEndsWithTheTest(t *testing.T) {
+	w := &witness{TB: t}
+	server := modeltest.New(w, modeltest.Hang())
+	result := make(chan error, 1)
+	go func() {
+		resp, err := http.Post(server.URL()+"/chat/completions", "application/json", strings.NewReader("{}"))
+		if err == nil {
+			resp.Body.Close()
+		}
+		result <- err
+	}()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for len(server.Requests()) == 0 {
+		<-tick.C
+	}
+	w.end()
+	<-result
+	if len(w.errors) != 0 {
+		t.Errorf("the test was failed: %q", w.errors)
+	}
+}
+
+func TestModelsAreListed(t *testing.T) {
+	server := modeltest.New(t)
+	resp, err := http.Get(server.URL() + "/models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if line, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil || !strings.Contains(line, modeltest.Model) {
+		t.Errorf("models = %s (%v)", line, err)
+	}
+}

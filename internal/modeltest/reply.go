@@ -1,0 +1,204 @@
+package modeltest
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"net/http"
+	"slices"
+	"strconv"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+)
+
+// created is the unix time that every reply claims, so that the same script gives the same bytes.
+const created = 1_700_000_000
+
+// Reply is what the server does with one request. Make one with the functions of this package.
+type Reply struct {
+	text   string
+	calls  []openai.ToolCall
+	model  string // the request's when empty
+	finish openai.FinishReason
+	usage  *openai.Usage
+	hidden bool // report no usage
+	pause  time.Duration
+	custom func(call)
+}
+
+// call is one request being answered.
+type call struct {
+	w    http.ResponseWriter
+	r    *http.Request
+	req  Request
+	n    int
+	quit <-chan struct{}
+}
+
+// Text is a reply in words.
+func Text(text string) Reply { return Reply{text: text} }
+
+// ToolCall is a reply that calls one tool. The arguments are sent as they are; they need not be valid JSON.
+func ToolCall(name, arguments string) Reply { return Text("").AndCall(name, arguments) }
+
+// AndCall adds a tool call to the reply. Ids count from call_<request>_0.
+func (r Reply) AndCall(name, arguments string) Reply {
+	r.calls = append(slices.Clip(r.calls), openai.ToolCall{
+		Type:     openai.ToolTypeFunction,
+		Function: openai.FunctionCall{Name: name, Arguments: arguments},
+	})
+	return r
+}
+
+// WithUsage sets the token counts; cached tokens are part of the prompt's.
+func (r Reply) WithUsage(prompt, completion, cached int) Reply {
+	r.usage = &openai.Usage{
+		PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion,
+		PromptTokensDetails: &openai.PromptTokensDetails{CachedTokens: cached},
+	}
+	return r
+}
+
+// NoUsage leaves the token counts out, as some servers do.
+func (r Reply) NoUsage() Reply {
+	r.hidden = true
+	return r
+}
+
+// WithModel sets the model's name in the answer.
+func (r Reply) WithModel(name string) Reply {
+	r.model = name
+	return r
+}
+
+// WithFinish sets the finish reason, which is otherwise stop or tool_calls.
+func (r Reply) WithFinish(reason openai.FinishReason) Reply {
+	r.finish = reason
+	return r
+}
+
+// Slowly waits before each chunk of the answer.
+func (r Reply) Slowly(pause time.Duration) Reply {
+	r.pause = pause
+	return r
+}
+
+// serve gives the reply.
+func (r Reply) serve(c call) {
+	if r.custom != nil {
+		r.custom(c)
+		return
+	}
+	a := r.answer(c)
+	var err error
+	switch {
+	case !c.req.Stream:
+		if !c.sleep(r.pause) {
+			return
+		}
+		err = chatwire.WriteJSON(c.w, a)
+	case r.pause > 0:
+		err = r.drip(c, a)
+	default:
+		err = chatwire.WriteStream(c.w, a, c.wantsUsage())
+	}
+	if err != nil {
+		return // the client went away, which is its right
+	}
+}
+
+// drip streams the answer with a pause before each chunk.
+func (r Reply) drip(c call, a chatwire.Answer) error {
+	s := chatwire.Open(c.w, a.ID, a.Model, a.Created)
+	s.Role()
+	for _, piece := range chatwire.Pieces(a.Text) {
+		if !c.sleep(r.pause) {
+			return s.Err()
+		}
+		s.Text(piece)
+	}
+	for i, call := range a.Calls {
+		if !c.sleep(r.pause) {
+			return s.Err()
+		}
+		s.Call(i, call)
+	}
+	s.Finish(a.Finish)
+	if a.Usage != nil && c.wantsUsage() {
+		s.Usage(*a.Usage)
+	}
+	s.Done()
+	return s.Err()
+}
+
+// answer fills in what the reply leaves to the request.
+func (r Reply) answer(c call) chatwire.Answer {
+	a := chatwire.Answer{
+		ID: "chatcmpl-" + strconv.Itoa(c.n), Model: r.model, Created: created,
+		Text: r.text, Finish: r.finish, Usage: r.usage,
+	}
+	for i, call := range r.calls {
+		call.ID = fmt.Sprintf("call_%d_%d", c.n, i)
+		a.Calls = append(a.Calls, call)
+	}
+	if a.Model == "" {
+		a.Model = c.req.Model
+	}
+	if a.Finish == "" {
+		a.Finish = openai.FinishReasonStop
+		if len(a.Calls) > 0 {
+			a.Finish = openai.FinishReasonToolCalls
+		}
+	}
+	if a.Usage == nil {
+		a.Usage = r.countedUsage(c)
+	}
+	if r.hidden {
+		a.Usage = nil
+	}
+	return a
+}
+
+// countedUsage is a token for every four bytes.
+func (r Reply) countedUsage(c call) *openai.Usage {
+	prompt, completion := 0, tokens(len(r.text))
+	for _, m := range c.req.Messages {
+		prompt += tokens(len(m.Content))
+	}
+	for _, call := range r.calls {
+		completion += tokens(len(call.Function.Name) + len(call.Function.Arguments))
+	}
+	return &openai.Usage{PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion}
+}
+
+func tokens(bytes int) int { return int(math.Ceil(float64(bytes) / 4)) }
+
+func (c call) wantsUsage() bool {
+	return c.req.StreamOptions != nil && c.req.StreamOptions.IncludeUsage
+}
+
+// sleep waits, and reports false when there is nobody left to wait for.
+func (c call) sleep(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-c.r.Context().Done():
+		return false
+	case <-c.quit:
+		return false
+	}
+}
+
+// Arguments encodes v as the arguments of a tool call. It panics when v has no JSON form, a mistake in the test.
+func Arguments(v any) string {
+	encoded, err := json.Marshal(v)
+	if err != nil {
+		panic("modeltest: encode arguments: " + err.Error())
+	}
+	return string(encoded)
+}

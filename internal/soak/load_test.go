@@ -1,0 +1,290 @@
+//go:build unix
+
+package soak_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+)
+
+// load is everything that comes from outside while the soak lasts.
+type load struct {
+	*world
+	ctx   context.Context // ends when no more may begin
+	group sync.WaitGroup
+
+	mu       sync.Mutex
+	bases    []string // of the processes that serve
+	turn     int
+	finished []*agent // heartbeats that were run
+	asked    int      // questions of visitors that were sent
+	hungUp   int
+}
+
+// base is where the next request goes: to each process in turn.
+func (l *load) base() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.turn++
+	return l.bases[l.turn%len(l.bases)]
+}
+
+func (l *load) add(base string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.bases = append(l.bases, base)
+}
+
+// pause waits, and reports false when nothing more may begin.
+func (l *load) pause(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return l.ctx.Err() == nil
+	case <-l.ctx.Done():
+		return false
+	}
+}
+
+// note keeps a fact; it works until the test ends.
+func (l *load) note(sql string, args ...any) {
+	if _, err := l.db.Exec(l.t.Context(), sql, args...); err != nil {
+		l.t.Errorf("%v\n%s", err, sql)
+	}
+}
+
+// heartbeats runs one `agent heartbeat` after the other.
+func (l *load) heartbeats() {
+	for l.pause(700 * time.Millisecond) {
+		a := launchQuietly(l.world, "heartbeat")
+		if code := a.exit(); code != 0 {
+			l.t.Errorf("agent heartbeat: exit code %d: %s", code, tail(a.err.String()))
+		}
+		l.mu.Lock()
+		l.finished = append(l.finished, a)
+		l.mu.Unlock()
+	}
+}
+
+// launchQuietly starts a command from a goroutine of the load.
+func launchQuietly(w *world, args ...string) *agent { return launch(w.t, w.dir, w.environ(), args...) }
+
+// admin talks to the agent, one turn after the other.
+func (l *load) admin() {
+	for n := 1; l.pause(500 * time.Millisecond); n++ {
+		body := fmt.Sprintf(`{"message": "Count one more, please; this is turn %d.", "wait": true}`, n)
+		req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/v1/operate", strings.NewReader(body))
+		if err != nil {
+			l.t.Error(err)
+			return
+		}
+		req.Header.Set("Authorization", "Bearer "+adminToken)
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Accept", "application/json")
+		status, raw := l.do(req)
+		var got struct {
+			TraceID string `json:"trace_id"`
+			Ended   string `json:"ended"`
+			Text    string `json:"text"`
+		}
+		if err := json.Unmarshal(raw, &got); err != nil || status != http.StatusOK || got.Ended != "answered" {
+			l.t.Errorf("operate answers %d %s", status, raw)
+			continue
+		}
+		l.note(`insert into soak.operated (n, trace_id, answer) values ($1, $2, $3)`, n, got.TraceID, got.Text)
+	}
+}
+
+// do sends a request and reads the answer; status 0 when there was none.
+func (l *load) do(req *http.Request) (int, []byte) {
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		l.t.Errorf("%s %s: %v", req.Method, req.URL.Path, err)
+		return 0, nil
+	}
+	defer resp.Body.Close()
+	raw, err := io.ReadAll(resp.Body)
+	if err != nil {
+		l.t.Errorf("%s %s: %v", req.Method, req.URL.Path, err)
+	}
+	return resp.StatusCode, raw
+}
+
+// visitor asks one question after the other in a thread of its own. Every fourth time a second one is sent before
+// the first is answered; impatient hangs up in the middle of every third answer.
+func (l *load) visitor(thread string, impatient bool) {
+	q := 0
+	next := func() int {
+		q++
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.asked++
+		return q
+	}
+	for round := 1; l.pause(150 * time.Millisecond); round++ {
+		first := next()
+		if impatient && round%3 == 0 {
+			l.hangUp(thread, first)
+			continue
+		}
+		var both sync.WaitGroup
+		both.Go(func() { l.ask(thread, first, round%2 == 0) })
+		if round%4 == 0 {
+			second := next()
+			both.Go(func() { l.ask(thread, second, false) })
+		}
+		both.Wait()
+	}
+}
+
+func (l *load) client() *openai.Client {
+	config := openai.DefaultConfig(visitorKey)
+	config.BaseURL = l.base() + "/v1"
+	return openai.NewClientWithConfig(config)
+}
+
+func asking(thread string, n int) openai.ChatCompletionRequest {
+	return openai.ChatCompletionRequest{
+		Model: "agent", Metadata: map[string]string{"thread_id": thread}, Messages: []openai.ChatCompletionMessage{{
+			Role: openai.ChatMessageRoleUser, Content: fmt.Sprintf("Here is question %d of thread %s.", n, thread),
+		}},
+	}
+}
+
+// ask notes the answer as the client got it.
+func (l *load) ask(thread string, n int, stream bool) {
+	var words string
+	var err error
+	if stream {
+		words, err = l.listen(l.t.Context(), thread, n, nil)
+	} else {
+		var got openai.ChatCompletionResponse
+		if got, err = l.client().CreateChatCompletion(l.t.Context(), asking(thread, n)); err == nil {
+			words = got.Choices[0].Message.Content
+		}
+	}
+	if err != nil {
+		l.t.Errorf("question %d of %s: %v", n, thread, err)
+		return
+	}
+	l.note(`insert into soak.answers (thread, question, answer) values ($1, $2, $3)`, thread, n, words)
+}
+
+// listen streams an answer; heard, where set, is told of each chunk.
+func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (string, error) {
+	stream, err := l.client().CreateChatCompletionStream(ctx, asking(thread, n))
+	if err != nil {
+		return "", err
+	}
+	defer stream.Close()
+	var words strings.Builder
+	for {
+		chunk, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return words.String(), nil
+		}
+		if err != nil {
+			return "", err
+		}
+		for _, c := range chunk.Choices {
+			words.WriteString(c.Delta.Content)
+		}
+		if heard != nil {
+			heard()
+		}
+	}
+}
+
+// hangUp leaves after the first chunk.
+func (l *load) hangUp(thread string, n int) {
+	ctx, cancel := context.WithCancel(l.t.Context())
+	defer cancel()
+	if _, err := l.listen(ctx, thread, n, cancel); err != nil && !errors.Is(err, context.Canceled) {
+		l.t.Errorf("question %d of %s: %v", n, thread, err)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.hungUp++
+}
+
+// storm sends 20 webhooks a second; every fourth comes twice, now or a moment later, to another process.
+func (l *load) storm() {
+	var sent sync.WaitGroup
+	defer sent.Wait()
+	ticker := time.NewTicker(50 * time.Millisecond)
+	defer ticker.Stop()
+	for n := 1; ; n++ {
+		select {
+		case <-ticker.C:
+		case <-l.ctx.Done():
+			return
+		}
+		kind := "noise"
+		switch {
+		case n%5 == 0:
+			kind = "order.paid"
+		case n%10 == 3:
+			kind = "question"
+		case n%10 == 7:
+			kind = "stock.low"
+		}
+		sent.Go(func() { l.deliver(n, kind) })
+		if n%4 == 0 {
+			sent.Go(func() {
+				if n%8 == 0 {
+					timer := time.NewTimer(300 * time.Millisecond)
+					defer timer.Stop()
+					<-timer.C
+				}
+				l.deliver(n, kind)
+			})
+		}
+	}
+}
+
+// deliver posts a webhook and notes what was answered.
+func (l *load) deliver(n int, kind string) {
+	id := fmt.Sprintf("msg_%d", n)
+	body := fmt.Appendf(nil, `{"type": %q, "n": %d}`, kind, n)
+	header, err := signature.Sign([]string{"whsec_" + shopKey}, id, time.Now(), body)
+	if err != nil {
+		l.t.Error(err)
+		return
+	}
+	req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/webhooks/shop", bytes.NewReader(body))
+	if err != nil {
+		l.t.Error(err)
+		return
+	}
+	req.Header = header
+	req.Header.Set("Content-Type", "application/json")
+	status, raw := l.do(req)
+	if status != http.StatusAccepted && status != http.StatusOK {
+		l.t.Errorf("delivery %d: %d %s", n, status, raw)
+	}
+	l.note(`insert into soak.deliveries (id, n, type, status) values ($1, $2, $3, $4)`, id, n, kind, status)
+}
+
+// noteLanes keeps what processes logged about lanes.
+func (l *load) noteLanes(agents ...*agent) {
+	for _, a := range agents {
+		for _, line := range a.lines() {
+			if line.Message == "lane acquired" {
+				l.note(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner, line.Token.String())
+			}
+		}
+	}
+}
