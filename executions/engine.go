@@ -55,6 +55,8 @@ type Engine struct {
 	river  *river.Client[pgx.Tx]
 	keeper *lanes.Keeper
 	flows  map[string]Func
+	// fallback finds flows that are not in flows; may be nil.
+	fallback func(ctx context.Context, flow string) (Func, error)
 
 	registering sync.Mutex // held while a lease is begun, so that there is one
 	mu          sync.Mutex
@@ -96,6 +98,26 @@ func (e *Engine) Register(flow string, fn Func) error {
 	}
 	e.flows[flow] = fn
 	return nil
+}
+
+// Fallback finds the functions of flows that were not registered, such as those that are data. find returns nil
+// for a flow that it does not know; an error hands the execution back, to be tried again. Set it before Run.
+func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, error)) {
+	e.fallback = find
+}
+
+// Knows reports whether a flow is registered, or the fallback finds it.
+func (e *Engine) Knows(ctx context.Context, flow string) (bool, error) {
+	fn, err := e.flow(ctx, flow)
+	return fn != nil, err
+}
+
+// flow finds the function of a flow; nil when it is not known here.
+func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
+	if fn := e.flows[name]; fn != nil || e.fallback == nil {
+		return fn, nil
+	}
+	return e.fallback(ctx, name)
 }
 
 // Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish

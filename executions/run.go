@@ -30,6 +30,7 @@ type run struct {
 	interrupted map[string]bool // steps whose call an earlier claim left in flight
 	seen        map[string]int  // occurrences of scope + name
 	begun       int             // steps that the code has come to
+	variables   json.RawMessage // to be written with the next durable write; nil when they are
 	poison      error           // why no further step may run
 	failedStep  string
 }
@@ -106,8 +107,12 @@ func (e *Engine) execute(ctx context.Context, claimed Execution, worker string) 
 	ctx = trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
 		TraceID: trace.ID(claimed.TraceID), ExecutionID: claimed.ID, Surface: trace.Surface(claimed.Surface), Agent: claimed.Agent,
 	})
-	flow, known := e.flows[claimed.Flow]
-	if !known {
+	flow, err := e.flow(ctx, claimed.Flow)
+	if err != nil {
+		e.giveUp(ctx, r)
+		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
+	}
+	if flow == nil {
 		e.log.WarnContext(ctx, "flow is not known here, left to a process that knows it", "flow", claimed.Flow)
 		e.giveUp(ctx, r)
 		return nil

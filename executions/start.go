@@ -29,6 +29,8 @@ type Spec struct {
 	DedupeKey string
 	// Awaited says that the parent waits for this run: it is cancelled with its parent.
 	Awaited bool
+	// Inherits lets the run borrow the lanes of the parent that waits for it.
+	Inherits bool
 	// OnLost is what a worker's loss means: "resume" (default), "fail", or "hand_on" for runs of outside workers.
 	OnLost string
 	// MaxAttempts is how many workers may be lost without a checkpoint between; default 5.
@@ -71,9 +73,9 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string)
 		return Execution{}, false, err
 	}
 	rows, err := db.Query(ctx, `
-		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, thread_id, queue, priority, status,
+		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
 		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
-		values (@trace_id, @surface, @agent, @flow, @parent_id, @awaited, @thread_id, @queue, @priority, @status, @worker,
+		values (@trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status, @worker,
 		       case when @status = 'running' then 1 else 0 end,
 		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds)
@@ -117,7 +119,7 @@ func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
 		"trace_id": string(s.TraceID), "surface": string(s.Surface), "agent": cmp.Or(s.Agent, "flowpilot"), "flow": s.Flow,
 		"parent_id": null(s.ParentID), "thread_id": null(s.ThreadID), "queue": cmp.Or(s.Queue, Background),
 		"priority": cmp.Or(s.Priority, 2), "status": status, "worker": null(worker), "input": input,
-		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "on_lost": cmp.Or(s.OnLost, "resume"),
+		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "inherits": s.Inherits, "on_lost": cmp.Or(s.OnLost, "resume"),
 		"max_attempts": cmp.Or(s.MaxAttempts, 5), "progress_seconds": s.ProgressSeconds,
 	}, nil
 }

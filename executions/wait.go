@@ -1,11 +1,11 @@
 package executions
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"time"
 
@@ -24,11 +24,23 @@ type WaitFor struct {
 	data    any
 }
 
-// MaxWait is how long any wait may last.
+// MaxWait is how long any wait may last. Some kinds have a shorter bound; see Limits.
 const MaxWait = 30 * 24 * time.Hour
 
-// eventTimeout is how long a wait for an event lasts unless told otherwise.
-const eventTimeout = 7 * 24 * time.Hour
+// Limits are how long a wait of a kind lasts when nothing is said (0: it has to be said), and at most. The
+// database has the same table (agent_wait_standard, agent_wait_longest) and refuses what is longer.
+func Limits(kind string) (standard, longest time.Duration) {
+	const day = 24 * time.Hour
+	switch kind {
+	case "response":
+		return day, 7 * day
+	case "agent":
+		return time.Hour, day
+	case "delay":
+		return 0, MaxWait
+	}
+	return 7 * day, MaxWait
+}
 
 // Delay waits for time to pass, by the database's clock; at most MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
@@ -36,28 +48,57 @@ func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} 
 // Event waits for EVENT_COMPLETED with a key; a timeout of 0 is 7 days, the most is MaxWait. An event
 // that came before, and that no other wait took, ends the wait at once.
 func Event(key string, timeout time.Duration) WaitFor {
-	if timeout == 0 {
-		timeout = eventTimeout
-	}
 	return WaitFor{kind: "event", key: key, timeout: timeout}
 }
 
 // Approval waits for the decision on an approval: APPROVAL_DECIDED with its id as key. The outcome's Data is
 // {"status", "by", "reason"}. A timeout of 0 is 7 days, the most is MaxWait.
 func Approval(id string, timeout time.Duration) WaitFor {
-	return WaitFor{kind: "approval", key: id, timeout: cmp.Or(timeout, eventTimeout)}
+	return WaitFor{kind: "approval", key: id, timeout: timeout}
 }
 
 // Agent waits for the end of another execution, normally a child: AGENT_COMPLETED with its id as key. The
-// outcome's Data has its status, result_type and result_summary. A timeout of 0 is 1 hour, the most is a day.
+// outcome's Data has its status, result_type and result_summary. The most is a day. A timeout of 0 is 1 hour, or as
+// long as the child itself waits for something, if that is longer.
 func Agent(childID string, timeout time.Duration) WaitFor {
-	return WaitFor{kind: "agent", key: childID, timeout: min(cmp.Or(timeout, time.Hour), 24*time.Hour)}
+	w := WaitFor{kind: "agent", key: childID, timeout: timeout}
+	if timeout == 0 {
+		w.data = map[string]any{"patient": true}
+	}
+	return w
 }
 
 // Response waits for a message in a thread, MESSAGE_RECEIVED with the thread as key, that came after the
-// execution's own last one there. A timeout of 0 is 24 hours, the most is 7 days.
+// execution's own last one there. While that one is still queued the time does not run. A timeout of 0 is 24
+// hours, the most is 7 days.
 func Response(threadID string, timeout time.Duration) WaitFor {
-	return WaitFor{kind: "response", key: threadID, timeout: min(cmp.Or(timeout, 24*time.Hour), 7*24*time.Hour)}
+	return WaitFor{kind: "response", key: threadID, timeout: timeout}
+}
+
+// Document waits until all documents of a request are there: DOCUMENT_UPLOADED with its id as key. The outcome's Data
+// has documentUrls, in the order in which they were asked for. A timeout of 0 is 7 days, the most is MaxWait.
+func Document(requestID string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "document", key: requestID, timeout: timeout}
+}
+
+// Signature waits for SIGNATURE_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is MaxWait.
+func Signature(requestID string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "signature", key: requestID, timeout: timeout}
+}
+
+// Test waits for TEST_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is MaxWait.
+func Test(requestID string, timeout time.Duration) WaitFor {
+	return WaitFor{kind: "test", key: requestID, timeout: timeout}
+}
+
+// About adds what the wait shows to people, in waiting_data: an object.
+func (w WaitFor) About(data map[string]any) WaitFor {
+	all := maps.Clone(data)
+	if mine, ok := w.data.(map[string]any); ok {
+		maps.Copy(all, mine)
+	}
+	w.data = all
+	return w
 }
 
 // LaneFree waits until nobody holds a lane, without taking it. Somebody else may take it meanwhile.
@@ -78,8 +119,12 @@ type Outcome struct {
 // returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	s := spec{name: name}
-	if w.timeout <= 0 || w.timeout > MaxWait {
-		return Outcome{}, fmt.Errorf("wait %s: a timeout is more than 0 and at most 30 days, not %s", name, w.timeout)
+	standard, longest := Limits(w.kind)
+	if w.timeout == 0 {
+		w.timeout = standard
+	}
+	if w.timeout <= 0 || w.timeout > longest {
+		return Outcome{}, fmt.Errorf("wait %s: a timeout of a wait for %s is more than 0 and at most %s, not %s", name, w.kind, longest, w.timeout)
 	}
 	if w.kind != "delay" && w.key == "" {
 		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)

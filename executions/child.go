@@ -1,0 +1,79 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Child is an execution that another one starts.
+type Child struct {
+	Flow     string
+	Input    any
+	ThreadID string // the parent's when empty
+	// Wait makes the parent wait for the child's end, durably; the child is cancelled with it.
+	Wait bool
+	// Timeout of that wait: 0 is an hour, or as long as the child itself has to wait; the most is a day.
+	Timeout time.Duration
+	// KeepLanes keeps a child that is waited for from borrowing its parent's lanes.
+	KeepLanes bool
+}
+
+// Triggered is what a parent learns of a child. Without Wait there is only its id.
+type Triggered struct {
+	ExecutionID string          `json:"execution_id"`
+	Status      Status          `json:"status"`
+	Success     bool            `json:"success"`
+	Summary     string          `json:"summary"`
+	Error       string          `json:"error,omitempty"`
+	Result      json.RawMessage `json:"result"`
+	Variables   json.RawMessage `json:"variables"`
+	TimedOut    bool            `json:"timed_out"` // the wait: the child goes on, under lanes of its own
+}
+
+// Trigger starts a child execution of the same trace and, if asked to, waits for its end. A child that failed is a
+// result, not an error. While the parent waits the child may act in the lanes that the parent holds.
+func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return Triggered{}, err
+	}
+	id, err := StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
+		thread := c.ThreadID
+		if thread == "" && r.exec.ThreadID != nil {
+			thread = *r.exec.ThreadID
+		}
+		child, _, err := r.e.StartTx(ctx, tx, Spec{
+			Flow: c.Flow, Surface: trace.Surface(r.exec.Surface), TraceID: trace.ID(r.exec.TraceID), Agent: r.exec.Agent,
+			Input: c.Input, ThreadID: thread, ParentID: r.exec.ID, Queue: r.exec.Queue, Priority: r.exec.Priority,
+			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes,
+		})
+		return child.ID, err
+	}, Input(c))
+	if err != nil || !c.Wait {
+		return Triggered{ExecutionID: id}, err
+	}
+	out, err := Wait(ctx, name+" wait", Agent(id, c.Timeout))
+	if err != nil {
+		return Triggered{}, err
+	}
+	return Step(ctx, name+" result", func(ctx context.Context) (Triggered, error) {
+		x, err := Get(ctx, r.e.pool, id)
+		if err != nil {
+			return Triggered{}, fmt.Errorf("read child: %w", err)
+		}
+		got := Triggered{
+			ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
+			Variables: x.Variables, TimedOut: out.TimedOut,
+		}
+		if x.ErrorMessage != nil {
+			got.Error = *x.ErrorMessage
+		}
+		return got, nil
+	})
+}
