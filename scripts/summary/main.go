@@ -1,108 +1,78 @@
 // Command summary reads what `go test -json` prints and shows a person what matters: failures with their
 // output, what was skipped and why, and one closing line. It exits with 1 when a test failed, when a
 // package did not build, when no test ran, or when a test was skipped that may not be.
+//
+// The arguments after -- are the command that made the stream. With them, up to five tests that failed are
+// run once more, each by itself on the then quiet machine: its whole top-level test, with all its subtests.
+// One that passes then does not fail the run. It is reported as unsteady, by name and with its first
+// failure; the output of that failure stays above. A package that failed without a failed test of its own,
+// because its TestMain failed, a test ended the process or time ran out, is run again whole and passes only
+// as a whole. Nothing is run again when there are more than five, when a data race was reported, when a
+// package did not build, or when something panicked: none of that is bad luck.
 package main
 
 import (
-	"bufio"
-	"encoding/json"
+	"context"
 	"flag"
 	"fmt"
 	"io"
 	"os"
-	"slices"
-	"strings"
+	"os/exec"
+	"os/signal"
 )
-
-// mayBeSkipped lists what may be skipped, with the reason a skip must name.
-var mayBeSkipped = []string{
-	"needs root", "needs /proc", // of this user, of this system
-	"npm is not installed", "node is not installed", "npm cannot install", // programs in other languages that talk with the agent
-	"needs a server on a unix socket", "needs the server's URL", "this server does not offer", // of AGENT_TEST_DATABASE_URL
-}
-
-type event struct {
-	Action, Package, Test, Output string
-	ImportPath                    string
-}
-
-type result struct {
-	passed, failed, skipped int
-	bad                     bool
-	output                  map[string]*strings.Builder
-}
 
 func main() {
 	exit := flag.Int("exit", 0, "exit code of go test")
 	flag.Parse()
-	r := result{output: map[string]*strings.Builder{}}
-	if err := r.read(os.Stdin, os.Stdout); err != nil {
-		fmt.Fprintln(os.Stderr, "summary:", err)
-		os.Exit(1)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	code := summarise(os.Stdin, os.Stdout, *exit, repeat(ctx, flag.Args()))
+	stop()
+	os.Exit(code)
+}
+
+// repeat is how tests are run again: with further arguments to the command that ran them; nil without one.
+func repeat(ctx context.Context, command []string) runner {
+	if len(command) == 0 {
+		return nil
 	}
-	fmt.Fprintf(os.Stdout, "%d passed, %d failed, %d skipped\n", r.passed, r.failed, r.skipped)
-	if *exit != 0 || r.failed > 0 || r.passed == 0 || r.bad {
-		os.Exit(1)
+	return func(read func(io.Reader) error, more ...string) error {
+		again := exec.CommandContext(ctx, command[0], append(command[1:len(command):len(command)], more...)...)
+		again.Stderr = os.Stderr
+		stream, err := again.StdoutPipe()
+		if err != nil {
+			return err
+		}
+		if err := again.Start(); err != nil {
+			return err
+		}
+		err = read(stream)
+		if ended := again.Wait(); ended != nil {
+			return ended
+		}
+		return err
 	}
 }
 
-func (r *result) read(in io.Reader, out io.Writer) error {
-	lines := bufio.NewScanner(in)
-	lines.Buffer(nil, 16<<20)
-	for lines.Scan() {
-		var e event
-		if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
-			fmt.Fprintln(out, lines.Text())
-			continue
-		}
-		r.take(e, out)
+// summarise reads a stream, gives what failed its second try, prints the closing line and returns the exit code.
+func summarise(in io.Reader, out io.Writer, exit int, again runner) int {
+	r := newResult()
+	if err := r.read(in, out); err != nil {
+		fmt.Fprintln(out, "summary:", err)
+		return 1
 	}
-	return lines.Err()
-}
-
-// take counts one event; only tests count, packages are shown when they fail.
-func (r *result) take(e event, out io.Writer) {
-	key := e.Package + e.ImportPath + " " + e.Test
-	switch e.Action {
-	case "output", "build-output":
-		if r.output[key] == nil {
-			r.output[key] = &strings.Builder{}
-		}
-		r.output[key].WriteString(e.Output)
-	case "pass":
-		if e.Test != "" {
-			r.passed++
-		} else {
-			fmt.Fprintln(out, "ok  ", e.Package)
-		}
-		delete(r.output, key)
-	case "skip":
-		if e.Test != "" {
-			r.skip(e, out)
-		}
-	case "fail", "build-fail":
-		if e.Test != "" {
-			r.failed++
-		}
-		r.bad = true
-		fmt.Fprintln(out, "FAIL", key)
-		if r.output[key] != nil {
-			fmt.Fprintln(out, r.output[key].String())
-		}
+	explained := exit == 0 || r.fails()
+	unsteady := 0
+	if again != nil && r.fails() {
+		unsteady = r.secondTry(again, out)
 	}
-}
-
-// skip counts a skipped test, and holds its reason against the list.
-func (r *result) skip(e event, out io.Writer) {
-	r.skipped++
-	why := ""
-	if text := r.output[e.Package+" "+e.Test]; text != nil {
-		why = text.String()
+	sum := r.sum()
+	fmt.Fprintf(out, "%d passed, %d failed, %d skipped", sum.passed, sum.failed, sum.skipped)
+	if unsteady > 0 {
+		fmt.Fprintf(out, ", %d unsteady", unsteady)
 	}
-	allowed := slices.ContainsFunc(mayBeSkipped, func(reason string) bool { return strings.Contains(why, reason) })
-	fmt.Fprintln(out, "SKIP", e.Package, e.Test, strings.TrimSpace(why))
-	if !allowed {
-		r.bad = true
-		fmt.Fprintln(out, "     this test may not be skipped: install what it needs")
+	fmt.Fprintln(out)
+	if !explained || r.fails() || r.bad || sum.passed == 0 {
+		return 1
 	}
+	return 0
 }
