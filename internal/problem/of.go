@@ -72,6 +72,6 @@ func Away(err error) bool {
 	if _, broken := errors.AsType[net.Error](err); broken {
 		return true
 	}
-	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF) ||
+	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
 		postgres.IsCode(err, "53300", "57014", "57P01", "57P02", "57P03")
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -49,6 +50,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},
+		"broken":        {fmt.Errorf("roll back: %w", pgconn.ErrConnClosed), 503, "urn:lanekeeper:problem:database-away"},
 		"anything else": {errors.New("relation agent_x at 10.0.0.7"), 500, "about:blank"},
 	} {
 		t.Run(name, func(t *testing.T) {
