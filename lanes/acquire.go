@@ -22,9 +22,14 @@ func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lea
 }
 
 // AcquireAs is Acquire for the claim of an execution. What the owner holds already is
-// granted again: the holds are counted, and the lane is free when the last is released.
+// granted again: the holds are counted, and the lane is free when the last is released. A lane that a parent of
+// the execution holds, which waits for it, is borrowed if the execution may; Lender says so, and a release gives it back.
 func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
-	lease, busy, err := k.look(ctx, owner, lane, settingsFor(lane, opts).ttl, tryLane)
+	try := tryLane
+	if owner.claim {
+		try = takeLane
+	}
+	lease, busy, err := k.look(ctx, owner, lane, settingsFor(lane, opts).ttl, try)
 	if err != nil {
 		return nil, err
 	}
@@ -44,10 +49,12 @@ type answer struct {
 	Remaining    float64 // seconds until ExpiresAt by the database's clock
 	WasHolder    string  // whose expired lease was taken over
 	StaleFor     float64 // seconds since that expired
+	Lender       string  // whose lane was borrowed
+	Soon         bool    // it will be lent when its holder waits
 }
 
 func (a *answer) err(lane string) *BusyError {
-	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt}
+	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt, Soon: a.Soon}
 	if a.Holder == "" || a.Remaining > parkedFrom.Seconds() {
 		e.ExpiresAt = time.Time{}
 	}
@@ -93,7 +100,9 @@ func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Du
 	case !a.Acquired:
 		return nil, &a, nil
 	}
-	lease := k.enter(ctx, owner, grant{lane: lane, token: a.FencingToken, ttl: ttl, before: before, expires: a.ExpiresAt})
+	lease := k.enter(ctx, owner, grant{
+		lane: lane, token: a.FencingToken, ttl: ttl, before: before, expires: a.ExpiresAt, lender: a.Lender,
+	})
 	k.logGrant(ctx, lease, a, nested)
 	return lease, nil, nil
 }
@@ -128,6 +137,10 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 	if nested {
 		return
 	}
+	if a.Lender != "" {
+		k.log.InfoContext(ctx, "lane borrowed", "lane", l.Lane(), "owner", l.Owner().name, "lender", a.Lender, "fencing_token", a.FencingToken)
+		return
+	}
 	if a.WasHolder != "" {
 		age := time.Duration(a.StaleFor * float64(time.Second)).Round(time.Millisecond)
 		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", a.WasHolder, "age", age)
@@ -157,8 +170,28 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 		       coalesce(a.locked_by, '') as holder,
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
 		       coalesce(was.locked_by, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for
+		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
+		       '' as lender, false as soon
 		  from acquire_agent_lock(@lane, @owner, @ttl) a
+		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
+		        and was.fencing_token < a.fencing_token`,
+		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
+	if err != nil {
+		return answer{}, err
+	}
+	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
+}
+
+// takeLane is tryLane for the claim of an execution, which may borrow.
+func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+	rows, err := db.Query(ctx, `
+		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
+		       coalesce(a.locked_by, '') as holder,
+		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
+		       coalesce(was.locked_by, '') as was_holder,
+		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
+		       coalesce(a.lender::text, '') as lender, a.soon
+		  from take_agent_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})

@@ -125,7 +125,8 @@ func awaitLane(ctx context.Context, db postgres.DB, lane string, owner Owner, tt
 		       coalesce(a.locked_by, '') as holder,
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
 		       coalesce(was.locked_by, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for
+		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
+		       '' as lender, false as soon
 		  from await_agent_lock(@lane, @owner, @ttl, @place) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,

@@ -18,6 +18,7 @@ type grant struct {
 	ttl     time.Duration
 	before  time.Time // local, read before the statement was sent
 	expires time.Time // by the database's clock
+	lender  string    // of a lane that was borrowed
 }
 
 type state int
@@ -36,6 +37,7 @@ type hold struct {
 	owner  Owner
 	lane   string
 	token  int64
+	lender string
 	policy policy
 	log    context.Context // for log lines: the values of the first acquirer's context
 	lost   chan struct{}
@@ -79,7 +81,7 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 
 func (k *Keeper) newHold(ctx context.Context, owner Owner, g grant) *hold {
 	h := &hold{
-		keeper: k, owner: owner, lane: g.lane, token: g.token, policy: policyOf(g.lane),
+		keeper: k, owner: owner, lane: g.lane, token: g.token, lender: g.lender, policy: policyOf(g.lane),
 		log: context.WithoutCancel(ctx), lost: make(chan struct{}), leases: make(map[*Lease]struct{}),
 		deadline: g.before.Add(g.ttl),
 	}

@@ -23,6 +23,11 @@
 // not happen then begins with [Lease.Fence] in its transaction: it fails with [ErrStale] once the
 // lane has gone to somebody else, and a takeover waits for a fenced transaction that is under way.
 //
+// A lane can be lent: a child execution acts in the lanes of the parent that waits for it. The borrower has a token of
+// its own, so the lender's late writes are refused; the lane goes back, with a new token again, when the borrower ends,
+// gives it back or lets it expire, and when a lender stops waiting. SQL decides who may borrow and keeps the
+// loans (migrations/sql/0011_loans.sql); here it is only [Keeper.AcquireAs].
+//
 // One [Keeper] per process renews every lease it holds with one statement, see [Keeper.Run].
 package lanes
 
@@ -54,6 +59,8 @@ type BusyError struct {
 	Lane      string
 	Holder    string    // owner of the live lease, or who waits first; empty when the row was being changed
 	ExpiresAt time.Time // end of that lease by the database's clock; zero when unknown or parked
+	// Soon says that an execution holds it which has started the one that asks, and lends it when it begins to wait.
+	Soon bool
 }
 
 func (e *BusyError) Error() string {

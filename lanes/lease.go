@@ -40,6 +40,9 @@ func (l *Lease) Lane() string { return l.hold.lane }
 // Owner is who holds it.
 func (l *Lease) Owner() Owner { return l.hold.owner }
 
+// Lender is the execution that the lane was borrowed from, empty for a lane that was free.
+func (l *Lease) Lender() string { return l.hold.lender }
+
 // Token is the fencing token: larger than that of every earlier grant of this lane. 0 while lanes are off.
 func (l *Lease) Token() int64 { return l.hold.token }
 
