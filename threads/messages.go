@@ -42,6 +42,7 @@ type Message struct {
 	Role         string     `json:"role"`
 	Content      string     `json:"content"`
 	Channel      string     `json:"channel"`
+	Target       string     `json:"target"` // of channel webhook
 	ExecutionID  *string    `json:"execution_id"`
 	TraceID      string     `json:"trace_id"`
 	Status       Status     `json:"status"`
@@ -82,7 +83,7 @@ func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
 		       @channel, nullif(@execution_id, '')::uuid, @trace_id, @status, @interrupted, @tokens,
 		       case when @status in ('sent', 'delivered', 'received') then clock_timestamp() end
 		  from place p
-		returning id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at`,
 		postgres.Strict{
 			"thread_id": plain(d.ThreadID), "status": string(d.Status), "turn": d.Turn, "role": d.Role, "content": content,
@@ -123,7 +124,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		return nil, errors.New("list messages: name a thread or an execution")
 	}
 	rows, err := db.Query(ctx, `
-		select id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at
 		  from agent_messages
 		 where (@thread_id = '' or thread_id = @thread_id) and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)

@@ -12,8 +12,13 @@
 // few hundred. [Backlog] names what has grown old enough to be summarised, and [SaveSummary] moves the
 // summary forward by compare-and-set, so that two who summarise at once do not lose turns.
 //
-// Everything here takes a postgres.DB, so the caller decides what commits together. The right to act in
-// a thread is the lane thread:{id} (see [Lane]); this package does not check it.
+// The right to act in a thread is the lane thread:{id} (see [Lane]). Executions speak through [Send], which takes the lane
+// or queues the message; what is queued leaves first-in-first-out when the lane frees, and the lane is the execution's whose message left.
+// A lane without a send for ten minutes is anybody's, unless its holder waits durably. What the other side says
+// goes through [Receive] to who waits for it. [Post] is for those who hold the lane by other means, and does not check it. A
+// [Courier] sends the queues and carries the messages of the channels webhook and log, at least once and under one id.
+//
+// Everything else takes a postgres.DB, so the caller decides what commits together.
 package threads
 
 import (
@@ -46,6 +51,7 @@ const MaxID = 200
 type Thread struct {
 	ID             string    `json:"id"`
 	Channel        string    `json:"channel"`
+	Target         string    `json:"target"` // of channel webhook: where its messages go by default
 	Agent          string    `json:"agent"`
 	Owner          string    `json:"owner"`
 	Participant    string    `json:"participant"`
@@ -79,12 +85,12 @@ func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 		return Thread{}, fmt.Errorf("open thread: %w", err)
 	}
 	rows, err := db.Query(ctx, `
-		insert into agent_threads (id, channel, agent, owner, participant)
-		values (@id, @channel, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
+		insert into agent_threads (id, channel, target, agent, owner, participant)
+		values (@id, @channel, @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
 		on conflict (id) do nothing
-		returning id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at`,
+		returning id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at`,
 		postgres.Strict{
-			"id": t.ID, "channel": t.Channel, "agent": plain(t.Agent), "owner": plain(t.Owner), "participant": plain(t.Participant),
+			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner), "participant": plain(t.Participant),
 		})
 	if err != nil {
 		return Thread{}, fmt.Errorf("open thread: %w", err)
@@ -102,10 +108,44 @@ func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 	return got, nil
 }
 
+// Ensure returns the thread with an id whoever opened it, and makes it when there is none, with t's channel (default chat), target,
+// agent, owner and participant; made is true then. It is for those who act for the agent, such as a flow that begins a
+// conversation. A thread without an owner becomes that of the first visitor who speaks in it, see [Adopt].
+func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
+	if err := CheckID(t.ID); err != nil {
+		return Thread{}, false, fmt.Errorf("open thread: %w", err)
+	}
+	tag, err := db.Exec(ctx, `
+		insert into agent_threads (id, channel, target, agent, owner, participant)
+		values (@id, coalesce(nullif(@channel, ''), 'chat'), @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
+		on conflict (id) do nothing`,
+		postgres.Strict{
+			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner),
+			"participant": plain(t.Participant),
+		})
+	if err != nil {
+		return Thread{}, false, fmt.Errorf("open thread: %w", err)
+	}
+	got, err = Get(ctx, db, t.ID)
+	return got, tag.RowsAffected() == 1, err
+}
+
+// Adopt makes a thread that was begun on a channel for nobody in particular somebody's own; false when it is not such a one.
+func Adopt(ctx context.Context, db postgres.DB, id, channel, owner, participant string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_threads set owner = @owner, participant = coalesce(nullif(participant, ''), @participant)
+		 where id = @id and channel = @channel and owner = '' and @owner <> ''`,
+		postgres.Strict{"id": plain(id), "channel": channel, "owner": plain(owner), "participant": plain(participant)})
+	if err != nil {
+		return false, fmt.Errorf("adopt thread: %w", err)
+	}
+	return tag.RowsAffected() == 1, nil
+}
+
 // Get reads one thread; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 	rows, err := db.Query(ctx, `
-		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id`, postgres.Strict{"id": plain(id)})
 	return one(rows, err)
 }
@@ -113,7 +153,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 // Lock reads a thread and keeps others from posting in it until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, `
-		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": plain(id)})
 	return one(rows, err)
 }
@@ -148,7 +188,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 		before = f.BeforeTime
 	}
 	rows, err := db.Query(ctx, `
-		select id, channel, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads
 		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))
@@ -188,12 +228,15 @@ type HeldThread struct {
 	ParticipantName   string    `json:"participant_name"`
 	Parked            bool      `json:"parked"` // its holder waits durably
 	Stale             bool      `json:"stale"`  // its lease has ended
+	Holder            string    `json:"holder"` // execution and claim, or what else holds it
+	Queued            int64     `json:"queued"` // messages that wait for it
 }
 
 // Locks lists the threads that are held, the longest held first; with stale only those whose lease has ended.
 func Locks(ctx context.Context, db postgres.DB, stale bool) ([]HeldThread, error) {
 	rows, err := db.Query(ctx, `
-		select thread_id, active_execution_id::text, execution_locked_at, lock_minutes, participant_name, parked, stale
+		select thread_id, active_execution_id::text, execution_locked_at, lock_minutes, participant_name, parked, stale,
+		       holder, queued
 		  from agent_thread_locks where stale or not @stale order by execution_locked_at`, postgres.Strict{"stale": stale})
 	if err != nil {
 		return nil, fmt.Errorf("list held threads: %w", err)

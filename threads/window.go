@@ -26,7 +26,7 @@ func Window(ctx context.Context, db postgres.DB, thread string, before int64, to
 		     and m.status not in ('failed', 'withdrawn')
 		   order by m.turn desc, m.seq desc limit 400),
 		measured as (select l.*, sum(l.tokens) over (order by l.turn desc, l.seq desc) as running from latest l)
-		select id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at
 		  from measured where running <= @tokens order by turn, seq`,
 		postgres.Strict{"thread": t.ID, "through": t.SummaryThrough, "before": before, "tokens": tokens})
@@ -71,7 +71,7 @@ func Backlog(ctx context.Context, db postgres.DB, thread string, before int64, l
 		  select o.*, sum(o.tokens) over (order by o.turn) - sum(o.tokens) over (partition by o.turn) as earlier,
 		         count(*) over () < 400 or o.turn < max(o.turn) over () as whole -- not cut by the limit
 		    from oldest o where o.turn <= (select through from old))
-		select id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at
 		  from folded where earlier < @most and whole order by turn, seq`,
 		postgres.Strict{
@@ -104,7 +104,7 @@ func SaveSummary(ctx context.Context, db postgres.DB, thread string, fromThrough
 // place through was given: the same each time, because messages do not change. At most 400 are read.
 func Turns(ctx context.Context, db postgres.DB, thread string, from, before, through int64) ([]Message, error) {
 	rows, err := db.Query(ctx, `
-		select id::text, thread_id, seq, turn, role, content, channel, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at
 		  from agent_messages
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through and status not in ('failed', 'withdrawn')

@@ -3,17 +3,11 @@ package webhooks
 import (
 	"cmp"
 	"context"
-	"errors"
-	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -21,19 +15,14 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/signature"
-	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
 	workers     = 16
-	perTarget   = 4 // at once, so that a slow target does not hold up the others
-	sendTimeout = 15 * time.Second
+	perTarget   = 4                // at once, so that a slow target does not hold up the others
 	lease       = 60 * time.Second // longer than an attempt can take
 	longestWait = 5 * time.Second  // between two looks, where no notification comes
-	longestStop = 24 * time.Hour   // that a target may ask for
-	maxAnswer   = 4 << 10
 )
 
 // Dispatcher sends what is in the outbox. Pool, Client and Logger are required. Any number may run on one
@@ -233,71 +222,12 @@ func jitter(d time.Duration) time.Duration {
 
 // send makes the request.
 func (d *Dispatcher) send(ctx context.Context, m message) verdict {
-	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
-	defer cancel()
-	secrets, err := Secrets(m.Secrets, d.Getenv)
-	if err != nil {
-		return verdict{err: err.Error(), class: "secret"}
-	}
-	body := []byte(m.Payload)
-	headers, err := signature.Sign(secrets, m.ID, m.SentAt, body)
-	if err != nil {
-		return verdict{err: err.Error(), class: "secret"}
-	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, m.URL, strings.NewReader(m.Payload))
-	if err != nil {
-		return verdict{err: err.Error(), class: "refused"}
-	}
-	request.Header = headers
-	request.Header.Set("Content-Type", "application/json")
-	request.Header.Set("User-Agent", "lanekeeper")
-	request.Header.Set("X-Trace-Id", m.TraceID)
-	client := *d.Client
-	client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-	response, err := client.Do(request)
-	if err != nil {
-		return unsent(err)
-	}
-	defer func() { _ = response.Body.Close() }()                    // only read from: nothing is lost
-	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // what it says is only for the log
-	return d.judged(response, string(said))
-}
-
-// unsent is the verdict of a request without an answer. The address is left out: its query may be a secret.
-func unsent(err error) verdict {
-	if ue, ok := errors.AsType[*url.Error](err); ok {
-		err = ue.Err
-	}
-	v := verdict{err: err.Error(), class: "network"}
-	if ce, ok := errors.AsType[*skills.CallError](err); ok {
-		v.class = ce.Class
+	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Letter{
+		ID: m.ID, TraceID: m.TraceID, URL: m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.SentAt,
+	})
+	v := verdict{status: got.Status, err: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}
+	if got.Status != 0 {
+		v.outcome = map[string]any{"http_status": got.Status, "answer": got.Answer}
 	}
 	return v
-}
-
-// judged reads the answer: only 2xx is a success.
-func (d *Dispatcher) judged(response *http.Response, said string) verdict {
-	v := verdict{status: response.StatusCode, outcome: map[string]any{"http_status": response.StatusCode, "answer": said}}
-	if v.status >= 200 && v.status < 300 {
-		return v
-	}
-	v.err, v.class = fmt.Sprintf("it answered %s", response.Status), "http_status"
-	switch v.status {
-	case http.StatusGone:
-		v.gone = true
-	case http.StatusTooManyRequests, http.StatusServiceUnavailable, http.StatusBadGateway, http.StatusGatewayTimeout:
-		v.pause = retryAfter(response.Header.Get("Retry-After"), time.Now())
-	}
-	return v
-}
-
-// retryAfter reads seconds or a date; 0 when there is neither.
-func retryAfter(text string, now time.Time) time.Duration {
-	if seconds, err := strconv.Atoi(text); err == nil {
-		return min(max(time.Duration(seconds), 0)*time.Second, longestStop)
-	}
-	if at, err := http.ParseTime(text); err == nil {
-		return min(max(at.Sub(now), 0), longestStop)
-	}
-	return 0
 }

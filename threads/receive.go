@@ -1,0 +1,75 @@
+package threads
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Incoming is what the other side of a thread has said.
+type Incoming struct {
+	ThreadID string
+	Content  string
+	Channel  string // default chat
+	// Data is added to that of the event MESSAGE_RECEIVED, which has message_id, thread_id, content and channel.
+	Data map[string]any
+	// ID makes the message count once, whoever sends it again; "" for none. Ids are shared with all events: give them a prefix.
+	ID          string
+	ExecutionID string // that the message is recorded under; "" for none
+}
+
+// Arrived says what became of an incoming message.
+type Arrived struct {
+	MessageID string   `json:"message_id"`
+	Seq       int64    `json:"seq"`
+	EventID   string   `json:"event_id"`
+	Resumed   []string `json:"resumed"` // the executions that had waited for it
+}
+
+// Receive records a message of the other side and ends the waits for it, in a transaction of the caller's. When nobody
+// waits, the event is kept for the next wait of who has spoken before it. ErrNotFound when there is no such thread. Call it before the
+// transaction locks anything else: it locks the wait, executions, lanes and the thread, in this order.
+func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Arrived, error) {
+	if in.Channel == "" {
+		in.Channel = ChannelChat
+	}
+	data, err := json.Marshal(in.Data)
+	if err != nil {
+		return Arrived{}, fmt.Errorf("receive message: encode data: %w", err)
+	}
+	if in.Data == nil {
+		data = []byte("{}")
+	}
+	content := plain(in.Content)
+	rows, err := tx.Query(ctx, `
+		select message_id::text, seq, event_id::text, execution_id::text
+		  from receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''), nullif(@execution, '')::uuid, @tokens)`,
+		postgres.Strict{
+			"thread": plain(in.ThreadID), "content": content, "channel": in.Channel, "data": json.RawMessage(data), "id": plain(in.ID),
+			"execution": in.ExecutionID, "tokens": tokens(User, content),
+		})
+	if err != nil {
+		return Arrived{}, fmt.Errorf("receive message: %w", err)
+	}
+	var got Arrived
+	var woken *string
+	_, err = pgx.ForEachRow(rows, []any{&got.MessageID, &got.Seq, &got.EventID, &woken}, func() error {
+		if woken != nil {
+			got.Resumed = append(got.Resumed, *woken)
+		}
+		return nil
+	})
+	if postgres.IsCode(err, "P0002") || err == nil && got.MessageID == "" {
+		err = errors.Join(err, ErrNotFound)
+	}
+	if err != nil {
+		return Arrived{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
+	}
+	return got, e.Hint(ctx, tx, got.Resumed...)
+}
