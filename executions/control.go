@@ -62,46 +62,68 @@ type Delivered struct {
 }
 
 // Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first
-// that will. id, where given, makes it count once however often it comes.
+// that will. id, where given, makes it count once however often it comes. With a pool for db, in a process that runs
+// executions, that is one statement, and what it woke is attended to here at once; in a transaction, workers hear of it
+// when that commits.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
-	var got Delivered
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, `
-			select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-			  from deliver_agent_event(@event, @key, @data, @id) d left join agent_executions x on x.id = d.execution_id`,
-			postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)})
-		if err != nil {
-			return err
+	args := postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)}
+	var got Delivered
+	var hints []hint
+	var err error
+	if db == postgres.Beginner(e.pool) && e.works() {
+		if got, hints, err = deliver(ctx, e.pool, args); err == nil {
+			e.attendTo(hints)
 		}
-		type row struct {
-			EventID            string
-			ExecutionID, Queue *string
-			Wake, Priority     *int
-		}
-		woken, err := pgx.CollectRows(rows, func(r pgx.CollectableRow) (w row, err error) {
-			return w, r.Scan(&w.EventID, &w.ExecutionID, &w.Wake, &w.Queue, &w.Priority)
-		})
-		if err != nil {
-			return err
-		}
-		var hints []hint
-		for _, w := range woken {
-			got.EventID = w.EventID
-			if w.ExecutionID != nil {
-				got.Resumed = append(got.Resumed, *w.ExecutionID)
-				hints = append(hints, hint{*w.ExecutionID, *w.Wake, *w.Queue, *w.Priority})
+	} else {
+		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
+			if got, hints, err = deliver(ctx, tx, args); err != nil {
+				return err
 			}
-		}
-		return e.sendHints(ctx, tx, hints)
-	})
+			return e.sendHints(ctx, tx, hints)
+		})
+	}
 	if err != nil {
 		return Delivered{}, fmt.Errorf("deliver event %s: %w", event, err)
 	}
 	e.log.InfoContext(ctx, "event emitted", "event", event, "key", key, "resumed", len(got.Resumed))
 	return got, nil
+}
+
+// deliver is the statement, and the hints for what it woke.
+func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, hints []hint, err error) {
+	rows, err := db.Query(ctx, `
+		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
+		  from deliver_agent_event(@event, @key, @data, @id) d left join agent_executions x on x.id = d.execution_id`, args)
+	if err != nil {
+		return Delivered{}, nil, err
+	}
+	var executionID, queue *string
+	var wake, priority *int
+	_, err = pgx.ForEachRow(rows, []any{&got.EventID, &executionID, &wake, &queue, &priority}, func() error {
+		if executionID != nil {
+			got.Resumed = append(got.Resumed, *executionID)
+			hints = append(hints, hint{*executionID, *wake, *queue, *priority})
+		}
+		return nil
+	})
+	if err != nil {
+		return Delivered{}, nil, err
+	}
+	return got, hints, nil
+}
+
+// attendTo has the workers of this process look at what has become ready by its own commit.
+func (e *Engine) attendTo(hints []hint) {
+	count := map[string]int{}
+	for _, h := range hints {
+		count[h.Queue]++
+	}
+	for queue, n := range count {
+		e.ready(queue, n)
+	}
 }
 
 // listenLoop hears of cancels and freed lanes as they happen.
@@ -115,6 +137,8 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	defer stopFreed()
 	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // by a decision that was made in SQL alone
 	defer stopWoken()
+	ready, stopReady := e.opts.Listener.Subscribe("agent_ready") // by a process that has too much to do, or a place that is free
+	defer stopReady()
 	for {
 		select {
 		case <-ctx.Done():
@@ -124,9 +148,20 @@ func (e *Engine) listenLoop(ctx context.Context) {
 		case <-freed:
 			e.hurry()
 		case <-woken:
-			e.hurry()
+			e.look()
+		case queue := <-ready:
+			e.hear(queue)
 		}
 	}
+}
+
+// hear looks at the named queue, or at both.
+func (e *Engine) hear(queue string) {
+	if c := e.crews[queue]; c != nil {
+		c.look()
+		return
+	}
+	e.look()
 }
 
 // hearCancel stops the named run; an empty name means that notifications may have been missed.

@@ -13,6 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
+// hintsAtOnce is how many hints River hands over together; each takes no time.
+const hintsAtOnce = 100
+
 // The queues. Interactive work has workers of its own, because a priority cannot free busy ones.
 const (
 	Background  = "background"
@@ -38,8 +41,9 @@ func (tickArgs) Kind() string { return "schedule_tick" }
 // newRiver makes this process's River client: hints, and the leader's tick.
 func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	workers := river.NewWorkers()
-	river.AddWorker(workers, river.WorkFunc(func(ctx context.Context, job *river.Job[wakeArgs]) error {
-		return e.attend(ctx, job.Args.ExecutionID)
+	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {
+		e.ready(job.Queue, 1)
+		return nil
 	}))
 	river.AddWorker(workers, river.WorkFunc(func(ctx context.Context, _ *river.Job[tickArgs]) error {
 		return e.Tick(ctx)
@@ -53,13 +57,13 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 		Logger:  quiet(e.log),
 		Workers: workers,
 		Queues: map[string]river.QueueConfig{
-			Background:  {MaxWorkers: e.opts.Workers},
-			Interactive: {MaxWorkers: e.opts.Workers},
+			Background:  {MaxWorkers: hintsAtOnce},
+			Interactive: {MaxWorkers: hintsAtOnce},
 			"ticks":     {MaxWorkers: 1},
 		},
 		FetchCooldown:     5 * time.Millisecond,
 		FetchPollInterval: poll,
-		// The row's claim is what makes a run single, so a job may take as long as it likes, and a job
+		// The row's claim is what makes a run single, so a tick may take as long as it likes, and a job
 		// that River believes stuck may be handed out again.
 		JobTimeout:           -1,
 		RescueStuckJobsAfter: 24 * time.Hour,
@@ -77,6 +81,40 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 		return nil, fmt.Errorf("make River client: %w", err)
 	}
 	return client, nil
+}
+
+// look has the workers of both queues look for something ready, in this process.
+func (e *Engine) look() {
+	for _, c := range e.crews {
+		c.look()
+	}
+}
+
+// Look is for who has made executions ready by a function of the database, after the commit: the workers of this
+// process look at once. It takes no time and never fails; other processes are told of what is too much for this one.
+func (e *Engine) Look() { e.look() }
+
+// ready says that n executions of a queue may be ready: the workers of this process look at once, and where they are
+// too few, other processes are told.
+func (e *Engine) ready(queue string, n int) {
+	c := e.crews[queue]
+	if c == nil {
+		return
+	}
+	c.look()
+	if !c.has(n) {
+		c.spread()
+	}
+}
+
+// works reports whether this process claims what is ready, so that it needs no hint in the transaction.
+func (e *Engine) works() bool {
+	for _, c := range e.crews {
+		if !c.isOpen() {
+			return false
+		}
+	}
+	return true
 }
 
 // hint is one wake-up to insert.

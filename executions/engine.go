@@ -56,14 +56,17 @@ type Engine struct {
 	keeper *lanes.Keeper
 	flows  map[string]Func
 	// fallback finds flows that are not in flows; may be nil.
-	fallback func(ctx context.Context, flow string) (Func, error)
+	fallback   func(ctx context.Context, flow string) (Func, error)
+	unforkable map[string]string // why, by flow
 
 	registering sync.Mutex // held while a lease is begun, so that there is one
 	mu          sync.Mutex
 	worker      *worker
 	runs        map[string]*run
 	draining    bool
-	nudge       chan struct{} // look sooner
+	nudge       chan struct{} // sweep sooner
+	alarm       chan struct{} // a timer is due sooner than was known
+	crews       map[string]*crew
 	due         dueTime
 }
 
@@ -79,6 +82,10 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	e := &Engine{
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
+		alarm: make(chan struct{}, 1), crews: map[string]*crew{},
+	}
+	for _, queue := range []string{Background, Interactive} {
+		e.crews[queue] = newCrew(e, queue)
 	}
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
@@ -137,8 +144,13 @@ func (e *Engine) Run(ctx context.Context) error {
 	group.Go(func() error { e.renewLoop(living); return nil })
 	group.Go(func() error { e.sweepLoop(ctx); return nil })
 	group.Go(func() error { e.listenLoop(living); return nil })
+	var working sync.WaitGroup
+	for _, c := range e.crews {
+		group.Go(func() error { c.tellLoop(living); return nil })
+		working.Go(func() { c.work(ctx, living) })
+	}
 	<-ctx.Done()
-	e.drain(living)
+	e.drain(living, &working)
 	stop()
 	return group.Wait()
 }
@@ -172,12 +184,18 @@ func (e *Engine) Beat(ctx context.Context) error {
 }
 
 // drain ends the work: new steps are refused, those under way may finish.
-func (e *Engine) drain(ctx context.Context) {
+func (e *Engine) drain(ctx context.Context, working *sync.WaitGroup) {
 	e.mu.Lock()
 	e.draining = true
 	e.mu.Unlock()
 	soft, cancel := context.WithTimeout(ctx, e.opts.StopTimeout)
 	defer cancel()
+	claimed := make(chan struct{}) // what was being claimed is known
+	go func() { working.Wait(); close(claimed) }()
+	select {
+	case <-claimed:
+	case <-soft.Done():
+	}
 	if err := e.river.Stop(soft); err != nil {
 		hard, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
@@ -187,9 +205,19 @@ func (e *Engine) drain(ctx context.Context) {
 	}
 	e.outlast(ctx, soft)
 	e.retire(ctx)
+	e.pass(ctx)
 }
 
-// outlast waits for the runs that are not River's, those of RunNow, and stops them when soft ends.
+// pass tells other processes of what this one will not take.
+func (e *Engine) pass(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if _, err := e.pool.Exec(ctx, `select pg_notify('agent_ready', '')`); err != nil {
+		e.log.WarnContext(ctx, "other processes not told of ready executions", "error", err)
+	}
+}
+
+// outlast waits for the runs to end, and stops them when soft does.
 func (e *Engine) outlast(ctx, soft context.Context) {
 	if e.idle(soft) {
 		return
@@ -206,7 +234,7 @@ func (e *Engine) idle(ctx context.Context) bool {
 		e.mu.Lock()
 		n := len(e.runs)
 		e.mu.Unlock()
-		if n == 0 {
+		if n == 0 && e.crews[Background].idle() && e.crews[Interactive].idle() {
 			return true
 		}
 		if !sleep(ctx, 5*time.Millisecond) {

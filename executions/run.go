@@ -33,6 +33,7 @@ type run struct {
 	variables   json.RawMessage // to be written with the next durable write; nil when they are
 	poison      error           // why no further step may run
 	failedStep  string
+	replay      *replaying // the record of a replay, which does nothing new; nil in a real run
 }
 
 type runKey struct{}
@@ -96,18 +97,27 @@ func (e *Engine) attend(ctx context.Context, id string) error {
 	return e.execute(ctx, claimed, worker)
 }
 
-// execute runs a claimed execution until it ends, parks, is lost or is handed back.
-func (e *Engine) execute(ctx context.Context, claimed Execution, worker string) error {
+// execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read.
+func (e *Engine) execute(ctx context.Context, x Execution, worker string) error {
+	return e.perform(ctx, claimed{Execution: x}, worker)
+}
+
+// perform runs a claimed execution until it ends, parks, is lost or is handed back.
+func (e *Engine) perform(ctx context.Context, took claimed, worker string) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	claimed := took.Execution
 	r := &run{
 		e: e, exec: claimed, worker: worker, began: time.Now(), cancel: cancel,
-		seen: map[string]int{}, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{},
+		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted,
 	}
 	ctx = trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
 		TraceID: trace.ID(claimed.TraceID), ExecutionID: claimed.ID, Surface: trace.Surface(claimed.Surface), Agent: claimed.Agent,
 	})
 	flow, err := e.flow(ctx, claimed.Flow)
+	if err != nil || flow == nil {
+		e.crews[claimed.Queue].leave(claimed.Flow)
+	}
 	if err != nil {
 		e.giveUp(ctx, r)
 		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
@@ -117,11 +127,9 @@ func (e *Engine) execute(ctx context.Context, claimed Execution, worker string) 
 		e.giveUp(ctx, r)
 		return nil
 	}
-	if claimed.Claim > 1 {
-		if err := r.load(ctx); err != nil {
-			e.giveUp(ctx, r)
-			return err
-		}
+	if err := r.catchUp(ctx, took.held); err != nil {
+		e.giveUp(ctx, r)
+		return err
 	}
 	if !e.enter(r) {
 		e.giveUp(ctx, r)
@@ -157,10 +165,26 @@ func (r *run) tidy(ctx context.Context) {
 	}
 }
 
-// load reads, in one round trip, what earlier claims have recorded.
-func (r *run) load(ctx context.Context) error {
+// catchUp makes the run ready to go on where an earlier claim stopped.
+func (r *run) catchUp(ctx context.Context, held bool) error {
+	known := r.checkpoints != nil
+	if !known || held {
+		r.checkpoints, r.interrupted = map[string]Checkpoint{}, map[string]bool{}
+	}
+	if r.exec.Claim == 1 || known && !held {
+		return nil
+	}
+	return r.load(ctx, held)
+}
+
+// load reads, in one round trip, what earlier claims have recorded. Of a run that is held, lanes and calls are still
+// those of an earlier claim.
+func (r *run) load(ctx context.Context, held bool) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": r.exec.ID}
+	if held {
+		b.Queue(`select recover_agent_claim(@id, @claim)`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+	}
 	b.Queue(`select step, claim, fingerprint, failed, output, created_at from agent_checkpoints where execution_id = @id`,
 		args).Query(func(rows pgx.Rows) error {
 		points, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
@@ -234,6 +258,7 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 	}
 	if ctx.Err() != nil && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
 		r.e.giveUp(ctx, r) // the caller went away: a shutdown, or an interrupt that RunNow turns into a cancel
+		r.e.ready(r.exec.Queue, 1)
 		return nil
 	}
 	status := Completed
@@ -287,7 +312,11 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
 	}
 	if woken > 0 {
-		e.hurry()
+		e.ready(Background, woken)
+		e.ready(Interactive, woken)
+		if !e.works() {
+			e.pass(ctx)
+		}
 	}
 }
 

@@ -39,9 +39,13 @@ type Spec struct {
 	ProgressSeconds int
 }
 
-// Start inserts a pending execution together with its wake-up, in one transaction of db. The second
-// return value is false when the dedupe key was taken; then the execution is the earlier one.
+// Start inserts a pending execution together with its wake-up, in one transaction of db; in a process that runs executions
+// and with its pool for db, that is one statement, and its workers look at once. The second return value is false when the
+// dedupe key was taken; then the execution is the earlier one.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execution, bool, error) {
+	if db == postgres.Beginner(e.pool) && e.works() {
+		return e.startHere(ctx, s)
+	}
 	var got Execution
 	var created bool
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
@@ -50,6 +54,18 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execu
 	})
 	if err != nil {
 		return Execution{}, false, err
+	}
+	return got, created, nil
+}
+
+// startHere inserts an execution that the workers of this process look for at once.
+func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error) {
+	got, created, err := s.insert(ctx, e.pool, "pending", "")
+	if err != nil {
+		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
+	}
+	if created {
+		e.ready(got.Queue, 1)
 	}
 	return got, created, nil
 }

@@ -9,8 +9,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // leaderGrace is how long River's leader has for a tick. When it has died, a new one is elected only after
@@ -38,13 +36,15 @@ func (d *dueTime) overdue() bool {
 	return !d.schedule.IsZero() && time.Since(d.schedule) > leaderGrace
 }
 
-// sooner brings the next timer forward.
-func (d *dueTime) sooner(t time.Time) {
+// sooner brings the next timer forward, and reports whether that changed it.
+func (d *dueTime) sooner(t time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.timer.IsZero() || t.Before(d.timer) {
-		d.timer = t
+	if !d.timer.IsZero() && !t.Before(d.timer) {
+		return false
 	}
+	d.timer = t
+	return true
 }
 
 func (d *dueTime) set(schedule, timer time.Time) {
@@ -82,35 +82,50 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 				kept = time.Now()
 			}
 		}
-		timer := time.NewTimer(e.due.pause(e.opts.SweepEvery))
+		e.untilSweep(ctx)
+	}
+}
+
+// untilSweep waits until a timer is due, somebody asks, or the time between two sweeps is over.
+func (e *Engine) untilSweep(ctx context.Context) {
+	latest := time.Now().Add(e.opts.SweepEvery)
+	for {
+		timer := time.NewTimer(e.due.pause(time.Until(latest)))
 		select {
+		case <-e.alarm:
+			timer.Stop()
+			continue
 		case <-ctx.Done():
 		case <-timer.C:
 		case <-e.nudge:
 		}
 		timer.Stop()
+		return
+	}
+}
+
+// soon has the sweep wake for a timer that is due then.
+func (e *Engine) soon(in time.Duration) {
+	if e.due.sooner(time.Now().Add(in)) {
+		signal(e.alarm)
 	}
 }
 
 // Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
 // may call it at once; one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
-	var hints []hint
-	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, `select id::text, wake, queue, priority from sweep_agent_executions()`)
-		if err != nil {
-			return err
-		}
-		if hints, err = pgx.CollectRows(rows, pgx.RowToStructByPos[hint]); err != nil {
-			return err
-		}
-		return e.sendHints(ctx, tx, hints)
-	})
+	rows, err := e.pool.Query(ctx, `select queue, count(*) from sweep_agent_executions() group by queue`)
 	if err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
-	if len(hints) > 0 {
-		e.log.DebugContext(ctx, "executions hinted", "count", len(hints))
+	var queue string
+	var n int
+	_, err = pgx.ForEachRow(rows, []any{&queue, &n}, func() error {
+		e.ready(queue, n)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("sweep executions: %w", err)
 	}
 	return e.lookAhead(ctx)
 }

@@ -133,7 +133,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err != nil {
 		return Outcome{}, err
 	}
-	if done, out, err := recorded[Outcome](r, s); done {
+	if done, out, err := recorded[Outcome](ctx, r, s); done {
 		return out, err
 	}
 	if w.kind == "delay" {
@@ -160,8 +160,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	}
 	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
 	r.stop(ErrParked)
-	r.e.due.sooner(time.Now().Add(w.timeout))
-	r.e.hurry()
+	r.e.soon(w.timeout)
 	return Outcome{}, ErrParked
 }
 
