@@ -110,6 +110,9 @@ func (s *schemas) responses(rt route) object {
 		}}
 	}
 	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
+	if rt.again {
+		all["200"] = object{"description": "It was so already", "content": answer["content"]}
+	}
 	if rt.unready {
 		all["503"] = object{"description": "Not so", "content": answer["content"]}
 	}

@@ -5,9 +5,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -23,38 +28,64 @@ type statusEvent struct {
 	At         time.Time         `json:"at"`
 	Claim      int64             `json:"-"`
 	WaitNumber int               `json:"-"`
+	// Change numbers the statuses of a run of a worker outside, which are all kept; 0 for other runs.
+	Change int `json:"-"`
 }
 
 // mark tells two states of an execution apart; it is the event's id.
-func (e statusEvent) mark() string { return fmt.Sprintf("%d-%d-%s", e.Claim, e.WaitNumber, e.Status) }
+func (e statusEvent) mark() string {
+	if e.Change > 0 {
+		return fmt.Sprintf("%d-%s", e.Change, e.Status)
+	}
+	return fmt.Sprintf("%d-%d-%s", e.Claim, e.WaitNumber, e.Status)
+}
 
 // followExecution streams the status of an execution: first the present one, then each change, until it is
-// terminal. A client that has seen the end already gets 204, at which browsers stop asking.
+// terminal. A client that comes back is told first what it has missed, where that is known. One that has seen the
+// end already gets 204, at which browsers stop asking.
 func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	in, err := accepted(r, route{access: Admin})
 	var x executions.Execution
 	if err == nil {
 		x, err = s.execution(in)
 	}
+	var found map[string]statusEvent
+	if err == nil {
+		found, err = s.watch.read(r.Context(), []string{x.ID})
+	}
+	now, is := found[x.ID]
+	if err == nil && !is {
+		err = fmt.Errorf("execution %s: %w", x.ID, executions.ErrNotFound)
+	}
 	if err != nil {
 		problem.Write(w, r, err, "", s.log)
 		return
 	}
-	now := statusEvent{x.ID, x.TraceID, x.Status, x.WaitingFor, x.UpdatedAt, x.Claim, x.WaitNumber}
 	w.Header().Set("X-Trace-Id", x.TraceID)
-	if now.Status.Ended() && r.Header.Get("Last-Event-ID") == now.mark() {
+	last := r.Header.Get("Last-Event-ID")
+	if now.Status.Ended() && last == now.mark() {
 		w.WriteHeader(http.StatusNoContent)
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("X-Accel-Buffering", "no")
-	if err := s.tell(r.Context(), w, now); err != nil {
-		s.log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+	if err := s.tell(r.Context(), w, now, seen(last, now.Change)); err != nil {
+		s.log.DebugContext(r.Context(), "stream of an execution ended", "path", problem.Path(r), "error", err)
 	}
 }
 
-// tell sends states until one is terminal, the execution is gone, or ctx ends.
-func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEvent) error {
+// seen is the change up to which a client has seen an execution whose present one is given. One that has missed nothing
+// or does not say is told the present one.
+func seen(lastEventID string, present int) int {
+	number, _, _ := strings.Cut(lastEventID, "-")
+	if n, err := strconv.Atoi(number); err == nil && n >= 0 && n < present {
+		return n
+	}
+	return present - 1
+}
+
+// tell sends states until one is terminal, the execution is gone, or ctx ends. Changes up to and with after are not told.
+func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEvent, after int) error {
 	updates, leave := s.watch.join(ctx, now.ID)
 	defer leave()
 	alive := time.NewTicker(quiet)
@@ -63,14 +94,16 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 	sent := ""
 	for {
 		if mark := now.mark(); mark != sent {
-			sent = mark
-			data, err := json.Marshal(inUTC(now))
+			news, err := s.news(ctx, now, after)
 			if err != nil {
 				return err
 			}
-			if _, err := fmt.Fprintf(w, "id: %s\nevent: status\ndata: %s\n\n", mark, data); err != nil {
-				return err
+			for _, e := range news {
+				if err := send(w, e); err != nil {
+					return err
+				}
 			}
+			sent, after = mark, now.Change
 		}
 		if err := control.Flush(); err != nil {
 			return err
@@ -91,4 +124,36 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 			}
 		}
 	}
+}
+
+// send writes one event.
+func send(w http.ResponseWriter, e statusEvent) error {
+	data, err := json.Marshal(inUTC(e))
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "id: %s\nevent: status\ndata: %s\n\n", e.mark(), data)
+	return err
+}
+
+// news is what led to the state that an execution has now: every change where they are kept, else that state alone.
+func (s *server) news(ctx context.Context, now statusEvent, after int) ([]statusEvent, error) {
+	if now.Change == 0 {
+		return []statusEvent{now}, nil
+	}
+	rows, err := s.pool.Query(ctx, `
+		select n, status, waiting_for, at from agent_status_changes
+		 where execution_id = @id and n > @after and n <= @upto order by n`,
+		postgres.Strict{"id": now.ID, "after": after, "upto": now.Change})
+	if err != nil {
+		return nil, fmt.Errorf("read status changes: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (statusEvent, error) {
+		e := statusEvent{ID: now.ID, TraceID: now.TraceID}
+		return e, row.Scan(&e.Change, &e.Status, &e.WaitingFor, &e.At)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read status changes: %w", err)
+	}
+	return list, nil
 }

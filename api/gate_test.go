@@ -73,7 +73,8 @@ func whoMay() map[string]api.Access {
 		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",
 		"POST /v1/objectives/id/accept", "POST /v1/objectives/id/reject", "GET /v1/automations", "GET /v1/automations/id",
 		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept", "POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads",
-		"GET /v1/threads/id", "POST /v1/operate",
+		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock", "PUT /v1/executions/id/lock/lock_id",
+		"DELETE /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/executions/id/checkpoints",
 	} {
 		all[name] = api.Admin
 	}

@@ -106,7 +106,7 @@ func (s *server) attempt(w http.ResponseWriter, r *http.Request, id *identity, n
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), settleLimit)
 		defer cancel()
 		if err := id.settle(ctx, s.pool, held, whole); err != nil {
-			s.log.WarnContext(ctx, "answer to an idempotency key is not kept", "path", r.URL.Path, "error", err)
+			s.log.WarnContext(ctx, "answer to an idempotency key is not kept", "path", problem.Path(r), "error", err)
 		}
 		if whole {
 			held.send()
@@ -161,7 +161,7 @@ func (s *server) repeat(w http.ResponseWriter, r *http.Request, rt route, first 
 		w.Header().Set("Idempotent-Replayed", "true")
 		w.WriteHeader(first.Status)
 		if _, err := w.Write(first.Body); err != nil {
-			s.log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+			s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
 		}
 	}
 }

@@ -3,6 +3,8 @@ package api
 import (
 	"fmt"
 	"net/http"
+
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
 // openAPI serves the document that describes the table.
@@ -15,7 +17,7 @@ func (s *server) openAPI(table []route) (http.Handler, error) {
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("Cache-Control", "public, max-age=300")
 		if _, err := w.Write(encoded); err != nil {
-			s.log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+			s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
 		}
 	}), nil
 }

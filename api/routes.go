@@ -25,6 +25,8 @@ type route struct {
 	status       int                           // of the answer; 200 when 0
 	contentType  string                        // of the answer; JSON when empty
 	unready      bool                          // the answer may also come with 503
+	again        bool                          // the answer comes with 200 when it was so already
+	repeatable   bool                          // of a POST: doing it again changes nothing, so it needs no Idempotency-Key
 	conflicts    bool                          // may be refused with 409
 	stream       bool                          // has no deadline
 	openAI       bool                          // is refused in OpenAI's format
@@ -44,13 +46,13 @@ type answer struct {
 
 // table is all routes: the own ones, then the endpoints.
 func (s *server) table(endpoints []Endpoint) ([]route, error) {
-	table := slices.Concat(s.probes(), s.reading(), s.state(), s.acting(), s.deciding())
+	table := slices.Concat(s.probes(), s.reading(), s.state(), s.acting(), s.running(), s.deciding())
 	for i := range table {
 		if table[i].access == 0 {
 			table[i].access = Admin
 		}
 		table[i].maxBody = maxBody
-		table[i].idempotent = table[i].method == http.MethodPost
+		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable
 	}
 	for _, e := range endpoints {
 		rt, err := e.route()
@@ -117,7 +119,7 @@ func (s *server) state() []route {
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
 			handler: http.HandlerFunc(s.followExecution),
 			about: "The status of a durable run as server-sent events: event status, data {id, trace_id, status, waiting_for, at}. " +
-				"First the present state, then each change, until the run has ended. With the end as Last-Event-ID: 204.",
+				"First the present state (after Last-Event-ID what was missed, of runs of workers outside), then each change, until the end. With the end as Last-Event-ID: 204.",
 		}, {
 			method: "GET", path: "/v1/approvals", answer: page[approvals.Approval]{}, handle: s.listApprovals,
 			about: "Calls that need an admin's leave, newest first.",

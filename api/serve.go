@@ -85,7 +85,7 @@ func (s *server) write(w http.ResponseWriter, r *http.Request, a answer) {
 	w.Header().Set("Content-Length", strconv.Itoa(len(encoded)))
 	w.WriteHeader(a.status)
 	if _, err := w.Write(encoded); err != nil {
-		s.log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+		s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
 	}
 }
 
@@ -106,7 +106,7 @@ func (s *server) wrap(next http.Handler) http.Handler {
 		began := time.Now()
 		seen := &recorder{ResponseWriter: w}
 		defer func() {
-			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", r.URL.Path, "status", seen.status,
+			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", problem.Path(r), "status", seen.status,
 				"bytes", seen.bytes, "duration", time.Since(began))
 		}()
 		defer func() {
@@ -133,7 +133,7 @@ func (s *server) panicked(w *recorder, r *http.Request, value any) {
 	if value == http.ErrAbortHandler { //nolint:errorlint // the very value that net/http asks for
 		panic(value)
 	}
-	s.log.ErrorContext(r.Context(), "request panicked", "method", r.Method, "path", r.URL.Path, "panic", value,
+	s.log.ErrorContext(r.Context(), "request panicked", "method", r.Method, "path", problem.Path(r), "panic", value,
 		"stack", string(debug.Stack()))
 	if w.status != 0 {
 		panic(http.ErrAbortHandler) // half an answer is out: the connection is closed, so that it shows

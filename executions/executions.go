@@ -20,6 +20,10 @@
 // until the event, the timer or a cancel ends the wait. Whoever runs a function must return that error;
 // after a park every further step fails, so code that ignores it does no harm.
 //
+// The runs of the flows "external" and "external:NAME" are not called here: a worker outside, in any language,
+// locks one, records its steps and gives it back (LockRun, BeatRuns, CheckpointRun, UnlockRun; over HTTP see
+// docs/outside-workers.md). Its lock is a claim like any other, with a lease of its own.
+//
 // Why this is safe: a claim has a number that only grows, and every durable write carries it. The
 // database refuses a write under an old number (SQLSTATE LK001, ErrStale here), so a process that was
 // paused past its lease can do nothing when it wakes; what it tried is noted in the activity log. Claims
@@ -111,6 +115,13 @@ type Execution struct {
 	CancelledBy   *string         `json:"cancelled_by"`
 	CancelReason  *string         `json:"cancel_reason"`
 	DedupeKey     *string         `json:"dedupe_key"`
+	OnLost        string          `json:"on_lost"`          // what the loss of its worker means
+	MaxAttempts   int             `json:"max_attempts"`     // workers lost without a checkpoint between
+	Progress      int             `json:"progress_seconds"` // 0 is no bound
+	Inherits      bool            `json:"inherits"`         // may borrow the lanes of the parent that waits for it
+	ForkedFrom    *string         `json:"forked_from"`      // the execution whose steps, up to ForkedStep, it began with
+	ForkedStep    *string         `json:"forked_step"`
+	FlowVersion   *int            `json:"flow_version"` // of a flow that is written down as data
 	CreatedAt     time.Time       `json:"created_at"`
 	StartedAt     *time.Time      `json:"started_at"`
 	UpdatedAt     time.Time       `json:"updated_at"`
@@ -120,8 +131,8 @@ type Execution struct {
 // columns lists what Execution scans, in its order.
 const columns = `id::text, trace_id, surface, agent, flow, parent_id::text, thread_id, queue, priority, status,
 	claimed_by::text, claim, input, variables, waiting_for, waiting_key, waiting_until, waiting_data, wait_number, attempt,
-	result_type, result_summary, result, error_message, failed_step, cancelled_by, cancel_reason, dedupe_key, created_at,
-	started_at, updated_at, completed_at`
+	result_type, result_summary, result, error_message, failed_step, cancelled_by, cancel_reason, dedupe_key, on_lost,
+	max_attempts, progress_seconds, inherits, forked_from::text, forked_step, flow_version, created_at, started_at, updated_at, completed_at`
 
 // Get reads one execution; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {

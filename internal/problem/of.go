@@ -31,6 +31,9 @@ func Of(err error) (p *Problem, news bool) {
 	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
 		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
 	}
+	if refused, ok := errors.AsType[*executions.RunError](err); ok {
+		return ofRun(refused), false
+	}
 	switch {
 	case is(err, activity.ErrCursor):
 		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
@@ -52,6 +55,27 @@ func Of(err error) (p *Problem, news bool) {
 			Kind("database-away", "Database away"), true
 	}
 	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
+}
+
+// ofRun is what a refusal about a run lock means to the worker.
+func ofRun(err *executions.RunError) *Problem {
+	p := New(http.StatusConflict, "%s", err).WithHolder(err.Holder).WithTrace(err.TraceID)
+	switch {
+	case is(err, executions.ErrMalformed):
+		p.Status = http.StatusBadRequest
+		return p.Kind("bad-body", "Bad body")
+	case is(err, executions.ErrHeld):
+		return p.Kind("lock-held", "Lock held")
+	case is(err, executions.ErrVoid):
+		return p.Kind("lock-void", "Lock void")
+	case is(err, executions.ErrDifferent):
+		return p.Kind("step-recorded", "Step recorded otherwise")
+	case is(err, executions.ErrNotReady):
+		return p.Kind("run-waits", "Run waits")
+	case is(err, executions.ErrEnded):
+		return p.Kind("run-ended", "Run ended")
+	}
+	return p.Kind("not-outside", "Not for workers outside")
 }
 
 // is reports whether err is any of targets.

@@ -22,6 +22,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"regexp"
 	"strconv"
 )
 
@@ -72,11 +73,16 @@ func Write(w http.ResponseWriter, r *http.Request, err error, traceID string, lo
 	send(w, r, p, ContentType, p, log)
 }
 
+var lockInPath = regexp.MustCompile(`/lock/[^/]+`)
+
+// Path is the path of a request as it may be logged: the id of a run lock is a secret.
+func Path(r *http.Request) string { return lockInPath.ReplaceAllString(r.URL.Path, "/lock/[redacted]") }
+
 // told is the problem to answer with. What is news for the operator goes to the log.
 func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem {
 	p, news := Of(err)
 	if news && log != nil {
-		log.ErrorContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", p.Status,
+		log.ErrorContext(r.Context(), "request failed", "method", r.Method, "path", Path(r), "status", p.Status,
 			"trace_id", traceID, "error", err)
 	}
 	said := *p
@@ -104,6 +110,6 @@ func send(w http.ResponseWriter, r *http.Request, p *Problem, contentType string
 	h.Set("Content-Length", strconv.Itoa(b.Len()))
 	w.WriteHeader(p.Status)
 	if _, err := w.Write(b.Bytes()); err != nil && log != nil {
-		log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+		log.DebugContext(r.Context(), "client went away", "path", Path(r), "error", err)
 	}
 }

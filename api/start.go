@@ -1,0 +1,179 @@
+package api
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// maxProgress bounds progress_seconds: 30 days.
+const maxProgress = 30 * 24 * 60 * 60
+
+// beginning is an execution to start.
+type beginning struct {
+	Flow            string          `json:"flow"`
+	Input           json.RawMessage `json:"input,omitempty"`
+	ThreadID        string          `json:"thread_id,omitempty"`
+	ParentID        string          `json:"parent_id,omitempty"`
+	OnLost          string          `json:"on_lost,omitempty"`          // fail (standard for workers outside), hand_on, or resume (this program's own)
+	ProgressSeconds int             `json:"progress_seconds,omitempty"` // 0 is no bound
+	Queue           string          `json:"queue,omitempty"`            // background (standard) or interactive
+	Priority        int             `json:"priority,omitempty"`         // 1 first … 4 last; standard 2
+}
+
+// executionStatus is an execution and the status it has.
+type executionStatus struct {
+	ID      string            `json:"id"`
+	TraceID string            `json:"trace_id"`
+	Status  executions.Status `json:"status"`
+}
+
+var externalForm = regexp.MustCompile(`^external(:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})?$`)
+
+// ofASurface are the flows that nothing but their surface may start, with how that is done.
+var ofASurface = map[string]string{
+	"heartbeat":    "agent heartbeat runs one now",
+	"operate":      "POST /v1/operate talks with the agent",
+	"chat":         "POST /v1/chat/completions talks with the agent",
+	"chat_summary": "the chat starts it by itself",
+	"webhook":      "POST /webhooks/{endpoint} delivers",
+	"automation":   "POST /v1/automations/{id}/run runs an automation",
+	"delegate":     "the agent starts it by itself",
+	"skill_call":   "agent skills call calls a skill",
+}
+
+func (b beginning) check() error {
+	switch {
+	case b.Flow == "" || !storable(b.Flow):
+		return badBody("flow is missing: name the flow to run, %s for a worker outside", executions.External)
+	case b.ParentID != "" && !uuidForm.MatchString(b.ParentID):
+		return badBody("parent_id is %.60q, which is not the id of an execution", b.ParentID)
+	case !slices.Contains([]string{"", "fail", "hand_on", "resume"}, b.OnLost):
+		return badBody("on_lost is %.60q; it can be fail or hand_on", b.OnLost)
+	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
+		return badBody("on_lost is resume, which is for runs of this program's own; a worker outside's can fail or hand_on")
+	case b.ProgressSeconds < 0 || b.ProgressSeconds > maxProgress:
+		return badBody("progress_seconds is %d; it can be 0 (no bound) to %d", b.ProgressSeconds, maxProgress)
+	case !slices.Contains([]string{"", executions.Background, executions.Interactive}, b.Queue):
+		return badBody("queue is %.60q; it can be %s or %s", b.Queue, executions.Background, executions.Interactive)
+	case b.Priority < 0 || b.Priority > 4:
+		return badBody("priority is %d; it can be 1 (first) to 4 (last)", b.Priority)
+	}
+	if b.ThreadID != "" {
+		if err := threads.CheckID(b.ThreadID); err != nil {
+			return badBody("thread_id: %s", err)
+		}
+	}
+	return nil
+}
+
+func (s *server) startExecution(r request) (answer, error) {
+	b := r.body.(beginning)
+	if err := s.startable(r.Context(), b.Flow); err != nil {
+		return answer{}, err
+	}
+	spec := executions.Spec{
+		Flow: b.Flow, Surface: trace.Flow, ThreadID: b.ThreadID, Queue: b.Queue, Priority: b.Priority, OnLost: b.OnLost,
+		ProgressSeconds: b.ProgressSeconds, DedupeKey: keyedStart(r.Request, b),
+	}
+	if len(b.Input) > 0 && string(b.Input) != "null" {
+		spec.Input = b.Input
+	}
+	if b.ParentID != "" {
+		parent, err := s.parent(r.Context(), b.ParentID)
+		if err != nil {
+			return answer{trace: parent.TraceID}, err
+		}
+		spec.ParentID, spec.TraceID, spec.Agent = parent.ID, trace.ID(parent.TraceID), parent.Agent
+		spec.Surface = trace.Surface(parent.Surface)
+	}
+	x, _, err := s.engine.Start(r.Context(), s.pool, spec)
+	if err != nil {
+		return answer{}, refusedValue(err)
+	}
+	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
+}
+
+// parent is the execution that another is to belong to.
+func (s *server) parent(ctx context.Context, id string) (executions.Execution, error) {
+	parent, err := executions.Get(ctx, s.pool, id)
+	switch {
+	case errors.Is(err, executions.ErrNotFound):
+		return parent, problem.New(http.StatusUnprocessableEntity, "parent_id: there is no execution %s", id).
+			Kind("unknown-parent", "Unknown parent")
+	case err == nil && parent.Status.Ended():
+		err = problem.New(http.StatusConflict, "parent_id: execution %s has ended: %s", id, parent.Status).Kind("run-ended", "Run ended")
+	}
+	return parent, err
+}
+
+// startable says why a flow cannot be started here.
+func (s *server) startable(ctx context.Context, flow string) error {
+	if externalForm.MatchString(flow) {
+		return nil
+	}
+	if instead, reserved := ofASurface[flow]; reserved {
+		return problem.New(http.StatusUnprocessableEntity, "flow %s is not started here: %s", flow, instead).
+			Kind("reserved-flow", "Reserved flow")
+	}
+	known, err := s.engine.Knows(ctx, flow)
+	if err != nil || known {
+		return err
+	}
+	names, err := s.flowNames(ctx)
+	if err != nil {
+		return err
+	}
+	meant := ""
+	if near := nearest.To(flow, names); near != "" {
+		meant = fmt.Sprintf("; did you mean %s?", near)
+	}
+	return problem.New(http.StatusUnprocessableEntity, "there is no flow %.100q%s (known: %.1000s)", flow, meant, strings.Join(names, ", ")).
+		Kind("unknown-flow", "Unknown flow")
+}
+
+// flowNames are the flows that can be started here.
+func (s *server) flowNames(ctx context.Context) ([]string, error) {
+	rows, err := s.pool.Query(ctx, `select name from agent_flows where current order by name limit 200`)
+	if err != nil {
+		return nil, fmt.Errorf("list flows: %w", err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("list flows: %w", err)
+	}
+	for _, name := range s.engine.Flows() {
+		if _, reserved := ofASurface[name]; !reserved {
+			names = append(names, name)
+		}
+	}
+	names = append(names, executions.External)
+	slices.Sort(names)
+	return slices.Compact(names), nil
+}
+
+// keyedStart makes the execution an effect of its Idempotency-Key, so that it is started once also when the process died
+// between starting it and keeping the answer.
+func keyedStart(r *http.Request, b beginning) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.Flow, string(b.Input), b.ThreadID, b.ParentID}, "\n")))
+	return "request " + hex.EncodeToString(sum[:])
+}
