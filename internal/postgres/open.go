@@ -84,6 +84,7 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if config.ConnConfig.ConnectTimeout == 0 {
 		config.ConnConfig.ConnectTimeout = connectTimeout
 	}
+	config.ConnConfig.Tracer = guard{} // of sealed contexts
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 		timesInUTC(conn)
 		return nil

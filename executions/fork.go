@@ -1,0 +1,228 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// ErrNoFork reports an execution that cannot be forked; the text says why and what to do instead.
+var ErrNoFork = errors.New("it cannot be forked")
+
+// ErrNoStep reports a fork from a step that was not recorded.
+var ErrNoStep = errors.New("no such recorded step")
+
+// ErrNotFailed reports a retry of an execution that has not ended, or that did what it should.
+var ErrNotFailed = errors.New("only what has failed, timed out or was cancelled can be retried")
+
+// ForkSpec says how to fork an execution.
+type ForkSpec struct {
+	ID string
+	// From is the step to begin anew with: the key of a recorded step, of a phase or loop under way, of a scope, or of
+	// the step it waits in. Empty keeps everything that was recorded.
+	From string
+	// Input replaces the input; nil keeps it.
+	Input json.RawMessage
+	// Latest takes the version of a flow in data that is current now, in place of the one that the execution began with.
+	Latest bool
+}
+
+// Unforkable makes forks of a flow's executions fail with ErrNoFork and a reason, which says what to do instead: for
+// flows whose executions belong to something else that has one place for one execution. Call it where flows are
+// registered, before Run.
+func (e *Engine) Unforkable(flow, why string) {
+	if e.unforkable == nil {
+		e.unforkable = map[string]string{}
+	}
+	e.unforkable[flow] = why
+}
+
+// Fork starts a new execution, of a trace of its own, that begins with what another had recorded before a step, and does
+// the rest anew: steps, calls, children, sends and questions to people from there on are its own. The other is not touched,
+// whatever state it is in, and neither tells its parent of the fork.
+//
+// What was recorded before the step is what had a record by the time the step got its own, or, for a phase, loop or scope
+// under way, when the first step in it did. Not kept are the steps within the named one, leave for a call that was not made
+// by then, and a request to people that nothing followed. Lanes are taken anew, and what the fork says in the thread of the
+// other it says under its own claim. A fork from a wait waits anew: a delay from its beginning, others for an event yet to
+// come, and for a child of the other if its start is kept.
+//
+// With another input, a recorded step whose own input (see Input) would be another makes Fork fail with ErrChanged, and the
+// text names the step; where that cannot be told before, the fork itself fails so. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
+	x, err := Get(ctx, db, s.ID)
+	if err != nil {
+		return Execution{}, fmt.Errorf("fork: %w", err)
+	}
+	if why := e.unforkable[x.Flow]; why != "" {
+		return Execution{}, fmt.Errorf("fork execution %s of %s: %w: %s", x.ID, x.Flow, ErrNoFork, why)
+	}
+	if s.Input != nil && !json.Valid(s.Input) {
+		return Execution{}, fmt.Errorf("fork execution %s: the input is not JSON", x.ID)
+	}
+	var got Execution
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if s.Input != nil {
+			if err := e.foresee(ctx, tx, x, s); err != nil {
+				return err
+			}
+		}
+		got, err = e.fork(ctx, tx, s)
+		return err
+	})
+	if err != nil {
+		return Execution{}, fmt.Errorf("fork execution %s: %w", x.ID, err)
+	}
+	e.log.InfoContext(ctx, "execution forked", "execution", x.ID, "from", s.From, "fork", got.ID)
+	return got, nil
+}
+
+// fork inserts the execution with its records and its wake-up.
+func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
+	var id *string
+	err := tx.QueryRow(ctx, `select fork_agent_execution(@id, @from, @input, @trace_id, @latest)::text`, postgres.Strict{
+		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
+	}).Scan(&id)
+	switch {
+	case postgres.IsCode(err, "22023"):
+		return Execution{}, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
+	case err != nil:
+		return Execution{}, err
+	case id == nil:
+		return Execution{}, ErrNotFound
+	}
+	got, err := Get(ctx, tx, *id)
+	if err != nil {
+		return Execution{}, err
+	}
+	return got, e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
+}
+
+// foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out whether one of
+// them belongs to another input. What cannot be told that way is left to the fork.
+func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
+	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil || s.Latest {
+		return err
+	}
+	rows, err := tx.Query(ctx, `
+		select step, claim, fingerprint, failed, output, created_at from agent_fork_steps(@id, @from)`,
+		postgres.Strict{"id": x.ID, "from": null(s.From)})
+	if err != nil {
+		return err
+	}
+	points, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
+	if postgres.IsCode(err, "22023") {
+		return fmt.Errorf("from %q: %w", s.From, ErrNoStep)
+	} else if err != nil {
+		return err
+	}
+	sortPoints(points)
+	x.Input, x.Status, x.ErrorMessage = s.Input, Running, nil
+	got, err := e.rehearse(ctx, x, points, nil)
+	if err != nil {
+		return err
+	}
+	if d := got.Divergence; d != nil && d.Kind == DivergedInput {
+		return fmt.Errorf("%s; fork from this step or one before it: %w", strings.TrimSuffix(d.Message, ": "+ErrChanged.Error()), ErrChanged)
+	}
+	return nil
+}
+
+// Retry forks an execution that failed, timed out or was cancelled, so that what ended it is done anew: the failed step,
+// and of a failed phase the step in it that failed; the wait that timed out; the start of the child whose failure was
+// passed on. Where the code failed between steps, the last recorded one is done anew. An execution that was cancelled,
+// or lost its workers too often, goes on after what it had recorded. The second value is the step it begins with.
+func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Execution, string, error) {
+	x, err := Get(ctx, db, id)
+	if err != nil {
+		return Execution{}, "", fmt.Errorf("retry: %w", err)
+	}
+	if !x.Status.Ended() || x.Status == Completed {
+		return Execution{}, "", fmt.Errorf("retry execution %s, which is %s: %w", x.ID, x.Status, ErrNotFailed)
+	}
+	points, err := Checkpoints(ctx, db, x.ID)
+	if err != nil {
+		return Execution{}, "", err
+	}
+	from := retryFrom(x, points)
+	got, err := e.Fork(ctx, db, ForkSpec{ID: x.ID, From: from})
+	return got, from, err
+}
+
+// retryFrom chooses the step that a retry begins with; empty for what comes after all that is recorded.
+func retryFrom(x Execution, points []Checkpoint) string {
+	if x.Status == Cancelled || stoppedFromOutside(x) || len(points) == 0 {
+		return ""
+	}
+	recorded := func(step string) bool {
+		for _, c := range points {
+			if c.Step == step {
+				return true
+			}
+		}
+		return false
+	}
+	if x.ErrorMessage != nil {
+		if step := blame(*x.ErrorMessage, "", points); step != "" {
+			return step
+		}
+	}
+	if x.Status == Timeout {
+		for i := len(points) - 1; i >= 0; i-- {
+			if timedOut(points[i]) {
+				return points[i].Step
+			}
+		}
+	}
+	// A record that contradicts the code is not a failed one.
+	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) && recorded(*x.FailedStep) {
+		return *x.FailedStep
+	}
+	last := points[len(points)-1]
+	if start, ok := strings.CutSuffix(last.Step, " result"); ok && recorded(start) && recorded(start+" wait") {
+		return start // the child's end was passed on: a new child is started
+	}
+	return last.Step
+}
+
+// blame finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups others, the one
+// in it. Messages are taken from the error as they are found, so that equal ones count as often as they are there.
+func blame(message, within string, points []Checkpoint) (step string) {
+	rest, why := message, ""
+	for i := len(points) - 1; i >= 0; i-- {
+		c := points[i]
+		if !c.Failed || !strings.HasPrefix(c.Step, within) {
+			continue
+		}
+		var failure StepError
+		if err := json.Unmarshal(c.Output, &failure); err != nil || failure.Message == "" {
+			continue
+		}
+		if before, after, ok := strings.Cut(rest, failure.Message); ok {
+			rest, step, why = before+after, c.Step, failure.Message
+		}
+	}
+	if step == "" {
+		return ""
+	}
+	if inner := blame(why, step+"/", points); inner != "" {
+		return inner
+	}
+	return step
+}
+
+// timedOut reports the record of a wait that timed out.
+func timedOut(c Checkpoint) bool {
+	var out struct {
+		Event    string `json:"event"`
+		TimedOut bool   `json:"timed_out"`
+	}
+	return !c.Failed && json.Unmarshal(c.Output, &out) == nil && out.TimedOut && out.Event != ""
+}

@@ -1,0 +1,592 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// diary notes which steps were really done, by execution.
+type diary struct {
+	mu   sync.Mutex
+	done map[string][]string
+}
+
+func (d *diary) note(ctx context.Context, what string) {
+	x, _ := executions.Current(ctx)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.done == nil {
+		d.done = map[string][]string{}
+	}
+	d.done[x.ID] = append(d.done[x.ID], what)
+}
+
+func (d *diary) of(id string) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return strings.Join(d.done[id], " ")
+}
+
+// sorted is what was done, where branches had no order.
+func (d *diary) sorted(id string) string {
+	words := strings.Fields(d.of(id))
+	slices.Sort(words)
+	return strings.Join(words, " ")
+}
+
+// step is a step that notes that it was done.
+func (d *diary) step(ctx context.Context, name string, opts ...executions.Option) error {
+	_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
+		d.note(ctx, name)
+		return name, nil
+	}, opts...)
+	return err
+}
+
+// everything is all that the tables have of an execution.
+func everything(t *testing.T, db postgres.DB, id string) string {
+	t.Helper()
+	return value[string](t, db, `
+		select jsonb_build_object(
+		  'row', (select jsonb_agg(x) from agent_executions x where x.id = @id),
+		  'steps', (select jsonb_agg(c order by c.step) from agent_checkpoints c where c.execution_id = @id),
+		  'activity', (select jsonb_agg(a order by a.id) from agent_activity a where a.execution_id = @id),
+		  'events', (select jsonb_agg(v order by v.id) from agent_events v where v.execution_id = @id or v.consumed_by = @id),
+		  'approvals', (select jsonb_agg(a order by a.id) from agent_approvals a where a.execution_id = @id),
+		  'requests', (select jsonb_agg(r order by r.id) from agent_requests r where r.execution_id = @id),
+		  'messages', (select jsonb_agg(m order by m.id) from agent_messages m where m.execution_id = @id),
+		  'lanes', (select jsonb_agg(to_jsonb(l) - 'expires_at' order by l.lane) from agent_locks l where l.execution_id = @id),
+		  'children', (select jsonb_agg(x order by x.id) from agent_executions x where x.parent_id = @id))::text`,
+		postgres.Strict{"id": id})
+}
+
+// fork forks and waits for the fork's end, and checks that the other was left alone.
+func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Status) executions.Execution {
+	t.Helper()
+	before := everything(t, p.pool, s.ID)
+	x, err := p.Fork(t.Context(), p.pool, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := until(t, p.pool, x.ID, want)
+	if after := everything(t, p.pool, s.ID); after != before {
+		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
+	}
+	if !strings.HasPrefix(got.TraceID, "fl_") || str(got.ForkedFrom) != s.ID || str(got.ForkedStep) != s.From || got.ParentID != nil {
+		t.Errorf("the fork is %+v", got)
+	}
+	return got
+}
+
+// journey is a flow with one of everything.
+func journey(d *diary) body {
+	return func(ctx context.Context) (executions.Result, error) {
+		if err := d.step(ctx, "a"); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Phase(ctx, "phase", func(ctx context.Context, _ *executions.Effect) (string, error) {
+			return "phase", errors.Join(d.step(ctx, "p1"), d.step(ctx, "p2"))
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		var branches errgroup.Group
+		for _, branch := range []string{"left", "right"} {
+			branches.Go(func() error {
+				ctx := executions.Scope(ctx, branch)
+				return errors.Join(d.step(ctx, branch+"1"), d.step(ctx, branch+"2"))
+			})
+		}
+		if err := branches.Wait(); err != nil {
+			return executions.Result{}, err
+		}
+		sum, err := executions.Loop(ctx, "count", 0, func(ctx context.Context, n int) (int, bool, error) {
+			return n + 1, n == 19, d.step(ctx, fmt.Sprint("n", n))
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{Summary: "arrived", Value: sum}, d.step(ctx, "z")
+	}
+}
+
+func loops() string {
+	var all []string
+	for n := range 20 {
+		all = append(all, fmt.Sprint("n", n))
+	}
+	return strings.Join(all, " ")
+}
+
+func TestAForkDoesWhatCameAfterAStep(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	p := start(t, pool, flow(journey(&d)))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	branches := "left1 left2 right1 right2"
+	for from, want := range map[string]string{
+		"":         "",
+		"z":        "z",
+		"pause":    "z",
+		"count":    loops() + " z",
+		"phase/p2": "p2 " + branches + " " + loops() + " z",
+		"phase":    "p1 p2 " + branches + " " + loops() + " z",
+		"a":        "a p1 p2 " + branches + " " + loops() + " z",
+	} {
+		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Completed)
+		words := strings.Fields(want)
+		slices.Sort(words)
+		if done := d.sorted(got.ID); done != strings.Join(words, " ") || string(got.Result) != "20" || got.ResultSummary != "arrived" {
+			t.Errorf("from %q: did %s\nwant %s; result %s %q", from, done, words, got.Result, got.ResultSummary)
+		}
+		again := replay(t, p, got.ID)
+		if !again.Equal {
+			t.Errorf("the fork from %q is not replayed: %+v", from, again.Divergence)
+		}
+	}
+	// A branch alone: it is done anew from there, and the other keeps what it had by then.
+	got := p.fork(t, executions.ForkSpec{ID: id, From: "left"}, executions.Completed)
+	if done := d.sorted(got.ID); !strings.Contains(done, "left1 left2") || !strings.Contains(done, "z") || strings.Contains(done, "p1") {
+		t.Errorf("from a scope: did %s", done)
+	}
+}
+
+func TestAForkFromWhatWasNotRecordedIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	p := start(t, pool, flow(journey(&d)))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
+		if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from}); !errors.Is(err, executions.ErrNoStep) {
+			t.Errorf("from %q: %v", from, err)
+		}
+	}
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: "0198c0de-0000-7000-8000-000000000000"}); !errors.Is(err, executions.ErrNotFound) {
+		t.Errorf("of nothing: %v", err)
+	}
+	p.Unforkable("flow", "do otherwise")
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id}); !errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), "do otherwise") {
+		t.Errorf("of what cannot be forked: %v", err)
+	}
+}
+
+// A loop under way is forked from its last snapshot, and so is one from within.
+func TestAForkOfALoopUnderWay(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Loop(ctx, "count", 0, func(ctx context.Context, n int) (int, bool, error) {
+			if err := d.step(ctx, fmt.Sprint("n", n)); err != nil {
+				return n, false, err
+			}
+			if n == 18 {
+				if _, err := executions.Wait(ctx, "go", executions.Event("go "+fmt.Sprint(n), 0)); err != nil {
+					return n, false, err
+				}
+			}
+			return n + 1, n == 19, nil
+		}))
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	for from, want := range map[string]string{
+		"":             "n19",
+		"count@18/go":  "n19",
+		"count@18":     "n18 n19",
+		"count@17/n17": "n17 n18 n19",
+	} {
+		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Waiting)
+		if !replay(t, p, got.ID).Equal {
+			t.Errorf("the waiting fork from %q is not replayed", from)
+		}
+		if _, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough"); err != nil {
+			t.Fatal(err)
+		}
+		if first, _, _ := strings.Cut(want, " n19"); d.of(got.ID) != strings.TrimSuffix(first, "n19") {
+			t.Errorf("from %q: did %q", from, d.of(got.ID))
+		}
+	}
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"}); !errors.Is(err, executions.ErrNoStep) {
+		t.Errorf("from before the snapshot: %v", err)
+	}
+	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, x.ID, executions.Waiting)
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []string{id, x.ID} { // both wait for it
+		if got := until(t, pool, id, executions.Completed); string(got.Result) != "20" {
+			t.Errorf("result %s", got.Result)
+		}
+	}
+}
+
+func TestAForkOfARunningExecution(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	g := newGate(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if err := d.step(ctx, "a"); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Phase(ctx, "phase", func(ctx context.Context, _ *executions.Effect) (int, error) {
+			if err := d.step(ctx, "b"); err != nil {
+				return 0, err
+			}
+			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { g.pass(ctx); return 0, nil })
+			return 0, err
+		})
+		return executions.Result{Summary: "done"}, err
+	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	id := p.begin(t, "flow")
+	g.arrival(t)
+	if _, err := p.Replay(t.Context(), id); !errors.Is(err, executions.ErrRunning) {
+		t.Errorf("replay of what runs here: %v", err)
+	}
+	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.of(got.ID) != "" {
+		t.Errorf("did %s", d.of(got.ID))
+	}
+	if got := p.fork(t, executions.ForkSpec{ID: id, From: "phase"}, executions.Completed); d.of(got.ID) != "b" {
+		t.Errorf("from the phase under way: did %s", d.of(got.ID))
+	}
+	g.open()
+	if got := until(t, pool, id, executions.Completed); got.ResultSummary != "done" {
+		t.Errorf("the other ended with %q", got.ResultSummary)
+	}
+}
+
+func TestAnInputThatContradictsARecordIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	flows := map[string]executions.Func{"greet": func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+		var in struct{ Name, Tone string }
+		if err := json.Unmarshal(raw, &in); err != nil {
+			return executions.Result{}, err
+		}
+		if err := d.step(ctx, "look up", executions.Input(in.Name)); err != nil {
+			return executions.Result{}, err
+		}
+		err := d.step(ctx, "say", executions.Input(in))
+		return executions.Result{Summary: in.Tone + " " + in.Name}, err
+	}}
+	p := start(t, pool, flows)
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": "Ana", "tone": "hello"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, x.ID, executions.Completed)
+	n := value[int](t, pool, `select count(*) from agent_executions`)
+	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
+	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step look up") {
+		t.Errorf("another name: %v", err)
+	}
+	if now := value[int](t, pool, `select count(*) from agent_executions`); now != n {
+		t.Error("the refused fork is there")
+	}
+	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)}, executions.Completed)
+	if got.ResultSummary != "bye Ana" || d.of(got.ID) != "say" {
+		t.Errorf("another tone: %q, did %s", got.ResultSummary, d.of(got.ID))
+	}
+	// In a process that does not know the flow nothing can be foreseen, and the fork itself fails.
+	other := prepare(t, pool, nil)
+	blind, err := other.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(str(got.ErrorMessage), "step look up") || str(got.FailedStep) != "look up" {
+		t.Errorf("the fork failed with %s at %s", str(got.ErrorMessage), str(got.FailedStep))
+	}
+}
+
+func TestRetryBeginsWithWhatFailed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	var broken sync.Map
+	fails := func(ctx context.Context, name string) error {
+		_, err := executions.Step(ctx, name, func(ctx context.Context) (int, error) {
+			d.note(ctx, name)
+			if _, is := broken.Load(name); is {
+				return 0, errors.New(name + " is out of order")
+			}
+			return 1, nil
+		})
+		return err
+	}
+	flows := map[string]executions.Func{
+		"nested": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			_ = fails(ctx, "optional")
+			_, err := executions.Phase(ctx, "phase", func(ctx context.Context, _ *executions.Effect) (int, error) {
+				if err := d.step(ctx, "p1"); err != nil {
+					return 0, err
+				}
+				return 0, fails(ctx, "p2")
+			})
+			return executions.Result{}, err
+		},
+		"joined": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return executions.Result{}, errors.Join(fails(ctx, "one"), d.step(ctx, "two"), fails(ctx, "three"))
+		},
+		"between": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			if err := errors.Join(d.step(ctx, "a"), d.step(ctx, "b")); err != nil {
+				return executions.Result{}, err
+			}
+			if _, is := broken.Load("between"); is {
+				return executions.Result{}, errors.New("b was no good")
+			}
+			return executions.Result{}, nil
+		},
+		"timeout": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			if err := d.step(ctx, "a"); err != nil {
+				return executions.Result{}, err
+			}
+			out, err := executions.Wait(ctx, "news", executions.Event("news", 10*time.Millisecond))
+			if err == nil && out.TimedOut {
+				err = executions.ErrTimedOut
+			}
+			return executions.Result{}, err
+		},
+		"parent": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			if err := d.step(ctx, "a"); err != nil {
+				return executions.Result{}, err
+			}
+			got, err := executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true})
+			if err == nil && !got.Success {
+				err = errors.New("child: " + got.Error)
+			}
+			return executions.Result{}, err
+		},
+		"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return executions.Result{}, fails(ctx, "inner")
+		},
+	}
+	p := start(t, pool, flows)
+	broke := []string{"optional", "p2", "one", "three", "between", "inner"}
+	for _, b := range broke {
+		broken.Store(b, true)
+	}
+	failed := map[string]string{}
+	for name, want := range map[string]executions.Status{
+		"nested": executions.Failed, "joined": executions.Failed, "between": executions.Failed, "timeout": executions.Timeout, "parent": executions.Failed,
+	} {
+		failed[name] = p.begin(t, name)
+		got := until(t, pool, failed[name], want)
+		if !replay(t, p, got.ID).Equal {
+			t.Errorf("the failure of %s is not replayed: %+v", name, replay(t, p, got.ID).Divergence)
+		}
+	}
+	for _, b := range broke {
+		broken.Delete(b)
+	}
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]struct{ from, did string }{
+		"nested":  {"phase/p2", "p2"},
+		"joined":  {"one", "one two three"},
+		"between": {"b", "b"},
+		"timeout": {"news", ""},
+		"parent":  {"child", ""},
+	} {
+		before := everything(t, pool, failed[name])
+		x, from, err := p.Retry(t.Context(), pool, failed[name])
+		if err != nil || from != want.from {
+			t.Errorf("%s: from %q, %v; want %q", name, from, err, want.from)
+			continue
+		}
+		until(t, pool, x.ID, executions.Completed)
+		if d.of(x.ID) != want.did {
+			t.Errorf("%s: did %q, want %q", name, d.of(x.ID), want.did)
+		}
+		if everything(t, pool, failed[name]) != before {
+			t.Errorf("%s: the retry touched the other", name)
+		}
+		if _, _, err := p.Retry(t.Context(), pool, x.ID); !errors.Is(err, executions.ErrNotFailed) {
+			t.Errorf("%s: retry of what succeeded: %v", name, err)
+		}
+	}
+}
+
+func TestRetryOfWhatWasStoppedGoesOn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d diary
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if err := d.step(ctx, "a"); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Wait(ctx, "news", executions.Event("news", 0))
+		return executions.Result{Summary: "done"}, err
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	if _, _, err := p.Retry(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFailed) {
+		t.Errorf("retry of what waits: %v", err)
+	}
+	if _, err := p.Cancel(t.Context(), id, "test", "a mistake"); err != nil {
+		t.Fatal(err)
+	}
+	if !replay(t, p, id).Equal {
+		t.Error("the cancelled one is not replayed")
+	}
+	x, from, err := p.Retry(t.Context(), pool, id)
+	if err != nil || from != "" {
+		t.Fatalf("from %q, %v", from, err)
+	}
+	until(t, pool, x.ID, executions.Waiting)
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, x.ID, executions.Completed)
+	if d.of(x.ID) != "" {
+		t.Errorf("did %s", d.of(x.ID))
+	}
+}
+
+// Leave that was given for a call is the other's. A fork that has not made the call asks anew.
+func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
+	var d diary
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		id, err := executions.StepTx(ctx, "ask pay", func(ctx context.Context, tx pgx.Tx) (string, error) {
+			d.note(ctx, "ask")
+			x, _ := executions.Current(ctx)
+			var id string
+			return id, tx.QueryRow(ctx, `
+				insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+				values (@trace, @id, @step, true, 'pay', 1, '{}', 'x', clock_timestamp() + interval '1 day') returning id::text`,
+				postgres.Strict{"trace": x.TraceID, "id": x.ID, "step": executions.StepKey(ctx)}).Scan(&id)
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "decision on "+id, executions.Approval(id, 0)); err != nil {
+			return executions.Result{}, err
+		}
+		x, _ := executions.Current(ctx)
+		_, err = executions.StepTx(ctx, "approved "+id, func(ctx context.Context, tx pgx.Tx) (int, error) {
+			d.note(ctx, "pay")
+			_, err := tx.Exec(ctx, `select use_agent_approval(@id, @execution, @step)`,
+				postgres.Strict{"id": id, "execution": x.ID, "step": "approved " + id})
+			return 1, err
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{}, d.step(ctx, "after")
+	}))
+	approve := func(id string) string {
+		until(t, pool, id, executions.Waiting)
+		asked := value[string](t, pool, `
+			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
+		exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`, postgres.Strict{"id": asked})
+		if _, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`), "approval "+asked); err != nil {
+			t.Fatal(err)
+		}
+		return asked
+	}
+	id := p.begin(t, "flow")
+	asked := approve(id)
+	until(t, pool, id, executions.Completed)
+	for from, want := range map[string]string{"after": "after", "approved " + asked: "ask pay after", "decision on " + asked: "ask pay after"} {
+		x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.HasPrefix(want, "ask") {
+			approve(x.ID)
+		}
+		pgtest.Eventually(t, patience, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
+		if got := get(t, pool, x.ID); got.Status != executions.Completed {
+			t.Errorf("from %q: %s %s", from, got.Status, str(got.ErrorMessage))
+		}
+		if d.of(x.ID) != want {
+			t.Errorf("from %q: did %q, want %q", from, d.of(x.ID), want)
+		}
+	}
+}
+
+// A fork takes its lanes under its own claim: it has none of the other's.
+func TestAForkHasLanesOfItsOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if _, err := executions.Step(ctx, "a", func(context.Context) (int, error) { return 1, nil }); err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Lane(ctx, "thread:t"); errors.Is(err, lanes.ErrBusy) {
+			return executions.Result{Summary: "busy"}, nil
+		} else if err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Wait(ctx, "news", executions.Event("news", 0))
+		return executions.Result{Summary: "held"}, err
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); got.ResultSummary != "busy" {
+		t.Errorf("the fork ended with %q", got.ResultSummary)
+	} else if again := replay(t, p, got.ID); !again.Equal {
+		t.Errorf("what found its lane busy is not replayed: %+v", again.Divergence)
+	}
+	if again := replay(t, p, id); !again.Equal || again.EndedAt != "news" {
+		t.Errorf("what holds its lane is not replayed: %+v", again)
+	}
+}
+
+// The records of an execution of a workers' run outside are there for the next who locks the fork.
+func TestAForkOfAnOutsideRun(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, nil)
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Flow, OnLost: "hand_on"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lock := value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`, postgres.Strict{"id": x.ID})
+	for _, step := range []string{"one", "two"} {
+		exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`, postgres.Strict{"id": x.ID, "lock": lock, "step": step})
+	}
+	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	points, err := executions.Checkpoints(t.Context(), pool, fork.ID)
+	if err != nil || len(points) != 1 || points[0].Step != "one" {
+		t.Errorf("records %v, %v", points, err)
+	}
+	if got := value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`, postgres.Strict{"id": fork.ID}); got != "running" {
+		t.Errorf("locked it is %s", got)
+	}
+}

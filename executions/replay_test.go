@@ -1,0 +1,240 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func replay(t *testing.T, p *process, id string) executions.Replayed {
+	t.Helper()
+	got, err := p.Replay(t.Context(), id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got.Equal != (got.Divergence == nil) || got.Equal != (got.Digest == got.ReplayDigest) {
+		t.Errorf("digest and divergence contradict each other: %+v", got)
+	}
+	return got
+}
+
+func TestAReplayDoesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	effects(t, pool)
+	var done atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		act := func(context.Context) (float64, error) { done.Add(1); return 1e21, nil }
+		n, err := executions.Step(ctx, "step", act)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		hold, err := executions.Lane(ctx, "lane:x")
+		if err != nil {
+			return executions.Result{}, err
+		}
+		_, err = executions.Do(hold.Context(), "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+			func(ctx context.Context, _ *executions.Effect) (float64, error) { return act(ctx) })
+		if err != nil {
+			return executions.Result{}, err
+		}
+		_, err = executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+			done.Add(1)
+			_, err := tx.Exec(ctx, `insert into effects (by) values ('x')`)
+			return 0, err
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if err := hold.Release(ctx); err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Trigger(ctx, "child", executions.Child{Flow: "flow2", Wait: true}); err != nil {
+			return executions.Result{}, err
+		}
+		_, err = executions.Wait(ctx, "pause", executions.Delay(time.Millisecond))
+		return executions.Result{Summary: "done", Value: map[string]any{"n": n, "half": 0.50}}, err
+	}), func(*executions.Options) {})
+	if err := p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil }); err != nil {
+		t.Fatal(err)
+	}
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	before, all := everything(t, pool, id), done.Load()
+	executionsBefore := value[int](t, pool, `select count(*) from agent_executions`)
+	for range 2 {
+		got := replay(t, p, id)
+		if !got.Equal || got.Steps != 7 || got.Status != executions.Completed {
+			t.Errorf("replay is %+v, %+v", got, got.Divergence)
+		}
+	}
+	if done.Load() != all || everything(t, pool, id) != before || value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
+		t.Error("the replay did something")
+	}
+	if value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
+		t.Error("the replay took a lane")
+	}
+}
+
+// changing is a flow that differs from what it was as the test says.
+func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var how atomic.Value
+	how.Store("")
+	step := func(ctx context.Context, name string, opts ...executions.Option) error {
+		_, err := executions.Step(ctx, name, func(context.Context) (string, error) { return name, nil }, opts...)
+		return err
+	}
+	code := func(ctx context.Context) (executions.Result, error) {
+		var names []string
+		input := "same"
+		switch how.Load() {
+		case "order":
+			names = []string{"b", "a", "c"}
+		case "more":
+			names = []string{"a", "b", "new", "c"}
+		case "more at the end":
+			names = []string{"a", "b", "c", "new"}
+		case "less":
+			names = []string{"a", "b"}
+		case "input":
+			names, input = []string{"a", "b", "c"}, "other"
+		case "wait":
+			if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Hour)); err != nil {
+				return executions.Result{}, err
+			}
+		case "ask":
+			err := pool.QueryRow(ctx, `select 1`).Scan(new(int))
+			return executions.Result{}, err
+		case "type":
+			_, err := executions.Step(ctx, "a", func(context.Context) (int, error) { return 1, nil })
+			return executions.Result{}, err
+		default:
+			names = []string{"a", "b", "c"}
+		}
+		for _, name := range names {
+			var opts []executions.Option
+			if name == "b" {
+				opts = append(opts, executions.Input(input))
+			}
+			if err := step(ctx, name, opts...); err != nil {
+				return executions.Result{}, err
+			}
+		}
+		switch how.Load() {
+		case "result":
+			return executions.Result{Summary: "otherwise"}, nil
+		case "failure":
+			return executions.Result{}, errors.New("out of order")
+		case "panic":
+			panic("out of order")
+		case "ignoring":
+			_, _ = executions.Wait(ctx, "pause", executions.Delay(time.Hour))
+		}
+		return executions.Result{Summary: "done"}, nil
+	}
+	p := start(t, pool, flow(code))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	before := everything(t, pool, id)
+	for change, want := range map[string][2]string{
+		"":                {"", ""},
+		"order":           {"b", executions.DivergedOrder},
+		"more":            {"new", executions.DivergedUnrecorded},
+		"more at the end": {"new", executions.DivergedUnrecorded},
+		"less":            {"c", executions.DivergedUnreached},
+		"input":           {"b", executions.DivergedInput},
+		"type":            {"a", executions.DivergedInput},
+		"wait":            {"pause", executions.DivergedUnrecorded},
+		"ignoring":        {"pause", executions.DivergedUnrecorded},
+		"ask":             {"", executions.DivergedDatabase},
+		"result":          {"c", executions.DivergedResult},
+		"failure":         {"c", executions.DivergedResult},
+		"panic":           {"c", executions.DivergedResult},
+	} {
+		how.Store(change)
+		got := replay(t, p, id)
+		if change == "" {
+			if !got.Equal {
+				t.Errorf("unchanged: %+v", got.Divergence)
+			}
+			continue
+		}
+		if got.Equal || got.Divergence.Step != want[0] || got.Divergence.Kind != want[1] || got.Divergence.Message == "" {
+			t.Errorf("%s: %+v, want %v", change, got.Divergence, want)
+		}
+	}
+	if everything(t, pool, id) != before {
+		t.Error("a replay touched the execution")
+	}
+}
+
+// Branches that ran at the same time meet in a replay as they did then: one that ends the others does not do so earlier.
+func TestParallelBranchesAreReplayed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	last := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		group, ctx := errgroup.WithContext(ctx)
+		group.Go(func() error {
+			ctx := executions.Scope(ctx, "steady")
+			for range 20 {
+				if _, err := executions.Step(ctx, "s", func(context.Context) (int, error) { return 1, nil }); err != nil {
+					return err
+				}
+			}
+			select {
+			case <-last:
+			default:
+				close(last)
+			}
+			_, err := executions.Wait(ctx, "long", executions.Event("never", 0))
+			return err
+		})
+		group.Go(func() error {
+			_, err := executions.Step(executions.Scope(ctx, "quick"), "fails", func(context.Context) (int, error) {
+				<-last
+				return 0, errors.New("no")
+			})
+			return err
+		})
+		return executions.Result{}, group.Wait()
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool {
+		x := get(t, pool, id)
+		return x.Status == executions.Failed || x.Status == executions.Waiting
+	}, "it ends or waits")
+	for range 20 {
+		if got := replay(t, p, id); !got.Equal {
+			t.Fatalf("%s: %+v", got.Status, got.Divergence)
+		}
+	}
+}
+
+func TestAReplayOfAnUnknownFlow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	other := prepare(t, pool, nil)
+	if _, err := other.Replay(t.Context(), id); err == nil || !strings.Contains(err.Error(), "flow flow is not known here") {
+		t.Errorf("got %v", err)
+	}
+	if _, err := other.Replay(t.Context(), "nonsense"); !errors.Is(err, executions.ErrNotFound) {
+		t.Errorf("got %v", err)
+	}
+}

@@ -1,0 +1,51 @@
+package postgres_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+func TestNothingIsAskedUnderASeal(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	sealed, seal := postgres.Sealed(t.Context())
+	if seal.Tried() {
+		t.Error("tried before anything was")
+	}
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	batch := &pgx.Batch{}
+	batch.Queue(`select 1`)
+	for what, err := range map[string]error{
+		"exec":       only(pool.Exec(sealed, `select 1`)),
+		"row":        pool.QueryRow(context.WithoutCancel(sealed), `select 1`).Scan(new(int)),
+		"tx":         only(pool.Begin(sealed)),
+		"batch":      pool.SendBatch(sealed, batch).Close(),
+		"lent":       only(conn.Exec(sealed, `select 1`)),
+		"lent batch": conn.SendBatch(sealed, batch).Close(),
+	} {
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if !seal.Tried() {
+		t.Error("the seal has noted nothing")
+	}
+	if err := pool.QueryRow(postgres.Unsealed(sealed), `select 1`).Scan(new(int)); err != nil {
+		t.Errorf("unsealed: %v", err)
+	}
+	if err := pool.Ping(t.Context()); err != nil {
+		t.Errorf("the pool after it: %v", err)
+	}
+}
+
+func only[T any](_ T, err error) error { return err }
