@@ -36,37 +36,39 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Second))
+	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(4*time.Second))
 	acquired(t, l, err)
 	first := l.ExpiresAt()
-	select {
-	case <-l.Context().Done():
-		t.Fatalf("lost: %v", context.Cause(l.Context()))
-	case <-time.After(2500 * time.Millisecond):
+	pgtest.Eventually(t, soon, func() bool {
+		return l.Context().Err() != nil || get[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
+	}, "the first lease would have ended")
+	if cause := context.Cause(l.Context()); cause != nil {
+		t.Fatalf("lost: %v", cause)
 	}
 	if token := get[int64](t, db, `select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
 		t.Errorf("token %d, want %d", token, l.Token())
 	}
-	if !l.ExpiresAt().After(first.Add(time.Second)) {
+	if !l.ExpiresAt().After(first) {
 		t.Errorf("ExpiresAt %s after renewals, %s before", l.ExpiresAt(), first)
 	}
 	log.want(t, 0, "lane lost")
 }
 
 func TestOneStatementRenewsEverything(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, _ := keeper(t, w)
 	run(t, k)
 	const n = 20
 	for i := range n {
-		l, err := k.Acquire(t.Context(), fmt.Sprint("x", i), lanes.WithTTL(2*time.Second))
+		l, err := k.Acquire(t.Context(), fmt.Sprint("x", i), lanes.WithTTL(6*time.Second))
 		acquired(t, l, err)
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
-	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= sent+4 }, "renewals go on")
-	if took := time.Since(start); took < 1200*time.Millisecond {
-		t.Errorf("4 renewals of %d leases within %s: want one every 667 ms", n, took)
+	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
+	if took := time.Since(start); took < 2500*time.Millisecond { // some are asked for early, together with the first
+		t.Errorf("3 renewals of %d leases within %s: want one every 2 s", n, took)
 	}
 	if live := get[int](t, db, `select count(*) from agent_locks_live`); live != n {
 		t.Errorf("%d of %d lanes are held", live, n)
@@ -75,42 +77,67 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 
 // The local clock starts before the call, so the work ends no later than the lease.
 func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
+	t.Parallel()
 	w := &wire{DB: pgtest.DB(t), delay: 600 * time.Millisecond}
 	k, log := keeper(t, w)
-	start := time.Now()
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Second))
-	acquired(t, l, err)
-	if took := ended(t, l, soon).Sub(start); took < 900*time.Millisecond || took > 1400*time.Millisecond {
-		t.Errorf("the work ended %s after the call, want 1 s", took)
+	least := onceWithin(t, 2400*time.Millisecond, func() time.Duration {
+		start := time.Now()
+		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
+		acquired(t, l, err)
+		took := ended(t, l, soon).Sub(start)
+		log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
+		if err := l.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
+			t.Errorf("release: %v, want ErrLost", err)
+		}
+		return took
+	})
+	if least < 1900*time.Millisecond {
+		t.Errorf("the work ended %s after the call, want 2 s", least)
 	}
-	log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
-	if err := l.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
-		t.Errorf("release: %v, want ErrLost", err)
+}
+
+// onceWithin measures until one of a few tries is done within a time. On a busy machine each may be late, where a
+// defect makes all of them late. It returns the shortest.
+func onceWithin(t *testing.T, most time.Duration, try func() time.Duration) time.Duration {
+	t.Helper()
+	least := try()
+	for n := 1; n < 6 && least > most; n++ {
+		least = min(least, try())
 	}
+	if least > most {
+		t.Errorf("it took %s each time, want at most %s", least, most)
+	}
+	return least
 }
 
 func TestWorkEndsInTimeWhenTheDatabaseIsGone(t *testing.T) {
+	t.Parallel()
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Second))
-	acquired(t, l, err)
-	renewed := w.count("renew_agent_locks")
-	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed }, "a renewal")
-	w.cut.Store(true)
-	start := time.Now()
-	if took := ended(t, l, soon).Sub(start); took > 1400*time.Millisecond {
-		t.Errorf("the work went on for %s without a database, want at most 1 s", took)
-	}
-	log.want(t, 1, `msg="lane lost"`)
-	w.cut.Store(false) // for the release
+	onceWithin(t, 2400*time.Millisecond, func() time.Duration {
+		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
+		acquired(t, l, err)
+		renewed := w.count("renew_agent_locks")
+		pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed }, "a renewal")
+		w.cut.Store(true)
+		start := time.Now()
+		took := ended(t, l, soon).Sub(start)
+		log.want(t, 1, `msg="lane lost"`, "owner="+l.Owner().String())
+		w.cut.Store(false) // for the release
+		if err := l.Release(t.Context()); err != nil && !errors.Is(err, lanes.ErrLost) {
+			t.Error(err)
+		}
+		return took
+	})
 }
 
 func TestALeaseSurvivesAShortOutage(t *testing.T) {
+	t.Parallel()
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(3*time.Second))
+	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
 	w.cut.Store(true)
 	pgtest.Eventually(t, soon, func() bool { return len(log.find("lanes not renewed")) > 0 }, "a renewal fails")
@@ -123,17 +150,20 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 }
 
 func TestABrokenLaneEndsTheWork(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
+	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
-	other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(2*time.Second))
+	other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(9*time.Second))
 	acquired(t, other, err)
 	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
 		t.Fatalf("Break: %v, %v", broken, err)
 	}
-	ended(t, l, 1500*time.Millisecond)
+	if at, end := ended(t, l, soon), l.ExpiresAt(); !at.Before(end) {
+		t.Errorf("the work ended at %s, with its lease at %s", at, end)
+	}
 	if other.Context().Err() != nil {
 		t.Error("another lane ended too")
 	}
@@ -145,17 +175,20 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 
 // The process takes the lane again before it has noticed that it had lost it.
 func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	old, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
+	old, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, old, err)
 	if _, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil {
 		t.Fatal(err)
 	}
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
+	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
 	run(t, k)
-	ended(t, old, 1500*time.Millisecond)
+	if at, end := ended(t, old, soon), old.ExpiresAt(); !at.Before(end) {
+		t.Errorf("the old work ended at %s, with its lease at %s", at, end)
+	}
 	if cause := context.Cause(l.Context()); cause != nil {
 		t.Errorf("the new hold ended: %v", cause)
 	}
@@ -163,10 +196,11 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 
 // A row that a stranger has locked is asked again soon, well before the end of the lease.
 func TestABusyRowIsAskedAgainSoon(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(3*time.Second))
+	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
 	stranger := begin(t, db)
 	exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
@@ -186,7 +220,7 @@ func TestThreadsAreRenewedByHandAndLosingThemCancelsNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "thread:1", lanes.WithTTL(2*time.Second))
+	l, err := k.Acquire(t.Context(), "thread:1", lanes.WithTTL(5*time.Second))
 	acquired(t, l, err)
 	ends := l.ExpiresAt()
 	if err := l.Renew(t.Context()); err != nil {

@@ -16,6 +16,7 @@ import (
 const execution = "018f0000-0000-7000-8000-00000000000a"
 
 func TestABusyLaneNamesItsHolder(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	first, err := k.Acquire(t.Context(), "heartbeat")
@@ -42,6 +43,7 @@ func TestABusyLaneNamesItsHolder(t *testing.T) {
 
 // A skipped run never frees the lane that it did not get.
 func TestASkippedRunFreesNothing(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	late, err := k.Acquire(t.Context(), "x")
@@ -62,6 +64,7 @@ func TestASkippedRunFreesNothing(t *testing.T) {
 }
 
 func TestATakeoverIsLogged(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	mustTry(t, db, "x", "a dead run", 60)
@@ -72,6 +75,7 @@ func TestATakeoverIsLogged(t *testing.T) {
 }
 
 func TestOwnersAreNeverTheSame(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	id := trace.New(trace.Heartbeat)
@@ -102,6 +106,7 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 }
 
 func TestTTLFollowsTheName(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	for lane, want := range map[string]int{
@@ -122,6 +127,7 @@ func TestTTLFollowsTheName(t *testing.T) {
 }
 
 func TestBadInputIsErrInvalid(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	for name, err := range map[string]error{
@@ -146,6 +152,7 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 func second[T any](_ T, err error) error { return err }
 
 func TestNestedHoldsAreCounted(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	owner := lanes.ClaimOwner(execution, 1)
@@ -176,6 +183,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 }
 
 func TestReleaseWorksWithACancelledContext(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -222,6 +230,7 @@ func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
 
 // An acquire whose answer was lost must not keep the lane busy until its TTL.
 func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, _ := keeper(t, w)
@@ -241,6 +250,7 @@ func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
 // A caller who goes away while the database grants the lane must not leave it held by nobody, although the
 // grant commits after the caller's end: the statement here outlives its cancellation.
 func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	exec(t, db, `
@@ -287,6 +297,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 }
 
 func TestFenceStopsStaleWrites(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	l, err := k.Acquire(t.Context(), "x")
@@ -304,6 +315,7 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 }
 
 func TestAdoptAndDrop(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
@@ -339,6 +351,7 @@ func TestAdoptAndDrop(t *testing.T) {
 }
 
 func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -362,6 +375,7 @@ func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
 }
 
 func TestDisabledLanesGrantEverything(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	log := new(logs)
 	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(log, nil))})
@@ -383,6 +397,7 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 }
 
 func TestLoggerMayBeLeftOut(t *testing.T) {
+	t.Parallel()
 	k := lanes.NewKeeper(&wire{}, lanes.Options{})
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)

@@ -11,6 +11,7 @@ import (
 )
 
 func TestLiveShowsWhoHoldsWhat(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
 	mustTry(t, db, "objective:1", execution+"#2", 300)
@@ -49,6 +50,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 }
 
 func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
 	if broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs"); err != nil || !broken {

@@ -23,7 +23,7 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // soon is within which things happen that need no timeout; long enough for a busy machine.
-const soon = 10 * time.Second
+const soon = time.Minute
 
 // grant is a row of acquire_agent_lock.
 type grant struct {

@@ -18,7 +18,7 @@ import (
 
 const (
 	racers = 32
-	grants = 320
+	grants = 160
 )
 
 // wide is a pool with a connection for every racer.
@@ -80,6 +80,7 @@ func race(t *testing.T, work func(ctx context.Context, racer, round int) (last b
 
 // Every third holder dies: its lease ends without a release.
 func TestRaceOfPlainSQLSessions(t *testing.T) {
+	t.Parallel()
 	db := wide(t)
 	a := &arena{t: t}
 	race(t, func(ctx context.Context, racer, round int) (bool, error) {
@@ -106,6 +107,7 @@ func TestRaceOfPlainSQLSessions(t *testing.T) {
 }
 
 func TestRaceThroughGo(t *testing.T) {
+	t.Parallel()
 	db := wide(t)
 	k := listening(t, db)
 	a := &arena{t: t}
@@ -140,6 +142,7 @@ func TestRaceThroughGo(t *testing.T) {
 }
 
 func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
+	t.Parallel()
 	db := wide(t)
 	k, log := keeper(t, db)
 	owner := lanes.ClaimOwner("018f0000-0000-7000-8000-000000000001", 1)

@@ -8,6 +8,7 @@ import (
 )
 
 func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "a", 60)
 	bad := map[string]any{
@@ -76,6 +77,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 }
 
 func TestGoodInput(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for _, lane := range []string{
 		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "'; drop table agent_locks; --",
