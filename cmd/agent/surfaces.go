@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -25,6 +26,7 @@ type surfaces struct {
 	webhook  *webhook.Surface
 	runner   *runner.Runner
 	outgoing *webhooks.Dispatcher
+	courier  *threads.Courier
 	offered  *mcp.Server
 }
 
@@ -42,7 +44,7 @@ func (a *app) addSurfaces() (err error) {
 	a.chat = &chat.Chat{
 		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
 		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
-		ApprovalWait: cfg.Chat.ApprovalWait,
+		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {
 			name, _ := api.VisitorFrom(r.Context())
 			return name
@@ -59,6 +61,7 @@ func (a *app) addSurfaces() (err error) {
 	a.outgoing = &webhooks.Dispatcher{
 		Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv,
 	}
+	a.courier = &threads.Courier{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
 	a.offered = &mcp.Server{
 		Pool: a.pool, Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
 	}
@@ -69,5 +72,5 @@ func (a *app) addSurfaces() (err error) {
 
 // run lists what works beside the engine for as long as the process serves.
 func (s *surfaces) beside() []func(ctx context.Context) error {
-	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run}
+	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run, s.courier.Run}
 }

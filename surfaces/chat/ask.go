@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -42,6 +43,7 @@ type input struct {
 	Model     string `json:"model"`
 	MaxTokens int    `json:"max_tokens,omitempty"`
 	Hash      string `json:"request_hash,omitempty"`
+	To        string `json:"to,omitempty"` // of a relay: the execution that the message is for
 }
 
 // inputOf reads what an execution was given.
@@ -75,18 +77,34 @@ type begun struct {
 	repeat bool // it was begun by an earlier request with the same key
 }
 
-// begin stores the message together with its turn and lets the turn run here. The caller leaves the feed when it
+// begin stores the message together with its turn, or with the relay of what the execution says that the message is for, and lets
+// that run here. The caller leaves the feed when it
 // has seen enough of it. Errors that the visitor may know are *Refusal.
 func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
+	// A conversation that a flow began is whose who first speaks in it. Alone, because it locks the thread before anything else.
+	if _, err := threads.Adopt(ctx, c.Pool, a.ThreadID, cmp.Or(a.Channel, channel), a.Owner, clip(a.Participant, 200)); err != nil {
+		return begun{}, err
+	}
 	err := postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
 		// One message of a thread is stored at a time. This lock comes before executions, and they before the
 		// thread's row: the order in which a turn's answer takes them, too.
 		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
 			postgres.Strict{"thread": a.ThreadID}); err != nil {
 			return fmt.Errorf("lock thread: %w", err)
+		}
+		to, err := c.listener(ctx, tx, a.ThreadID)
+		if err != nil {
+			return err
+		}
+		if to != "" {
+			if err := c.opened(ctx, tx, a); err != nil {
+				return err
+			}
+			x, created, err = c.pass(ctx, tx, a, to)
+			return err
 		}
 		if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
 			return err
@@ -139,7 +157,7 @@ func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
 	}
 	id := CompletionID(x.ID)
 	switch {
-	case x.Flow != Flow || first.Owner != a.Owner || first.Hash != a.Hash:
+	case x.Flow != Flow && x.Flow != RelayFlow || first.Owner != a.Owner || first.Hash != a.Hash:
 		return begun{}, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
@@ -154,16 +172,19 @@ func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
 	return begun{exec: x, feed: f, leave: leave, repeat: true}, nil
 }
 
+// opened makes sure that the thread is there, and the visitor's.
+func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
+	_, err := threads.Open(ctx, tx, threads.Thread{
+		ID: a.ThreadID, Channel: cmp.Or(a.Channel, channel), Agent: Agent, Owner: a.Owner, Participant: clip(a.Participant, 200),
+	})
+	return err
+}
+
 // store puts the message into its thread, and deals with the turns that are under way there. It returns the
 // turns that it has cancelled.
 func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution) (cut []string, err error) {
-	from := a.Channel
-	if from == "" {
-		from = channel
-	}
-	if _, err := threads.Open(ctx, tx, threads.Thread{
-		ID: a.ThreadID, Channel: from, Agent: Agent, Owner: a.Owner, Participant: clip(a.Participant, 200),
-	}); err != nil {
+	from := cmp.Or(a.Channel, channel)
+	if err := c.opened(ctx, tx, a); err != nil {
 		return nil, err
 	}
 	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {

@@ -18,6 +18,12 @@
 // stays and says that the answer begins again. The one sentence that is not stored is the notice with which a
 // connection ends that has waited too long for an admin's approval.
 //
+// A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
+// ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits
+// for something again or has ended, or two minutes have passed; it has an id like any other, to attach to. When nothing was
+// said, one sentence says that the message was passed on. A thread that was begun for nobody in particular becomes the first
+// visitor's who speaks in it.
+//
 // A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
 // anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
 package chat
@@ -35,6 +41,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
@@ -94,6 +101,10 @@ type Chat struct {
 	// History is how many tokens of a conversation a model gets to see verbatim; default 12,000. What is older is
 	// summarised.
 	History int
+	// RelayWait is how long the answer to a message which goes to an execution takes at most, before it ends with what was said
+	// until then; default 2 min.
+	RelayWait time.Duration
+	Listener  *postgres.Listener // shortens waits; may be nil
 	// Budget, where set, stands in for the Loop's.
 	Budget *reason.Budget
 	// Summarise makes a summary of messages and of the previous summary; default the Loop's.
@@ -120,6 +131,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.KeepAlive = cmp.Or(c.KeepAlive, 10*time.Second)
 	c.ApprovalWait = cmp.Or(c.ApprovalWait, 2*time.Minute)
 	c.Patience = cmp.Or(c.Patience, time.Minute)
+	c.RelayWait = cmp.Or(c.RelayWait, 2*time.Minute)
 	c.History = cmp.Or(c.History, 12_000)
 	if c.Visitor == nil {
 		c.Visitor = func(*http.Request) string { return "" }
@@ -132,7 +144,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	}
 	c.created = time.Now().Unix()
 	c.limits = newLimits(c.Rate)
-	return errors.Join(e.Register(Flow, c.run), e.Register(SummaryFlow, c.summarise))
+	return errors.Join(e.Register(Flow, c.run), e.Register(RelayFlow, c.relay), e.Register(SummaryFlow, c.summarise))
 }
 
 // Run returns when ctx has ended and the turns that this process began for its connections have ended, too, or were

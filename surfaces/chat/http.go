@@ -218,7 +218,7 @@ func (c *Chat) find(ctx context.Context, owner, id string) (executions.Execution
 		return executions.Execution{}, input{}, err
 	}
 	in, err := inputOf(x)
-	if x.Flow != Flow || err != nil || in.Owner != owner || x.ThreadID == nil {
+	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || in.Owner != owner || x.ThreadID == nil {
 		return executions.Execution{}, input{}, missing
 	}
 	return x, in, nil

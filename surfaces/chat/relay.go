@@ -1,0 +1,181 @@
+package chat
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// RelayFlow is the flow of a message that goes to an execution which has the thread, or waits for the message. No model is
+// called: the answer is what is said in the thread after it.
+const RelayFlow = "chat_relay"
+
+// passedOn is the answer when nothing was said. It is not part of the conversation.
+const passedOn = "Your message was passed on."
+
+// relayLook is how often a relay looks into its thread, where no notification comes.
+const relayLook = 200 * time.Millisecond
+
+// watchFor is how long a relay's mark on its thread lasts; it is renewed while the relay looks.
+const watchFor = 30 * time.Second
+
+// ownFlows are the flows of this surface: who holds a thread for one of them takes no messages for itself.
+func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
+
+// listener is the execution that a message in a thread is for; "" when it is for the model.
+func (c *Chat) listener(ctx context.Context, tx pgx.Tx, thread string) (string, error) {
+	var id *string
+	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
+	_, err := tx.Exec(ctx, `select agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
+	if err == nil {
+		err = tx.QueryRow(ctx, `select agent_thread_listener(@thread, @own)::text`,
+			postgres.Strict{"thread": thread, "own": ownFlows()}).Scan(&id)
+	}
+	if err != nil {
+		return "", fmt.Errorf("see who has the thread: %w", err)
+	}
+	return deref(id), nil
+}
+
+// pass stores a message for an execution and lets it go on, together with the run that relays what it says. created is false when
+// the key was used before.
+func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executions.Execution, created bool, err error) {
+	s := a.spec()
+	s.Flow = RelayFlow
+	s.Input = input{Owner: a.Owner, Thread: a.ThreadID, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to}
+	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
+		return x, created, err
+	}
+	_, err = threads.Receive(ctx, c.Engine, tx, threads.Incoming{
+		ThreadID: a.ThreadID, Content: strings.Join(a.Texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
+		ID: "chat " + x.ID, Data: map[string]any{"participant": a.Participant},
+	})
+	return x, true, err
+}
+
+// heard is what a relay sees of its thread.
+type heard struct {
+	Said []string
+	Busy bool // more may come
+	Over bool // it has taken long enough
+}
+
+// relay is the durable function: it looks on until who got the message waits again or has ended.
+func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	x, ok := executions.Current(ctx)
+	if !ok {
+		return executions.Result{}, executions.ErrOutside
+	}
+	var in input
+	if err := json.Unmarshal(raw, &in); err != nil {
+		return executions.Result{}, fmt.Errorf("read input: %w", err)
+	}
+	if in.To == "" {
+		return executions.Result{}, errors.New("read input: it names nobody to relay; it was not begun by this surface")
+	}
+	f, leave := c.feeds.join(x.ID)
+	defer leave()
+	f.mu.Lock()
+	live := f.live && x.Claim == 1
+	f.mu.Unlock()
+	if !live {
+		defer f.away()
+	}
+	f.begin("", in.MaxTokens*bytesPerToken)
+	notes, hush := c.hear()
+	defer hush()
+	got, err := c.overhear(ctx, x, in, f, notes)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	return executions.Result{Summary: clip(got.Text, 200), Value: got}, nil
+}
+
+// hear subscribes to what is said in threads that somebody watches.
+func (c *Chat) hear() (<-chan string, func()) {
+	if c.Listener == nil {
+		return nil, func() {}
+	}
+	return c.Listener.Subscribe("agent_messages")
+}
+
+// overhear shows what is said, message by message, until no more comes.
+func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
+	look := time.NewTicker(relayLook)
+	defer look.Stop()
+	shown := 0
+	for {
+		h, err := executions.Persist(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in) })
+		if err != nil {
+			return answer{}, err
+		}
+		for _, words := range h.Said[shown:] {
+			f.say(clean(words))
+			f.called()
+		}
+		shown = len(h.Said)
+		if !h.Busy || h.Over {
+			return relayed(f, shown), nil
+		}
+		select {
+		case <-ctx.Done():
+			return answer{}, context.Cause(ctx)
+		case <-notes:
+		case <-look.C:
+		}
+	}
+}
+
+// relayed is the answer that a relay ends with.
+func relayed(f *feed, messages int) answer {
+	ended := "relayed"
+	if messages == 0 {
+		f.say(passedOn)
+		ended = "passed on"
+	}
+	v := f.look(false)
+	a := answer{Text: v.text, Finish: openai.FinishReasonStop, Ended: ended}
+	if v.full {
+		a.Finish = openai.FinishReasonLength
+	}
+	return a
+}
+
+// listen reads what was said after the message. Whether more may come is asked first: what is said meanwhile is then in what is read.
+func (c *Chat) listen(ctx context.Context, x executions.Execution, in input) (h heard, err error) {
+	b := &pgx.Batch{}
+	b.Queue(`
+		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
+		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
+		postgres.Strict{"thread": in.Thread, "watch": watchFor.Seconds()})
+	b.Queue(`
+		select agent_thread_busy(@thread, @to::uuid, @own),
+		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience)`,
+		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over) })
+	b.Queue(`
+		select m.content from agent_messages m
+		 where m.thread_id = @thread and m.seq > (select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user')
+		   and m.role = 'assistant' and m.channel = 'chat' and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
+		 order by m.seq limit 200`,
+		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows()}).
+		Query(func(rows pgx.Rows) (err error) {
+			h.Said, err = pgx.CollectRows(rows, pgx.RowTo[string])
+			return err
+		})
+	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {
+		return heard{}, fmt.Errorf("listen in thread: %w", err)
+	}
+	return h, nil
+}

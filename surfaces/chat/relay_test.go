@@ -1,0 +1,268 @@
+package chat_test
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// talk is what a flow of these tests is: a conversation in the thread "t".
+type talk func(ctx context.Context, say func(string), hear func() string)
+
+// stop unwinds a talk that parks.
+type stop struct{ error }
+
+// flow makes a durable function of a talk.
+func (f talk) flow(ctx context.Context, _ json.RawMessage) (_ executions.Result, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			s, ok := p.(stop)
+			if !ok {
+				panic(p)
+			}
+			err = s.error
+		}
+	}()
+	f(ctx, func(words string) {
+		if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: words}); err != nil {
+			panic(stop{err})
+		}
+	}, func() string {
+		out, err := executions.Wait(ctx, "answer", executions.Response("t", 0))
+		if err != nil {
+			panic(stop{err})
+		}
+		var data struct{ Content string }
+		if err := json.Unmarshal(out.Data, &data); err != nil {
+			panic(stop{err})
+		}
+		return data.Content
+	})
+	return executions.Result{}, nil
+}
+
+// conversing is a process that knows the flow "talk"; nothing may be asked of the model.
+func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
+	t.Helper()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		t.Error("the model was asked")
+		return modeltest.Text("no")
+	})
+	return w.process(t, append(more, func(c *chat.Chat) {
+		if err := c.Engine.Register("talk", f.flow); err != nil {
+			t.Fatal(err)
+		}
+	})...)
+}
+
+// talks begins the flow in a thread without an owner, and waits until it waits.
+func (p *process) talks(t *testing.T) string {
+	t.Helper()
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t"}); err != nil {
+		t.Fatal(err)
+	}
+	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.reaches(t, x.ID, executions.Waiting)
+	return x.ID
+}
+
+func (p *process) reaches(t *testing.T, id string, status executions.Status) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		x, err := executions.Get(t.Context(), p.pool, id)
+		return err == nil && x.Status == status
+	}, "execution is "+string(status))
+}
+
+func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		name := hear()
+		say("Hello, " + name + ".")
+		say("Where do you live?")
+		say("So " + name + " lives in " + hear() + ".")
+	})
+	id := p.talks(t)
+	if got := p.answerTo(t, "t", "Ada"); got != "Hello, Ada.\n\nWhere do you live?" {
+		t.Errorf("answer: %q", got)
+	}
+	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("London"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := streamed(t, stream); err != nil || got != "So Ada lives in London." {
+		t.Errorf("streamed: %q, %v", got, err)
+	}
+	p.reaches(t, id, executions.Completed)
+	want := []string{"Who are you?", "Ada", "Hello, Ada.", "Where do you live?", "London", "So Ada lives in London."}
+	if diff := cmp.Diff(want, p.all(t, "t")); diff != "" {
+		t.Errorf("the thread (-want +got):\n%s", diff)
+	}
+	if n := value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`); n != 0 {
+		t.Errorf("%d turns were taken", n)
+	}
+}
+
+// all is what was said in a thread, by place.
+func (p *process) all(t *testing.T, thread string) []string {
+	t.Helper()
+	return value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages where thread_id = $1`, thread)
+}
+
+func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(ctx context.Context, say func(string), _ func() string) {
+		say("One moment.")
+		if _, err := executions.Wait(ctx, "event", executions.Event("go", 0)); err != nil {
+			panic(stop{err})
+		}
+	})
+	id := p.talks(t)
+	if got := p.answerTo(t, "t", "hello?"); got != "Your message was passed on." {
+		t.Errorf("answer: %q", got)
+	}
+	if diff := cmp.Diff([]string{"One moment.", "hello?"}, p.all(t, "t")); diff != "" {
+		t.Errorf("the thread (-want +got):\n%s", diff)
+	}
+	if _, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	p.reaches(t, id, executions.Completed)
+	// With the flow gone, the model answers again.
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("here I am") })
+	if got := p.answerTo(t, "t", "anybody?"); got != "here I am" {
+		t.Errorf("answer: %q", got)
+	}
+}
+
+// What comes between a flow's question and its wait is the answer to it.
+func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
+	t.Parallel()
+	asked, goOn := make(chan struct{}, 1), make(chan struct{})
+	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		select {
+		case asked <- struct{}{}:
+		default:
+		}
+		select {
+		case <-goOn:
+		case <-ctx.Done():
+		}
+		say("Hello, " + hear() + ".")
+	})
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t"}); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"}); err != nil {
+		t.Fatal(err)
+	}
+	receive(t, asked)
+	answers := make(chan string, 1)
+	go func() { answers <- p.answerTo(t, "t", "Ada") }()
+	pgtest.Eventually(t, patience, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "the message is stored")
+	close(goOn)
+	if got := receive(t, answers); got != "Hello, Ada." {
+		t.Errorf("answer: %q", got)
+	}
+}
+
+func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		say("Hello, " + hear() + ".")
+		say("Bye, " + hear() + ".")
+	})
+	p.talks(t)
+	headers := append(inThread("t"), "Idempotency-Key", "k1")
+	body := `{"model":"flowpilot","messages":[{"role":"user","content":"Ada"}]}`
+	first, firstBody := p.post(t, body, headers...)
+	again, againBody := p.post(t, body, headers...)
+	if first.StatusCode != http.StatusOK || again.StatusCode != http.StatusOK || firstBody != againBody || !strings.Contains(firstBody, "Hello, Ada.") {
+		t.Errorf("first %d %s\nagain %d %s", first.StatusCode, firstBody, again.StatusCode, againBody)
+	}
+	var got openai.ChatCompletionResponse
+	if err := json.Unmarshal([]byte(firstBody), &got); err != nil {
+		t.Fatal(err)
+	}
+	attached, attachedBody := p.get(t, "/v1/chat/completions/"+got.ID+"?stream=true")
+	if attached.StatusCode != http.StatusOK || contentOf(t, attachedBody) != "Hello, Ada." {
+		t.Errorf("attached: %d %s", attached.StatusCode, attachedBody)
+	}
+	if diff := cmp.Diff([]string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t")); diff != "" {
+		t.Errorf("the thread (-want +got):\n%s", diff)
+	}
+	// The thread is the first visitor's who spoke in it; for others it does not exist.
+	if _, err := p.clientOf("shop", inThread("t")...).CreateChatCompletion(t.Context(), says("me too")); err == nil || !strings.Contains(err.Error(), "no such thread") {
+		t.Errorf("another key: %v", err)
+	}
+}
+
+func TestARelayEndsAfterAWhile(t *testing.T) {
+	t.Parallel()
+	done := make(chan struct{})
+	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		say("Let me see, " + hear() + ".")
+		select {
+		case <-done:
+		case <-ctx.Done():
+		}
+	}, func(c *chat.Chat) { c.RelayWait = 2 * time.Second })
+	id := p.talks(t)
+	if got := p.answerTo(t, "t", "Ada"); got != "Let me see, Ada." {
+		t.Errorf("answer: %q", got)
+	}
+	p.reaches(t, id, executions.Running)
+	close(done)
+	p.reaches(t, id, executions.Completed)
+}
+
+// The answer is also what a flow says whose child has got the message.
+func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
+	t.Parallel()
+	child := talk(func(_ context.Context, say func(string), hear func() string) {
+		say("Your INE, please.")
+		hear()
+		say("Got it.")
+	})
+	p := conversing(t, func(ctx context.Context, say func(string), _ func() string) {
+		say("We begin.")
+		if _, err := executions.Trigger(ctx, "collect", executions.Child{Flow: "child", Wait: true}); err != nil {
+			panic(stop{err})
+		}
+		say("Next step.")
+	}, func(c *chat.Chat) {
+		if err := c.Engine.Register("child", child.flow); err != nil {
+			t.Fatal(err)
+		}
+	})
+	id := p.talks(t)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`) == 1
+	}, "the child waits")
+	if got := p.answerTo(t, "t", "here it is"); got != "Got it.\n\nNext step." {
+		t.Errorf("answer: %q", got)
+	}
+	p.reaches(t, id, executions.Completed)
+}
