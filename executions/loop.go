@@ -34,6 +34,9 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 		return state, err
 	}
 	at := snapshot[S]{State: state}
+	if err := r.loopReplayed(ctx, s); err != nil {
+		return state, err
+	}
 	r.mu.Lock()
 	point, resumed := r.checkpoints[s.key]
 	r.mu.Unlock()
@@ -61,13 +64,16 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 // snapshot records a loop's state in place of the steps of its iterations, in one transaction. The fence
 // is the checkpoint's own.
 func (r *run) snapshot(ctx context.Context, s spec, at any) error {
+	if r.replay != nil {
+		return r.replay.beyond(r, s.key)
+	}
 	output, _, err := encode(at)
 	if err != nil {
 		return fmt.Errorf("loop %s: encode state: %w", s.key, err)
 	}
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	err = r.e.write(bounded, func(b *pgx.Batch) {
+	err = r.write(bounded, func(b *pgx.Batch) {
 		b.Queue(`
 			insert into agent_checkpoints as c (execution_id, step, claim, output) values (@id, @step, @claim, @output)
 			on conflict (execution_id, step) do update

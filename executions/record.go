@@ -18,8 +18,13 @@ import (
 
 // recorded returns the result of an earlier run of this step, if there is one. Before anything new is
 // begun, it also looks whether the process shuts down.
-func recorded[T any](r *run, s spec) (bool, T, error) {
+func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	var value T
+	if r.replay != nil {
+		if err := r.replay.comeTo(ctx, r, s); err != nil {
+			return true, value, err
+		}
+	}
 	r.mu.Lock()
 	point, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
@@ -44,6 +49,7 @@ func recorded[T any](r *run, s spec) (bool, T, error) {
 	if err := json.Unmarshal(point.Output, &value); err != nil {
 		return true, value, r.changed(s.key, fmt.Errorf("step %s: its record does not fit %T (%w): %w", s.key, value, err, ErrChanged))
 	}
+	r.noteFailure("")
 	return true, value, nil
 }
 
@@ -65,7 +71,7 @@ func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
 		s.entry.IdempotencyKey = effect.Key
 	}
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
-	err := r.e.write(ctx, func(b *pgx.Batch) {
+	err := r.write(ctx, func(b *pgx.Batch) {
 		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
 		if s.also != nil {
 			s.also(b)
@@ -99,9 +105,10 @@ func keep[T any](ctx context.Context, r *run, s spec, effect *Effect, value T, f
 		r.noteFailure(s.key)
 		return zero, failure
 	case mended:
-		return decode[T](output)
+		value, err = decode[T](output)
 	}
-	return value, nil
+	r.noteFailure("")
+	return value, err
 }
 
 // record writes the result of a step: its checkpoint, and the end of its activity row, in one commit. It
@@ -122,7 +129,7 @@ func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, out
 	}
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	err := r.e.write(bounded, func(b *pgx.Batch) {
+	err := r.write(bounded, func(b *pgx.Batch) {
 		if s.entry != nil && effect != nil {
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
 		}
@@ -214,6 +221,7 @@ func (r *run) queueCheckpoint(b *pgx.Batch, s spec, output json.RawMessage, fail
 		})
 }
 
+// noteFailure notes the step that failed last; empty when one has succeeded since.
 func (r *run) noteFailure(step string) {
 	r.mu.Lock()
 	r.failedStep = step

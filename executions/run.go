@@ -30,7 +30,9 @@ type run struct {
 	interrupted map[string]bool // steps whose call an earlier claim left in flight
 	seen        map[string]int  // occurrences of scope + name
 	begun       int             // steps that the code has come to
-	variables   json.RawMessage // to be written with the next durable write; nil when they are
+	variables   json.RawMessage // as the code set them last; nil when it has not
+	shown       json.RawMessage // those that the row has
+	carrying    bool            // a write under way takes them along
 	poison      error           // why no further step may run
 	failedStep  string
 	replay      *replaying // the record of a replay, which does nothing new; nil in a real run
@@ -136,12 +138,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string) error
 		return nil
 	}
 	defer e.leave(r)
-	about := []any{"flow", claimed.Flow, "claim", claimed.Claim, "checkpoints", len(r.checkpoints)}
-	if claimed.Claim == 1 {
-		e.log.InfoContext(ctx, "execution started", about...)
-	} else {
-		e.log.InfoContext(ctx, "execution resumed", about...)
-	}
+	r.announce(ctx)
 	result, err := r.call(ctx, flow)
 	// From here on the database decides about the execution's lanes: renewing them would find them gone.
 	e.keeper.Drop(lanes.ClaimOwner(r.exec.ID, r.exec.Claim))
@@ -324,13 +321,16 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (freed int, err error) {
 	var message, step any
 	if failure != nil {
-		message, step = plain(failure.Error()), null(r.failed())
+		message, step = plain(failure.Error()), null(r.failed(failure))
 	}
-	err = r.e.write(ctx, func(b *pgx.Batch) {
-		b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
-			"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
-			"result": value, "error": message, "step": step,
-		}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
+	err = r.with(ctx, r.unwritten(), func(text json.RawMessage) error {
+		return r.e.write(ctx, func(b *pgx.Batch) {
+			b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+				"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
+				"result": value, "error": message, "step": step,
+			}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
+			r.queueVariables(b, text)
+		})
 	})
 	return freed, err
 }
@@ -354,8 +354,12 @@ func (r *run) finishStale(ctx context.Context, status Status, result Result, cau
 	return nil
 }
 
-// failed names the step whose error ended the run.
-func (r *run) failed() string {
+// failed names the step whose error ended the run: the one that the error is of, or else the last one that failed or timed
+// out, if nothing succeeded after it.
+func (r *run) failed(failure error) string {
+	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
+		return step.Step
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.failedStep

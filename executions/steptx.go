@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -25,7 +26,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 	if err != nil {
 		return zero, err
 	}
-	if done, v, err := recorded[T](r, s); done {
+	if done, v, err := recorded[T](ctx, r, s); done {
 		return v, err
 	}
 	if err := passGate(ctx, s); err != nil {
@@ -38,7 +39,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 		case err == nil:
 			return value, nil
 		case errors.Is(err, errRecorded):
-			_, value, err := recorded[T](r, s)
+			_, value, err := recorded[T](ctx, r, s)
 			return value, err
 		case postgres.IsCode(err, "LK001"):
 			r.stop(ErrStale)
@@ -65,6 +66,7 @@ var errRecorded = errors.New("step recorded already")
 // tryTx is one transaction of a StepTx. The lock makes a second try wait for a first whose connection
 // broke while the server still works on it.
 func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+	var text json.RawMessage
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `
 			select fence_agent_execution(@id, @claim), pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))`,
@@ -85,7 +87,9 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 			return fmt.Errorf("encode result: %w", err)
 		}
 		b := &pgx.Batch{}
+		text = r.unwritten()
 		r.queueCheckpoint(b, s, out, false)
+		r.queueVariables(b, text)
 		if err := tx.SendBatch(ctx, b).Close(); err != nil {
 			return err
 		}
@@ -94,6 +98,10 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		}
 		return err
 	})
+	if err == nil {
+		r.haveShown(text)
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
+	}
 	return value, err
 }
 

@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -93,7 +95,8 @@ func Test(requestID string, timeout time.Duration) WaitFor {
 
 // About adds what the wait shows to people, in waiting_data: an object.
 func (w WaitFor) About(data map[string]any) WaitFor {
-	all := maps.Clone(data)
+	all := map[string]any{}
+	maps.Copy(all, data)
 	if mine, ok := w.data.(map[string]any); ok {
 		maps.Copy(all, mine)
 	}
@@ -134,6 +137,9 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		return Outcome{}, err
 	}
 	if done, out, err := recorded[Outcome](ctx, r, s); done {
+		if err == nil {
+			r.waited(s.key, out)
+		}
 		return out, err
 	}
 	if w.kind == "delay" {
@@ -143,6 +149,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err != nil {
 		return Outcome{}, fmt.Errorf("wait %s: encode data: %w", name, err)
 	}
+	r.e.log.InfoContext(ctx, "action requires wait", "step", s.key, "waiting_for", w.kind)
 	came, err := r.park(ctx, s.key, w, data)
 	switch {
 	case errors.Is(err, ErrStale), err != nil && r.unheard(ctx, s, err, activity.Outcome{}):
@@ -156,6 +163,8 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		if err != nil {
 			return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
 		}
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key, "event", out.Event)
+		r.waited(s.key, out)
 		return out, nil
 	}
 	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
@@ -164,19 +173,26 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	return Outcome{}, ErrParked
 }
 
+// waited notes how a wait ended, for the record of the run's end.
+func (r *run) waited(step string, out Outcome) {
+	if out.TimedOut {
+		r.noteFailure(step)
+	}
+}
+
 // park makes the execution wait, or returns what it would wait for. It tries again when the connection
 // breaks; a try whose answer was lost is recognised by the wait number.
 func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (came []byte, err error) {
 	pause := firstPause
 	for unsure := false; ; unsure = true {
-		err := r.e.pool.QueryRow(ctx, `
-			select park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
-			postgres.Strict{
-				"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
-				"seconds": w.timeout.Seconds(), "data": data,
-			}).Scan(&came)
+		text := r.unwritten()
+		err := r.with(ctx, text, func(text json.RawMessage) (err error) {
+			came, err = r.tryPark(ctx, step, w, data, text)
+			return err
+		})
 		switch {
 		case err == nil:
+			r.haveShown(text)
 			return came, nil
 		case postgres.IsCode(err, "LK001"):
 			if now, err := Get(ctx, r.e.pool, r.exec.ID); unsure && err == nil && now.WaitNumber > r.exec.WaitNumber {
@@ -192,4 +208,16 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 		}
 		pause = min(2*pause, longestPause)
 	}
+}
+
+// tryPark is one transaction, in which the variables follow the park.
+func (r *run) tryPark(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
+	b := &pgx.Batch{}
+	b.Queue(`select park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
+		postgres.Strict{
+			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
+			"seconds": w.timeout.Seconds(), "data": data,
+		}).QueryRow(func(row pgx.Row) error { return row.Scan(&came) })
+	r.queueVariables(b, variables)
+	return came, r.e.pool.SendBatch(ctx, b).Close()
 }

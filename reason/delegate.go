@@ -239,9 +239,9 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 
 // childEnd waits for a child and reads what came of it. One that does not end in time is cancelled.
 func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (ending, error) {
-	patience := max(time.Hour, 2*w.budget.Time)
-	if w.Approvals == Park {
-		patience = 24 * time.Hour
+	_, patience := executions.Limits("agent")
+	if w.Approvals != Park {
+		patience = min(patience, max(time.Hour, 2*w.budget.Time))
 	}
 	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
 	if err != nil {
