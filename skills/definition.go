@@ -25,7 +25,7 @@ type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description"`
 	Parameters  map[string]any `yaml:"parameters" json:"parameters,omitempty"` // JSON Schema of type object
-	Handler     string         `yaml:"handler" json:"handler"`                 // builtin:NAME, sql:, http:, http:GET https://…, mcp:SERVER/TOOL
+	Handler     string         `yaml:"handler" json:"handler"`                 // builtin:NAME, sql:, http:, http:GET https://…, mcp:SERVER/TOOL, flow:NAME
 	Config      map[string]any `yaml:"config" json:"config,omitempty"`         // of the handler
 	Scope       string         `yaml:"scope" json:"scope,omitempty"`
 	Trust       string         `yaml:"trust" json:"trust,omitempty"`
@@ -80,6 +80,9 @@ func resolve(d Definition) (resolved, error) {
 	}
 	if len(problems) > 0 {
 		return resolved{}, errors.Join(problems...)
+	}
+	if strings.HasPrefix(r.handler, "flow:") {
+		r.idempotent = true // one call is one execution, however often it is made
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})
 	return r, err

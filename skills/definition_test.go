@@ -20,7 +20,7 @@ func TestValidateReportsEveryProblem(t *testing.T) {
 			[]string{"name: ", "handler: ", "scope: ", "trust: ", "timeout: ", "parameters.type: "},
 		},
 		"long name":       {skills.Definition{Name: strings.Repeat("a", 65), Handler: "builtin:x"}, []string{"name: "}},
-		"flow":            {skills.Definition{Name: "a", Handler: "flow:x"}, []string{"handler: this version cannot run flow:"}},
+		"flow":            {skills.Definition{Name: "a", Handler: "flow:1x"}, []string{"handler: flow:1x must name a flow"}},
 		"mcp":             {skills.Definition{Name: "a", Handler: "mcp:x"}, []string{"handler: mcp:x must name a server", "config.pin: must be the hash"}},
 		"builtin unnamed": {skills.Definition{Name: "a", Handler: "builtin:"}, []string{"handler: builtin:"}},
 		"timeout zero":    {skills.Definition{Name: "a", Handler: "builtin:x", Timeout: "0s"}, []string{"timeout: "}},

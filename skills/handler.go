@@ -21,7 +21,7 @@ type handler interface {
 func parseHandler(text string, config json.RawMessage, parameters []string) (handler, []error) {
 	kind, rest, ok := strings.Cut(text, ":")
 	if !ok {
-		return nil, []error{fmt.Errorf("handler: %q must begin with builtin:, sql:, http: or mcp:", text)}
+		return nil, []error{fmt.Errorf("handler: %q must begin with builtin:, sql:, http:, mcp: or flow:", text)}
 	}
 	rest = strings.TrimSpace(rest)
 	switch kind {
@@ -34,9 +34,9 @@ func parseHandler(text string, config json.RawMessage, parameters []string) (han
 	case "mcp":
 		return parseMCP(rest, config)
 	case "flow":
-		return nil, []error{fmt.Errorf("handler: this version cannot run %s: handlers; use builtin:, sql:, http: or mcp:", kind)}
+		return parseFlow(rest, config)
 	}
-	return nil, []error{fmt.Errorf("handler: %q is not a kind of handler; use builtin:, sql:, http: or mcp:", kind)}
+	return nil, []error{fmt.Errorf("handler: %q is not a kind of handler; use builtin:, sql:, http:, mcp: or flow:", kind)}
 }
 
 // decodeConfig reads config into to and refuses fields that to does not have.

@@ -38,6 +38,8 @@ type Options struct {
 	Pool *pgxpool.Pool
 	// MCP calls the tools of other programs, for mcp: skills; nil for none.
 	MCP RemoteCall
+	// Flow starts executions, for flow: skills; nil for none. See [Flows].
+	Flow RunFlow
 	// AllowPrivate lists what http: skills may reach besides public addresses: addresses
 	// (127.0.0.1), ranges (10.0.0.0/8), host names (db.internal) and host:port pairs.
 	AllowPrivate []string
@@ -54,6 +56,7 @@ type Registry struct {
 	builtins map[string]Builtin
 	pool     *pgxpool.Pool
 	mcp      RemoteCall
+	flow     RunFlow
 	client   *http.Client
 	getenv   func(string) string
 	logger   *slog.Logger
@@ -79,6 +82,7 @@ func New(o Options) (*Registry, error) {
 		builtins: o.Builtins,
 		pool:     o.Pool,
 		mcp:      o.MCP,
+		flow:     o.Flow,
 		client:   client,
 		getenv:   o.Getenv,
 		logger:   o.Logger,

@@ -21,7 +21,9 @@
 // check is made on the address that is dialled, after the name was resolved, so a name that
 // resolves to something else the second time does not pass. A secret is named in a header as
 // ${env:NAME}, is read when the call is made, and is blotted out of answers and errors. mcp: calls a tool of another
-// program, which package mcp mounts and reaches ([RemoteCall]).
+// program, which package mcp mounts and reaches ([RemoteCall]). flow: starts an execution of a flow with the arguments as its
+// input, one for each call however often it is made, so such a skill is idempotent; with wait it answers how that ended, or,
+// when the skill's time is up, that it goes on.
 package skills
 
 import (

@@ -63,6 +63,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	})
 	a.registry, err = skills.New(skills.Options{
 		Builtins: builtins.New(pool), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log, MCP: a.remote.Call,
+		Flow: skills.Flows(pool, a.engine, cfg.Name),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare skills: %w", err)

@@ -1,0 +1,155 @@
+package skills
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// FlowRequest is what a flow: skill asks for: an execution of a flow. Input is the call's arguments, valid and complete.
+type FlowRequest struct {
+	Flow  string
+	Input json.RawMessage
+	// Wait asks for the end of it, as long as the context lasts.
+	Wait bool
+	// Key names the call: two requests with one key are one execution. It may be empty.
+	Key string
+}
+
+// FlowAnswer is what the caller of a flow: skill learns. Without wait there is no summary yet; with it the status is that of
+// the end, or of the moment when the skill's time was up: then the execution goes on.
+type FlowAnswer struct {
+	ExecutionID string            `json:"execution_id"`
+	Status      executions.Status `json:"status"`
+	Summary     string            `json:"summary,omitempty"`
+	Error       string            `json:"error,omitempty"`
+	Variables   json.RawMessage   `json:"variables,omitempty"`
+}
+
+// RunFlow starts an execution for a flow: skill. It may be called from many goroutines.
+type RunFlow func(ctx context.Context, r FlowRequest) (FlowAnswer, error)
+
+var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
+
+// flowHandler starts a flow.
+type flowHandler struct {
+	flow string
+	wait bool
+}
+
+// parseFlow reads flow:NAME and whether the call waits for the end.
+func parseFlow(name string, config json.RawMessage) (handler, []error) {
+	var c struct {
+		Wait bool `json:"wait"`
+	}
+	if err := decodeConfig(config, &c); err != nil {
+		return nil, []error{err}
+	}
+	if !flowPattern.MatchString(name) {
+		return nil, []error{fmt.Errorf("handler: flow:%s must name a flow: a letter, then letters, digits and _ . : -", name)}
+	}
+	return flowHandler{flow: name, wait: c.Wait}, nil
+}
+
+func (h flowHandler) ready(r *Registry) error {
+	if r.flow == nil {
+		return errors.New("this program runs no flows")
+	}
+	return nil
+}
+
+func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error) {
+	input, err := json.Marshal(args)
+	if err != nil {
+		return nil, failure(ClassHandler, "the arguments cannot be passed on: %s", err)
+	}
+	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
+}
+
+// Pauses between two looks at an execution that is waited for; they double.
+const (
+	firstLook = 20 * time.Millisecond
+	lastLook  = time.Second
+)
+
+// Flows runs flows with an engine, for Options.Flow. Inside an execution the new one is its child: of the same trace,
+// surface, agent and thread; elsewhere it has a trace of its own and acts as agent.
+func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
+	return func(ctx context.Context, r FlowRequest) (FlowAnswer, error) {
+		switch known, err := knows(ctx, e, r.Flow); {
+		case err != nil:
+			return FlowAnswer{}, err
+		case !known:
+			return FlowAnswer{}, failure(ClassHandler, "there is no flow %q; see agent flows ls", r.Flow)
+		}
+		s := executions.Spec{Flow: r.Flow, Surface: trace.Flow, Agent: agent, Input: r.Input}
+		if r.Key != "" {
+			s.DedupeKey = "skill " + r.Key
+		}
+		if caller, inside := executions.Current(ctx); inside {
+			s.Surface, s.TraceID, s.Agent = trace.Surface(caller.Surface), trace.ID(caller.TraceID), caller.Agent
+			s.ParentID, s.Priority, s.Awaited = caller.ID, caller.Priority, r.Wait
+			if caller.ThreadID != nil {
+				s.ThreadID = *caller.ThreadID
+			}
+		}
+		x, _, err := e.Start(ctx, db, s)
+		if err != nil {
+			return FlowAnswer{}, err
+		}
+		if r.Wait {
+			x, err = awaitEnd(ctx, db, x)
+		}
+		return flowAnswer(x), err
+	}
+}
+
+// knows reports whether a flow can be started: by name here, or by a worker outside.
+func knows(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
+	if executions.IsExternal(flow) {
+		return true, nil
+	}
+	return e.Knows(ctx, flow)
+}
+
+// awaitEnd looks until an execution has ended, or the time is nearly up.
+func awaitEnd(ctx context.Context, db postgres.DB, x executions.Execution) (executions.Execution, error) {
+	var up <-chan time.Time
+	if deadline, limited := ctx.Deadline(); limited {
+		left := time.Until(deadline)
+		up = time.After(left - min(left/10, lastLook))
+	}
+	for pause := firstLook; !x.Status.Ended(); pause = min(2*pause, lastLook) {
+		select {
+		case <-ctx.Done():
+			return x, context.Cause(ctx)
+		case <-up:
+			return x, nil
+		case <-time.After(pause):
+		}
+		now, err := executions.Get(ctx, db, x.ID)
+		if err != nil {
+			return x, err
+		}
+		x = now
+	}
+	return x, nil
+}
+
+func flowAnswer(x executions.Execution) FlowAnswer {
+	got := FlowAnswer{ExecutionID: x.ID, Status: x.Status}
+	if x.Status.Ended() {
+		got.Summary, got.Variables = x.ResultSummary, x.Variables
+		if x.ErrorMessage != nil {
+			got.Error = *x.ErrorMessage
+		}
+	}
+	return got
+}
