@@ -22,6 +22,10 @@ type Child struct {
 	Timeout time.Duration
 	// KeepLanes keeps a child that is waited for from borrowing its parent's lanes.
 	KeepLanes bool
+	// DedupeKey makes the start one with every other of the same key, also in other executions.
+	DedupeKey string
+	// About is what the wait shows to people, in waiting_data.
+	About map[string]any `json:"-"`
 }
 
 // Triggered is what a parent learns of a child. Without Wait there is only its id.
@@ -51,14 +55,18 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 		child, _, err := r.e.StartTx(ctx, tx, Spec{
 			Flow: c.Flow, Surface: trace.Surface(r.exec.Surface), TraceID: trace.ID(r.exec.TraceID), Agent: r.exec.Agent,
 			Input: c.Input, ThreadID: thread, ParentID: r.exec.ID, Queue: r.exec.Queue, Priority: r.exec.Priority,
-			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes,
+			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes, DedupeKey: c.DedupeKey,
 		})
 		return child.ID, err
 	}, Input(c))
 	if err != nil || !c.Wait {
 		return Triggered{ExecutionID: id}, err
 	}
-	out, err := Wait(ctx, name+" wait", Agent(id, c.Timeout))
+	wait := Agent(id, c.Timeout)
+	if c.About != nil {
+		wait = wait.About(c.About)
+	}
+	out, err := Wait(ctx, name+" wait", wait)
 	if err != nil {
 		return Triggered{}, err
 	}

@@ -75,6 +75,15 @@ type Option func(*spec)
 // step with another input fails with ErrChanged instead of taking a result that belongs to other work.
 func Input(v any) Option { return func(s *spec) { s.input = v } }
 
+// As names the activity row of a Phase; without it the row has the name of the step.
+func As(skill string) Option {
+	return func(s *spec) {
+		if s.entry != nil {
+			s.entry.Skill = skill
+		}
+	}
+}
+
 // spec is a step about to run.
 type spec struct {
 	name  string
@@ -153,7 +162,7 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	if err != nil {
 		return zero, err
 	}
-	if done, v, err := recorded[T](r, s); done {
+	if done, v, err := recorded[T](ctx, r, s); done {
 		return v, err
 	}
 	if err := passGate(ctx, s); err != nil {

@@ -125,6 +125,12 @@ type Turn struct {
 	depth int             // how many delegations led to it
 }
 
+// Using is the turn with those skills alone of the ones in its scopes.
+func (t Turn) Using(names ...string) Turn {
+	t.only = names
+	return t
+}
+
 // budget is the turn's own, or the loop's.
 func (t Turn) budget(loop Budget) Budget {
 	if t.Budget != nil {

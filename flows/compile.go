@@ -1,0 +1,334 @@
+package flows
+
+import (
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
+)
+
+// action is one action, ready to be run.
+type action struct {
+	Action // what its type says
+
+	key   string // in the records: its id, or its type and place
+	when  *expression
+	save  string
+	given map[string]any // the parameters, nested actions and expressions left out, with templates
+	exprs map[string]*expression
+	flow  string // of trigger_agent
+	// flowPath is where it is named.
+	flowPath string
+
+	timeout        time.Duration // 0 is the standard of its kind
+	onTimeout      string
+	timeoutActions []*action
+
+	nested map[string][]*action // then, else, actions, default
+	cases  []branch
+}
+
+// branch is one case of a switch.
+type branch struct {
+	condition *expression // nil: equals decides
+	equals    any         // with templates
+	actions   []*action
+}
+
+// walk calls fn for an action and for all within it.
+func (a *action) walk(fn func(*action)) {
+	fn(a)
+	lists := [][]*action{a.timeoutActions}
+	for _, list := range a.nested {
+		lists = append(lists, list)
+	}
+	for _, c := range a.cases {
+		lists = append(lists, c.actions)
+	}
+	for _, inner := range slices.Concat(lists...) {
+		inner.walk(fn)
+	}
+}
+
+// flag is a parameter that is true or false.
+func (a *action) flag(name string, standard bool) bool {
+	if value, ok := a.given[name].(bool); ok {
+		return value
+	}
+	return standard
+}
+
+// compiler gathers what is wrong with a definition.
+type compiler struct {
+	problems []error
+	ids      map[string]string // where an id was given
+	count    int
+}
+
+func (c *compiler) add(path, format string, args ...any) {
+	c.problems = append(c.problems, fmt.Errorf("%s: %s", path, fmt.Sprintf(format, args...)))
+}
+
+// unknown says that a name is none of known, and which it may have meant.
+func (c *compiler) unknown(path, what, name string, known []string) {
+	if near := nearest.To(name, known); near != "" {
+		c.add(path, "unknown %s %q; did you mean %q?", what, shorten(name), near)
+		return
+	}
+	c.add(path, "unknown %s %q; known are %s", what, shorten(name), listed(known))
+}
+
+var (
+	idForm       = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+	variableForm = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]{0,63}$`)
+	skillForm    = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+)
+
+// reserved are the variables that the runtime sets, and words of the expression language.
+var (
+	reserved = []string{"input", "executionId", "traceId", "threadId"}
+	words    = []string{"true", "false", "nil", "null", "not", "in", "and", "or", "let", "if", "else", "matches", "contains", "startsWith", "endsWith"}
+)
+
+func (c *compiler) variable(path, name string) {
+	switch {
+	case !variableForm.MatchString(name):
+		c.add(path, "%q is not the name of a variable: a letter or _, then 0 to 63 of the characters a-z A-Z 0-9 _", name)
+	case slices.Contains(reserved, name):
+		c.add(path, "%q is set by the runtime; take another name", name)
+	case slices.Contains(words, name):
+		c.add(path, "%q is a word of the expression language; take another name", name)
+	}
+}
+
+func (c *compiler) actions(given any, path string, depth int) []*action {
+	list, ok := given.([]any)
+	if !ok {
+		c.add(path, "must be a list of actions")
+		return nil
+	}
+	if depth > maxNesting {
+		c.add(path, "is nested more than %d deep; make it a flow of its own", maxNesting)
+		return nil
+	}
+	all := make([]*action, 0, len(list))
+	for i, item := range list {
+		if a := c.action(item, fmt.Sprintf("%s[%d]", path, i), i+1, depth); a != nil {
+			all = append(all, a)
+		}
+	}
+	return all
+}
+
+// action reads one action; nil when it cannot be told what it is.
+func (c *compiler) action(given any, path string, place, depth int) *action {
+	c.count++
+	fields, ok := given.(map[string]any)
+	if !ok {
+		c.add(path, "must be an action: a mapping that has actionType")
+		return nil
+	}
+	kind, isText := fields["actionType"].(string)
+	spec, known := specs[kind]
+	switch {
+	case fields["actionType"] == nil:
+		c.add(path, "actionType is missing; write actionType: send_message, or another")
+		return nil
+	case !isText || !known:
+		c.unknown(path+".actionType", "actionType", fmt.Sprint(fields["actionType"]), typeNames())
+		return nil
+	}
+	a := &action{
+		Action: spec, key: fmt.Sprintf("%s %d", kind, place), given: map[string]any{}, exprs: map[string]*expression{},
+		nested: map[string][]*action{}, onTimeout: onFail,
+	}
+	c.common(a, fields, path)
+	parameters := map[string]any{}
+	if given, has := fields["parameters"]; has {
+		if parameters, ok = given.(map[string]any); !ok {
+			c.add(path+".parameters", "must be a mapping of names to values")
+			return a
+		}
+	}
+	c.parameters(a, parameters, path+".parameters", depth)
+	c.timeouts(a, fields, parameters, path, depth)
+	return a
+}
+
+func typeNames() []string { return slices.Sorted(maps.Keys(specs)) }
+
+// common reads what stands beside the parameters of any action.
+func (c *compiler) common(a *action, fields map[string]any, path string) {
+	known := slices.Clone(commonKeys)
+	if a.Waits != "" {
+		known = append(known, timeoutKeys...)
+	}
+	for _, key := range slices.Sorted(maps.Keys(fields)) {
+		switch {
+		case slices.Contains(known, key):
+		case slices.Contains(timeoutKeys, key):
+			c.add(path+"."+key, "%s does not wait for anybody and has no %s", a.Type, key)
+		default:
+			c.unknown(path+"."+key, "key", key, known)
+		}
+	}
+	if given, ok := fields["id"]; ok {
+		c.id(a, given, path+".id")
+	}
+	if given, ok := fields["when"]; ok {
+		a.when = c.expression(given, path+".when")
+	}
+	given, ok := fields["saveAs"]
+	switch name, isText := given.(string); {
+	case !ok:
+	case !a.saves():
+		c.add(path+".saveAs", "%s has no result to save", a.Type)
+	case !isText:
+		c.add(path+".saveAs", "must be the name of a variable")
+	default:
+		c.variable(path+".saveAs", name)
+		a.save = name
+	}
+}
+
+func (c *compiler) id(a *action, given any, path string) {
+	id, _ := given.(string)
+	if !idForm.MatchString(id) {
+		c.add(path, "must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -")
+		return
+	}
+	if first, taken := c.ids[id]; taken {
+		c.add(path, "%q is the id of %s already", id, first)
+		return
+	}
+	if c.ids != nil {
+		c.ids[id] = strings.TrimSuffix(path, ".id")
+	}
+	a.key = id
+}
+
+func (c *compiler) expression(given any, path string) *expression {
+	switch truth, isBool := given.(bool); {
+	case isBool && truth:
+		given = "true"
+	case isBool:
+		given = "false"
+	}
+	text, ok := given.(string)
+	if !ok {
+		c.add(path, "must be an expression, such as testScore >= 70")
+		return nil
+	}
+	e, err := compileExpression(text)
+	if err != nil {
+		c.add(path, "%s", err)
+	}
+	return e
+}
+
+// parameters reads the parameters of an action.
+func (c *compiler) parameters(a *action, given map[string]any, path string, depth int) {
+	for _, name := range slices.Sorted(maps.Keys(given)) {
+		p, known := a.parameter(name)
+		switch {
+		case known && given[name] == nil && p.sort != valueSort:
+			c.add(path+"."+name, "is empty; write a value, or leave it out")
+		case known:
+			c.parameter(a, p, given[name], path+"."+name, depth)
+		case a.Waits != "" && slices.Contains(timeoutKeys, name):
+		case slices.Contains(timeoutKeys, name):
+			c.add(path+"."+name, "%s does not wait for anybody and has no %s", a.Type, name)
+		default:
+			names := a.names()
+			if a.Waits != "" {
+				names = append(names, timeoutKeys...)
+			}
+			c.unknown(path+"."+name, "parameter", name, names)
+		}
+	}
+	for _, p := range a.Parameters {
+		if _, is := given[p.Name]; p.Required && !is {
+			c.add(path+"."+p.Name, "is missing: %s", p.About)
+		}
+	}
+	for _, group := range a.OneOf {
+		if n := present(given, group); n != 1 {
+			c.add(path, "give exactly one of %s", listed(group))
+		}
+	}
+	for _, group := range a.AnyOf {
+		if present(given, group) == 0 {
+			c.add(path, "give at least one of %s", listed(group))
+		}
+	}
+	if channel, _ := given["channel"].(string); channel != "" && channel != channelWebhook && given["target"] != nil {
+		c.add(path+".target", "only channel webhook has one")
+	}
+}
+
+func present(given map[string]any, group []string) int {
+	n := 0
+	for _, name := range group {
+		if _, is := given[name]; is {
+			n++
+		}
+	}
+	return n
+}
+
+// timeouts reads how long an action waits. The keys stand beside the parameters or among them, not both.
+func (c *compiler) timeouts(a *action, beside, among map[string]any, path string, depth int) {
+	if a.Waits == "" {
+		return
+	}
+	for _, key := range timeoutKeys {
+		at := path + "." + key
+		value, given := beside[key]
+		if inner, also := among[key]; also {
+			if given {
+				c.add(at, "is given twice, also among the parameters")
+				continue
+			}
+			at, value, given = path+".parameters."+key, inner, true
+		}
+		if !given {
+			continue
+		}
+		switch key {
+		case "timeout":
+			a.timeout = c.timeout(value, a.Waits, at)
+		case "onTimeout":
+			a.onTimeout = c.choice(value, reactionSort, at)
+		case "timeoutActions":
+			a.timeoutActions = c.actions(value, at, depth+1)
+		}
+	}
+}
+
+func (c *compiler) timeout(given any, kind, path string) time.Duration {
+	text, _ := given.(string)
+	d, err := parseLength(text)
+	_, longest := executions.Limits(kind)
+	switch {
+	case text == "":
+		c.add(path, "must be a duration, such as 30s, 90m, 24h or 7d")
+	case err != nil:
+		c.add(path, "%s", err)
+	case d <= 0 || d > longest:
+		c.add(path, "%s is not allowed: a wait for %s lasts more than 0 and at most %s", text, kind, inWords(longest))
+	}
+	return d
+}
+
+func (c *compiler) choice(given any, s sort, path string) string {
+	word, _ := given.(string)
+	if !slices.Contains(s.choices(), word) {
+		c.unknown(path, "value", fmt.Sprint(given), s.choices())
+	}
+	return word
+}

@@ -1,0 +1,166 @@
+// Package flows runs conversations and processes that are written down as data: the table agent_flows, and the
+// durable function that carries a definition out.
+//
+// A [Definition] is a list of actions. Each has an actionType, parameters, and, where they make sense, the same few
+// keys beside them:
+//
+//	id              names the action in the records; otherwise its type and place do (send_message 2)
+//	when            an expression; the action is left out when it is false
+//	saveAs          the variable that takes the result
+//	timeout         of an action that waits; onTimeout: fail (default), continue or retry; timeoutActions are run
+//	                before that, at every timeout. The three may also stand among the parameters.
+//
+// The actions are listed by [Actions], with their parameters. Texts may contain templates, {{name}}, {{a.b}} and
+// {{name ?? "a default"}} (or {{name | default: "a default"}}); one that is the whole text keeps the value's type. Conditions
+// (when, condition) and the expressions of set are in Expr (expr-lang.org), without calls that could cost more than the
+// length of the expression and of the variables. A name that is unknown when it is needed ends the action, and with it the
+// execution: class template, with the variable and the action.
+//
+// Variables accumulate: the definition's own, then what actions save. Reserved are input, executionId, traceId and threadId.
+// Waits set lastResponse, documentUrls, signedDocumentUrl, signedAt, testScore, testResult, eventData and requestId, and
+// timedOut; trigger_agent sets the child's variables, then triggeredExecutionId, childExecutionStatus and childExecutionSuccess. What
+// a wait would have set is null after its timeout.
+//
+// Promises: every version that was applied is kept, and an execution finishes on the one it began with (its first
+// recorded step). What [Validate] accepts is what [JSONSchema] describes, plus what a schema cannot say: expressions
+// and templates that parse, timeouts within [executions.Limits], ids that occur once. A flow that is stopped at any
+// moment goes on after its last finished action.
+//
+// Why that is safe: the interpreter is an ordinary durable function. An action is a phase (executions.Phase) whose record
+// is what it set, so a replay takes finished actions from their records; what decides between them is computed from
+// those records alone. Long loops are executions.Loop, so replay stays bounded.
+package flows
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+)
+
+// Bounds of a definition.
+const (
+	maxText    = 8192 // bytes of a description, an expression
+	maxActions = 500  // nested ones counted
+	maxNesting = 10   // of actions in actions
+)
+
+// Errors that callers tell apart.
+var (
+	// ErrNotFound reports a flow, or a version of one, that does not exist.
+	ErrNotFound = errors.New("no such flow")
+	// ErrRemoved reports a flow that may not begin any more: it was removed from the workspace.
+	ErrRemoved = errors.New("the flow was removed")
+)
+
+var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+
+// Definition is what a workspace file declares about a flow. Actions are read by [Validate]; see the package comment.
+type Definition struct {
+	Name        string         `yaml:"name" json:"name"`
+	Description string         `yaml:"description" json:"description,omitempty"`
+	Input       map[string]any `yaml:"input" json:"input,omitempty"`         // JSON Schema of type object; anything when empty
+	Variables   map[string]any `yaml:"variables" json:"variables,omitempty"` // at the beginning
+	Channel     string         `yaml:"channel" json:"channel,omitempty"`     // of its messages: chat, webhook or log; the thread's when empty
+	Target      string         `yaml:"target" json:"target,omitempty"`       // of channel webhook: the name of a webhook_target; the thread's when empty
+	Actions     []any          `yaml:"actions" json:"actions"`
+}
+
+// Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
+// [errors.Join]. It needs neither database nor network.
+func Validate(d Definition) error {
+	_, err := compile(d)
+	return err
+}
+
+// Triggers lists the flows that d starts, with the path of each mention.
+func Triggers(d Definition) map[string]string {
+	named := map[string]string{}
+	c := &compiler{}
+	for _, a := range c.actions(d.Actions, "actions", 0) {
+		a.walk(func(a *action) {
+			if a.flow != "" {
+				named[a.flowPath] = a.flow
+			}
+		})
+	}
+	return named
+}
+
+// compiled is a definition ready to be run.
+type compiled struct {
+	name            string
+	variables       map[string]any
+	channel, target string
+	input           *inputSchema // nil takes anything
+	actions         []*action
+}
+
+func compile(d Definition) (*compiled, error) {
+	c := &compiler{ids: map[string]string{}}
+	if !flowName.MatchString(d.Name) {
+		c.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
+	}
+	if len(d.Description) > maxText || strings.ContainsRune(d.Description, 0) {
+		c.add("description", "must have at most %d bytes and no NUL character", maxText)
+	}
+	if d.Channel != "" {
+		c.choice(d.Channel, channelSort, "channel")
+	}
+	if d.Target != "" && d.Channel != channelWebhook {
+		c.add("target", "only channel webhook has one")
+	}
+	f := &compiled{name: d.Name, channel: d.Channel, target: d.Target}
+	f.variables = c.variables(d.Variables)
+	var err error
+	if f.input, err = compileInput(d.Input); err != nil {
+		c.problems = append(c.problems, err)
+	}
+	if len(d.Actions) == 0 {
+		c.add("actions", "is empty; a flow has at least one action")
+	}
+	f.actions = c.actions(d.Actions, "actions", 0)
+	if c.count > maxActions {
+		c.add("actions", "are %d in all; a flow has at most %d", c.count, maxActions)
+	}
+	if len(c.problems) > 0 {
+		return nil, errors.Join(c.problems...)
+	}
+	return f, nil
+}
+
+// variables checks and normalises the variables of the beginning. They are taken as they stand: no templates.
+func (c *compiler) variables(given map[string]any) map[string]any {
+	for name := range given {
+		c.variable("variables."+name, name)
+	}
+	value, err := normal(given)
+	if err != nil {
+		c.add("variables", "%s", err)
+		return nil
+	}
+	found, _ := value.(map[string]any)
+	return found
+}
+
+func orElse(value, fallback string) string {
+	if value == "" {
+		return fallback
+	}
+	return value
+}
+
+// classed is an error with a stable word for its sort.
+type classed struct {
+	class   string
+	message string
+}
+
+func (e *classed) Error() string { return e.message }
+
+// ErrorClass is the sort of error, as the records keep it.
+func (e *classed) ErrorClass() string { return e.class }
+
+func failure(class, format string, args ...any) error {
+	return &classed{class: class, message: fmt.Sprintf(format, args...)}
+}

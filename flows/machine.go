@@ -1,0 +1,280 @@
+package flows
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+)
+
+// classTimedOut is the class of an action whose wait timed out and that fails because of it.
+const classTimedOut = "timed_out"
+
+// timedOut ends the execution with status timeout.
+type timedOut struct{ *executions.StepError }
+
+func (e *timedOut) Unwrap() []error { return []error{executions.ErrTimedOut, e.StepError} }
+
+// machine is one execution of a flow under way. Its variables are computed from the records of the actions alone, in
+// their order.
+type machine struct {
+	in     *Interpreter
+	flow   *compiled
+	exec   executions.Execution
+	thread string
+	vars   map[string]any
+	noted  []map[string]any // for each scope that wants to know: what was set in it
+}
+
+func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json.RawMessage) (*machine, error) {
+	exec, _ := executions.Current(ctx)
+	m := &machine{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables)}
+	if m.vars == nil {
+		m.vars = map[string]any{}
+	}
+	given, err := flow.input.accept(flow.name, input)
+	if err != nil {
+		return nil, err
+	}
+	m.vars["input"], m.vars["executionId"], m.vars["traceId"], m.vars["threadId"] = given, exec.ID, exec.TraceID, nil
+	if exec.ThreadID != nil {
+		m.thread = *exec.ThreadID
+		m.vars["threadId"] = m.thread
+	}
+	return m, executions.SetVariables(ctx, m.vars)
+}
+
+// set makes variables known, here and to those who look at the execution.
+func (m *machine) set(ctx context.Context, values map[string]any) error {
+	for name, value := range values {
+		settled, err := normal(value)
+		if err != nil {
+			return fmt.Errorf("set variable %s: %w", name, err)
+		}
+		m.vars[name] = settled
+		for _, note := range m.noted {
+			note[name] = settled
+		}
+	}
+	if len(values) == 0 {
+		return nil
+	}
+	return executions.SetVariables(ctx, m.vars)
+}
+
+// note begins to keep what is set, until the returned function is called.
+func (m *machine) note() (set map[string]any, done func()) {
+	set = map[string]any{}
+	depth := len(m.noted)
+	m.noted = append(m.noted, set)
+	return set, func() { m.noted = m.noted[:depth] }
+}
+
+// block runs actions one after another, until one of them ends the flow.
+func (m *machine) block(ctx context.Context, actions []*action) (*ending, error) {
+	for _, a := range actions {
+		ended, err := m.do(ctx, a)
+		if err != nil || ended != nil {
+			return ended, err
+		}
+	}
+	return nil, nil
+}
+
+// result is the record of an action.
+type result struct {
+	Set     map[string]any `json:"set,omitempty"`
+	Skipped bool           `json:"skipped,omitempty"`
+	Branch  string         `json:"branch,omitempty"` // of an action that decides
+	End     *ending        `json:"end,omitempty"`
+}
+
+// ready is an action with its templates filled in.
+type ready struct {
+	*action
+	args    map[string]any
+	skipped bool
+	err     error
+}
+
+// do runs one action: a phase with a row of its own, and then the actions that it decided for.
+func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
+	r := m.prepare(a)
+	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (result, error) {
+		got, err := m.perform(ctx, r, effect)
+		if err != nil {
+			return result{}, a.blame(err)
+		}
+		return got, nil
+	}, executions.As(a.Type), executions.Input(r.shown()))
+	if failed, ok := errors.AsType[*executions.StepError](err); ok && failed.Class == classTimedOut {
+		return nil, &timedOut{failed}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := m.set(ctx, got.Set); err != nil {
+		return nil, err
+	}
+	if got.Skipped || got.End != nil {
+		return got.End, nil
+	}
+	return m.follow(ctx, r, got)
+}
+
+// prepare decides whether an action is run, and fills its templates in. What is wrong is told inside of its phase.
+func (m *machine) prepare(a *action) ready {
+	r := ready{action: a}
+	if a.when != nil {
+		meant, err := a.when.truth(m.vars)
+		if r.err, r.skipped = wrapped("when", err), !meant; err != nil || !meant {
+			return r
+		}
+	}
+	r.args = make(map[string]any, len(a.given))
+	for _, p := range a.Parameters {
+		tree, given := a.given[p.Name]
+		if !given || p.Name == "message" && a.requests() {
+			continue
+		}
+		value, err := fill(tree, m.vars)
+		if err != nil {
+			r.err = wrapped(p.Name, err)
+			return r
+		}
+		r.args[p.Name] = value
+	}
+	return r
+}
+
+// requests reports whether an action asks somebody for something. Its message may name the request, so it is written later.
+func (a *action) requests() bool {
+	return a.Waits == "document" || a.Waits == "signature" || a.Waits == "test"
+}
+
+// wrapped names the place of an error and keeps its class.
+func wrapped(place string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", place, err)
+}
+
+// blame names the action in its error.
+func (a *action) blame(err error) error {
+	name := a.key
+	if a.Type != "" && a.key[0:min(len(a.key), len(a.Type))] != a.Type {
+		name = a.key + " (" + a.Type + ")"
+	}
+	return fmt.Errorf("action %s: %w", name, err)
+}
+
+// shown is what the action's row says it was given.
+func (r ready) shown() map[string]any {
+	shown := map[string]any{}
+	maps.Copy(shown, r.args)
+	for name, e := range r.exprs {
+		if e != nil {
+			shown[name] = e.text
+		}
+	}
+	if r.flow != "" {
+		shown["flow"] = r.flow
+	}
+	if r.when != nil {
+		shown["when"] = r.when.text
+	}
+	return shown
+}
+
+// perform does what an action is for.
+func (m *machine) perform(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
+	switch {
+	case r.err != nil:
+		return result{}, r.err
+	case r.skipped:
+		effect.Status, effect.Output = activity.Skipped, map[string]any{"when": r.when.text, "is": false}
+		return result{Skipped: true}, nil
+	}
+	noted, done := m.note()
+	defer done()
+	got, err := m.act(ctx, r, effect)
+	if err != nil {
+		return result{}, err
+	}
+	if len(noted) > 0 { // by its timeoutActions
+		maps.Copy(noted, got.Set)
+		got.Set = noted
+	}
+	if effect.Output == nil {
+		effect.Output = got.Set
+	}
+	return got, m.bound(got.Set)
+}
+
+// bound keeps the variables from growing beyond what a record should have.
+func (m *machine) bound(set map[string]any) error {
+	if len(set) == 0 {
+		return nil
+	}
+	all := maps.Clone(m.vars)
+	maps.Copy(all, set)
+	text, err := json.Marshal(all)
+	if err != nil {
+		return failure(classExpression, "a result is not JSON: %s", err)
+	}
+	if len(text) > maxVariables {
+		return failure("limit", "the variables would be %d bytes; all together may be %d", len(text), maxVariables)
+	}
+	return nil
+}
+
+// act is the table of the actions. Those that only decide about others return what they decided.
+func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
+	switch r.Type {
+	case "send_message":
+		return m.sendMessage(ctx, r)
+	case "wait_for_response":
+		return m.waitForResponse(ctx, r)
+	case "wait_for_event":
+		return m.waitForEvent(ctx, r)
+	case "request_document", "request_signature", "assign_test":
+		return m.request(ctx, r)
+	case "delay":
+		return m.delay(ctx, r)
+	case "trigger_agent":
+		return m.trigger(ctx, r, effect)
+	case "skill":
+		return m.skill(ctx, r)
+	case "reason":
+		return m.reason(ctx, r)
+	case "set":
+		return m.assign(r)
+	case "end":
+		status, _ := r.args["status"].(string)
+		return result{End: &ending{Status: status, Summary: inText(r.args["summary"]), Result: r.args["result"]}}, nil
+	case "fail":
+		return result{}, failure("failed", "%s", inText(r.args["message"]))
+	}
+	return m.decide(r, effect)
+}
+
+// assign computes variables. All see those of before.
+func (m *machine) assign(r ready) (result, error) {
+	set := maps.Clone(object(r.args["variables"]))
+	if set == nil {
+		set = map[string]any{}
+	}
+	for name, e := range r.exprs {
+		value, err := e.value(m.vars)
+		if err != nil {
+			return result{}, wrapped(name, err)
+		}
+		set[name] = value
+	}
+	return result{Set: set}, nil
+}

@@ -1,0 +1,226 @@
+package flows
+
+import (
+	"slices"
+	"strings"
+)
+
+// sort is what a parameter takes.
+type sort string
+
+const (
+	textSort     sort = "text"             // a text with templates
+	textsSort    sort = "texts"            // a text or a list of texts, with templates
+	valueSort    sort = "value"            // anything, with templates in its texts
+	objectSort   sort = "object"           // a mapping of anything, with templates in its texts
+	listSort     sort = "list"             // a list, or a template that is one
+	nameSort     sort = "name"             // a variable's name
+	namesSort    sort = "names"            // a list of names of skills
+	skillSort    sort = "skill"            // a skill's name
+	flowSort     sort = "flow"             // a flow's name
+	lengthSort   sort = "duration"         // 90m, 24h, 7d, or a template
+	timeSort     sort = "time"             // RFC 3339, or a template
+	boolSort     sort = "true or false"    // no template
+	countSort    sort = "number"           // a whole number from 1
+	exprSort     sort = "expression"       // Expr
+	exprsSort    sort = "expressions"      // a mapping of names to Expr
+	setSort      sort = "variables"        // a mapping of names to anything, with templates in its texts
+	actionsSort  sort = "actions"          // a list of actions
+	casesSort    sort = "cases"            // a list of {condition | equals, actions}
+	channelSort  sort = "channel"          // chat, webhook or log
+	failureSort  sort = "continue or fail" // what a child's failure means
+	statusSort   sort = "status"           // how an execution ends
+	timeoutSort  sort = "timeout"          // a duration within the limits of the wait, no template
+	reactionSort sort = "fail, continue or retry"
+)
+
+// choices are the words that a sort takes, where it takes only some.
+func (s sort) choices() []string {
+	switch s {
+	case channelSort:
+		return []string{channelChat, channelWebhook, channelLog}
+	case failureSort:
+		return []string{onContinue, onFail}
+	case statusSort:
+		return []string{"completed", "failed", "timeout"}
+	case reactionSort:
+		return []string{onFail, onContinue, onRetry}
+	default:
+		return nil
+	}
+}
+
+const (
+	channelChat    = "chat"
+	channelWebhook = "webhook"
+	channelLog     = "log"
+
+	onContinue = "continue"
+	onFail     = "fail"
+	onRetry    = "retry"
+)
+
+// Parameter is one parameter of an action.
+type Parameter struct {
+	Name     string `json:"name"`
+	Takes    string `json:"takes"` // in words
+	Required bool   `json:"required"`
+	About    string `json:"about"`
+
+	sort sort
+}
+
+// Action describes one type of action.
+type Action struct {
+	Type       string      `json:"type"`
+	About      string      `json:"about"`
+	Waits      string      `json:"waits,omitempty"` // the kind of wait, of one that may wait: it has a timeout
+	Parameters []Parameter `json:"parameters"`
+	// OneOf are groups of which exactly one parameter, and AnyOf groups of which at least one, must be given.
+	OneOf, AnyOf [][]string `json:"-"`
+}
+
+func need(name string, s sort, about string) Parameter {
+	return Parameter{Name: name, Takes: string(s), Required: true, About: about, sort: s}
+}
+
+func may(name string, s sort, about string) Parameter {
+	return Parameter{Name: name, Takes: string(s), About: about, sort: s}
+}
+
+// Actions lists the types of actions, in the order in which they are documented.
+func Actions() []Action { return slices.Concat(talking(), working(), control()) }
+
+// talking are the actions between the flow and people.
+func talking() []Action {
+	channel := may("channel", channelSort, "instead of the flow's")
+	target := may("target", textSort, "of channel webhook")
+	message := may("message", textSort, "instead of the standard words; {{requestId}} is known in it")
+	wait := may("wait", boolSort, "false goes on at once; true when left out")
+	return []Action{
+		{Type: "send_message", About: "Say something in the thread.", Parameters: []Parameter{need("message", textSort, "what is said"), channel, target}},
+		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
+		{
+			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId and documentUrls.", Waits: "document",
+			Parameters: []Parameter{need("documents", textsSort, "what is asked for"), message, wait, channel, target},
+		},
+		{
+			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.", Waits: "signature",
+			Parameters: []Parameter{need("document", textSort, "the document, or its address"), message, wait, channel, target},
+		},
+		{
+			Type: "assign_test", About: "Give somebody a test; sets requestId, testScore and testResult.", Waits: "test",
+			Parameters: []Parameter{need("test", textSort, "the test, or its address"), message, wait, channel, target},
+		},
+	}
+}
+
+// working are the actions that do something else, or wait for it.
+func working() []Action {
+	return []Action{
+		{
+			Type: "trigger_agent", About: "Start another flow, and wait for its end.", Waits: "agent",
+			Parameters: []Parameter{
+				may("flow", flowSort, "its name"), may("agent", flowSort, "another word for flow"),
+				may("input", objectSort, "of the child"),
+				may("waitForCompletion", boolSort, "true when left out"),
+				may("canInheritLock", boolSort, "whether a child that is waited for may act in the parent's lanes; true when left out"),
+				may("onFailure", failureSort, "of a child that did not complete; continue when left out"),
+			},
+			OneOf: [][]string{{"flow", "agent"}},
+		},
+		{
+			Type: "wait_for_event", About: "Wait for EVENT_COMPLETED with a key; sets eventData.", Waits: "event",
+			Parameters: []Parameter{need("key", textSort, "the event's key")},
+		},
+		{
+			Type: "delay", About: "Wait for a time, at most 30 days.",
+			Parameters: []Parameter{may("duration", lengthSort, "how long"), may("until", timeSort, "until when; a time that has passed is no wait")},
+			OneOf:      [][]string{{"duration", "until"}},
+		},
+		{
+			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first.",
+			Parameters: []Parameter{need("name", skillSort, "the skill"), may("arguments", objectSort, "of the call")},
+		},
+		{
+			Type: "reason", About: "Ask the model; its answer is saved as answer, or as saveAs says.",
+			Parameters: []Parameter{
+				need("prompt", textSort, "what it is asked"), may("system", textSort, "instead of the standard system message"),
+				may("skills", namesSort, "which it may use; none when left out"),
+			},
+		},
+		{
+			Type: "set", About: "Set variables. All are computed from what was before.",
+			Parameters: []Parameter{may("variables", setSort, "values"), may("expressions", exprsSort, "values, computed")},
+			AnyOf:      [][]string{{"variables", "expressions"}},
+		},
+	}
+}
+
+// control are the actions that decide which others are run.
+func control() []Action {
+	return []Action{
+		{
+			Type: "if", About: "Run the actions of one of two branches.",
+			Parameters: []Parameter{need("condition", exprSort, "what decides"), need("then", actionsSort, "when it is true"), may("else", actionsSort, "when it is false")},
+		},
+		{
+			Type: "switch", About: "Run the actions of the first case that fits: its condition is true, or its equals is the value.",
+			Parameters: []Parameter{may("value", valueSort, "what equals is compared with"), need("cases", casesSort, "in their order"), may("default", actionsSort, "when none fits")},
+		},
+		{
+			Type: "for_each", About: "Run actions for each item of a list, one after another; index counts from 0.",
+			Parameters: []Parameter{need("items", listSort, "at most 10,000"), may("as", nameSort, "the variable of the item; item when left out"), need("actions", actionsSort, "what is run")},
+		},
+		{
+			Type: "while", About: "Run actions again and again while a condition holds; index counts from 0.",
+			Parameters: []Parameter{
+				need("condition", exprSort, "looked at before each time"), may("max", countSort, "times, 1,000 when left out; the flow fails when the condition still holds then"),
+				need("actions", actionsSort, "what is run"),
+			},
+		},
+		{
+			Type: "end", About: "End the execution.",
+			Parameters: []Parameter{may("status", statusSort, "completed when left out"), may("summary", textSort, "in words"), may("result", valueSort, "for programs")},
+		},
+		{Type: "fail", About: "End the execution as failed.", Parameters: []Parameter{need("message", textSort, "why")}},
+	}
+}
+
+// timeoutKeys may stand beside the parameters of an action that waits, or among them.
+var timeoutKeys = []string{"timeout", "onTimeout", "timeoutActions"}
+
+// commonKeys may stand beside the parameters of every action.
+var commonKeys = []string{"id", "actionType", "when", "parameters", "saveAs"}
+
+// specs are the types of actions by name.
+var specs = func() map[string]Action {
+	all := map[string]Action{}
+	for _, a := range Actions() {
+		all[a.Type] = a
+	}
+	return all
+}()
+
+func (a Action) parameter(name string) (Parameter, bool) {
+	i := slices.IndexFunc(a.Parameters, func(p Parameter) bool { return p.Name == name })
+	if i < 0 {
+		return Parameter{}, false
+	}
+	return a.Parameters[i], true
+}
+
+func (a Action) names() []string {
+	names := make([]string, len(a.Parameters))
+	for i, p := range a.Parameters {
+		names[i] = p.Name
+	}
+	return names
+}
+
+// saves reports whether an action has a result that saveAs can take.
+func (a Action) saves() bool {
+	return !slices.Contains([]string{"set", "delay", "if", "switch", "for_each", "while", "end", "fail"}, a.Type)
+}
+
+func listed(words []string) string { return strings.Join(words, ", ") }
