@@ -40,12 +40,29 @@ type Triggered struct {
 	TimedOut    bool            `json:"timed_out"` // the wait: the child goes on, under lanes of its own
 }
 
+// work is what makes a child the one that was started: not how long it is waited for, which code may change under a running
+// execution. The input is written in one way, because what came out of a record has its members in another order than before.
+func (c Child) work() (any, error) {
+	input, _, err := encode(c.Input)
+	if err == nil {
+		input, err = canonical(input)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("encode input: %w", err)
+	}
+	return map[string]any{"flow": c.Flow, "input": input, "thread_id": c.ThreadID, "wait": c.Wait}, nil
+}
+
 // Trigger starts a child execution of the same trace and, if asked to, waits for its end. A child that failed is a
 // result, not an error. While the parent waits the child may act in the lanes that the parent holds.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 	r, err := runOf(ctx)
 	if err != nil {
 		return Triggered{}, err
+	}
+	work, err := c.work()
+	if err != nil {
+		return Triggered{}, fmt.Errorf("trigger %s: %w", name, err)
 	}
 	id, err := StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
 		thread := c.ThreadID
@@ -58,7 +75,7 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes, DedupeKey: c.DedupeKey,
 		})
 		return child.ID, err
-	}, Input(c))
+	}, Input(work))
 	if err != nil || !c.Wait {
 		return Triggered{ExecutionID: id}, err
 	}

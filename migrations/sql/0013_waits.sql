@@ -473,6 +473,9 @@ begin
              error_message = format('no progress within progress_seconds (%s)', e.progress_seconds) where x.id = e.id;
     end if;
   end loop;
+  -- Ends that nobody has told the parent of: before timers, because who has ended was not too late.
+  perform tell_agent_parents(t.child, false)
+     from (select u.execution_id as child from agent_untold_ends u order by u.execution_id limit p_limit) t;
   -- Timers. Who waits for a child without having said how long waits as long as the child has reason to wait itself.
   for e in
     select x.id, x.wait_number, x.waiting_for, x.waiting_key, x.waiting_data from agent_executions x
@@ -508,9 +511,6 @@ begin
     perform resume_agent_execution(e.id, e.wait_number,
       jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false));
   end loop;
-  -- Ends that nobody has told the parent of.
-  perform tell_agent_parents(t.child, false)
-     from (select u.execution_id as child from agent_untold_ends u order by u.execution_id limit p_limit) t;
   -- Threads whose holder has gone, and what is queued in those that are free.
   perform clean_agent_threads(interval '10 seconds');       -- the courier is sooner, and logs it
   perform flush_agent_threads(p_limit);
