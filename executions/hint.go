@@ -53,3 +53,18 @@ func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	}
 	return e.sendHints(ctx, tx, ready)
 }
+
+// LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors: ErrNotFound, ErrVoid
+// with the reason.
+func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
+	var claim *int64
+	err := e.pool.QueryRow(ctx, `
+		select (select x.claim from agent_executions x where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
+	if err != nil {
+		return 0, fmt.Errorf("look at lock of execution %s: %w", id, err)
+	}
+	if claim == nil {
+		return 0, e.void(ctx, id)
+	}
+	return *claim, nil
+}

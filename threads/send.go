@@ -34,6 +34,8 @@ type Outgoing struct {
 	// them in.
 	ExecutionID string `json:"-"`
 	Claim       int64  `json:"-"`
+	// Key makes a message of SendTx count once: the second with a key is the first. It is shared with all threads.
+	Key string `json:"-"`
 }
 
 // SendResult says what became of a message.
@@ -82,6 +84,11 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	if strings.TrimSpace(content) == "" {
 		return SendResult{}, fmt.Errorf("send message: %w", ErrEmpty)
 	}
+	if o.Key != "" {
+		if s, done, err := sentBefore(ctx, tx, o.Key); err != nil || done {
+			return s, err
+		}
+	}
 	var s SendResult
 	var holder *string
 	var stale *int64
@@ -108,7 +115,29 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	if stale != nil {
 		s.staleFor = time.Duration(*stale) * time.Millisecond
 	}
+	if o.Key != "" {
+		if _, err := tx.Exec(ctx, `update agent_messages set dedupe_key = @key where id = @id`,
+			postgres.Strict{"key": o.Key, "id": s.MessageID}); err != nil {
+			return SendResult{}, fmt.Errorf("send message in thread %q: %w", o.ThreadID, err)
+		}
+	}
 	return s, nil
+}
+
+// sentBefore finds the message that was sent with a key. Until tx ends nobody else sends with it.
+func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done bool, err error) {
+	_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('send ' || @key, 0))`, postgres.Strict{"key": key})
+	if err == nil {
+		err = tx.QueryRow(ctx, `select id::text, seq, status = 'queued' from agent_messages where dedupe_key = @key`,
+			postgres.Strict{"key": key}).Scan(&s.MessageID, &s.Seq, &s.Queued)
+	}
+	if errors.Is(err, pgx.ErrNoRows) {
+		return SendResult{}, false, nil
+	}
+	if err != nil {
+		return SendResult{}, false, fmt.Errorf("look for the message: %w", err)
+	}
+	return s, true, nil
 }
 
 // Log writes down what a send did with the lane of its thread; owner is who speaks. Call it after the commit.

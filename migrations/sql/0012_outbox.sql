@@ -11,9 +11,11 @@
 
 alter table agent_messages
   add column target text not null default '',              -- of channel webhook: the name of an outgoing target
+  add column dedupe_key text,                              -- makes a send from outside count once
   add column next_attempt_at timestamptz,                  -- while sending; null: one before it has to be settled first
   add column delivered_at timestamptz;
 drop index agent_messages_queue;
+create unique index agent_messages_dedupe on agent_messages (dedupe_key) where dedupe_key is not null;
 create index agent_messages_queued on agent_messages (thread_id, id) include (execution_id) where status = 'queued';
 create index agent_messages_sending on agent_messages (thread_id, seq) where status = 'sending';
 create index agent_messages_due on agent_messages (next_attempt_at) where status = 'sending' and next_attempt_at is not null;

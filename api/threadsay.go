@@ -1,0 +1,200 @@
+package api
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// maxMessage bounds what is said in a thread, in bytes.
+const maxMessage = 64 << 10
+
+// saying is a message for a thread: of the run that a worker outside holds the lock of, or of the admin.
+type saying struct {
+	Content     string `json:"content"`
+	ExecutionID string `json:"execution_id,omitempty"`
+	LockID      string `json:"lock_id,omitempty"`
+}
+
+// saidIn says what became of it. A queued message leaves in its turn, when the thread is free.
+type saidIn struct {
+	Success   bool   `json:"success"`
+	Queued    bool   `json:"queued"`
+	MessageID string `json:"message_id"`
+}
+
+func (b saying) check() error {
+	switch {
+	case strings.TrimSpace(b.Content) == "":
+		return badBody("content is missing: say something")
+	case len(b.Content) > maxMessage:
+		return badBody("content is longer than %d bytes", maxMessage)
+	case b.ExecutionID != "" && !uuidForm.MatchString(b.ExecutionID):
+		return badBody("execution_id is %.60q; it has to be the id of an execution", b.ExecutionID)
+	case b.LockID != "" && b.ExecutionID == "":
+		return badBody("lock_id is of no use without execution_id: name the execution that it locks")
+	}
+	return nil
+}
+
+// opening makes a thread.
+type opening struct {
+	ID          string `json:"id"`
+	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
+	Target      string `json:"target,omitempty"`  // of channel webhook: the outgoing target
+	Participant string `json:"participant,omitempty"`
+	Owner       string `json:"owner,omitempty"` // whose visitors may speak in it: a chat key's name; empty: the first who does
+}
+
+func (o opening) check() error {
+	channels := []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
+	switch {
+	case threads.CheckID(o.ID) != nil:
+		return badBody("id: %s", threads.ErrInvalid)
+	case o.Channel != "" && !slices.Contains(channels, o.Channel):
+		return badBody("channel is %.60q; it can be %s", o.Channel, strings.Join(channels, ", "))
+	case (o.Channel == threads.ChannelWebhook) != (o.Target != ""):
+		return badBody("target is given with channel webhook, and only then: the name of an outgoing target")
+	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
+		return badBody("participant and owner have at most 200 bytes of text")
+	}
+	return nil
+}
+
+func (s *server) openThread(r request) (answer, error) {
+	o := r.body.(opening)
+	if o.Target != "" {
+		var known bool
+		err := s.pool.QueryRow(r.Context(), `select exists (select from agent_webhook_targets where name = @name)`,
+			postgres.Strict{"name": o.Target}).Scan(&known)
+		if err != nil {
+			return answer{}, err
+		}
+		if !known {
+			return answer{}, badBody("there is no outgoing webhook target %q: declare it in the workspace", o.Target)
+		}
+	}
+	got, made, err := threads.Ensure(r.Context(), s.pool, threads.Thread{
+		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner,
+	})
+	if err != nil {
+		return answer{}, err
+	}
+	if !made {
+		return answer{}, problem.New(http.StatusConflict, "there is a thread %q already, begun on channel %s", o.ID, got.Channel)
+	}
+	return answer{body: got, status: http.StatusCreated}, nil
+}
+
+func (s *server) sayInThread(r request) (answer, error) {
+	b, id := r.body.(saying), r.PathValue("id")
+	if err := threads.CheckID(id); err != nil {
+		return answer{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
+	}
+	if _, err := threads.Get(r.Context(), s.pool, id); errors.Is(err, threads.ErrNotFound) {
+		return answer{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
+	} else if err != nil {
+		return answer{}, err
+	}
+	o := threads.Outgoing{ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID, Key: sayingKey(r.Request, id, b)}
+	if b.ExecutionID == "" {
+		return s.adminSays(r, o)
+	}
+	x, err := s.speaker(r, b)
+	if err != nil {
+		return answer{}, err
+	}
+	if o.Claim, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err != nil {
+		return answer{}, err
+	}
+	var sent threads.SendResult
+	err = postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
+		sent, err = threads.SendTx(r.Context(), tx, o)
+		return err
+	})
+	if postgres.IsCode(err, "LK001") { // it was lost meanwhile
+		if _, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err == nil {
+			err = executions.ErrVoid
+		}
+	}
+	if err != nil {
+		return answer{}, saidWrong(err)
+	}
+	sent.Log(r.Context(), s.log, id, x.ID)
+	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID}, nil
+}
+
+// speaker is the execution that a message is of. Those that run in this program speak for themselves.
+func (s *server) speaker(r request, b saying) (executions.Execution, error) {
+	x, err := executions.Get(r.Context(), s.pool, b.ExecutionID)
+	switch {
+	case err != nil:
+		return x, err
+	case x.Flow != "external" && !strings.HasPrefix(x.Flow, "external:"):
+		return x, problem.New(http.StatusForbidden,
+			"execution %s runs in this program, flow %s, and speaks for itself; leave execution_id out to speak as the admin", x.ID, x.Flow).WithTrace(x.TraceID)
+	case b.LockID == "":
+		return x, problem.New(http.StatusForbidden, "lock_id is missing: only the worker that holds the lock of execution %s speaks for it", x.ID).WithTrace(x.TraceID)
+	}
+	return x, nil
+}
+
+// adminSays sends a message of nobody who could hold the thread, and keeps a record of it.
+func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
+	var sent threads.SendResult
+	c, err := s.audited(r.Context(), "send_message", "an admin's own message", map[string]string{"thread_id": o.ThreadID},
+		func(tx pgx.Tx, _ string) (_ any, err error) {
+			sent, err = threads.SendTx(r.Context(), tx, o)
+			return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
+		})
+	if err != nil {
+		return answer{}, saidWrong(err)
+	}
+	sent.Log(r.Context(), s.log, o.ThreadID, admin)
+	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID}, nil
+}
+
+// saidWrong tells the client what the database refused.
+func saidWrong(err error) error {
+	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
+		return badBody("%s", refused.Message)
+	}
+	return err
+}
+
+// sayingKey makes the message an effect of its Idempotency-Key, so that it is sent once also when the process died between
+// sending it and keeping the answer.
+func sayingKey(r *http.Request, thread string, b saying) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join([]string{key, thread, b.ExecutionID, b.Content}, "\n")))
+	return "request " + hex.EncodeToString(sum[:])
+}
+
+// speaking is how threads are made and spoken in.
+func (s *server) speaking() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/threads", body: opening{}, answer: threads.Thread{}, status: http.StatusCreated, handle: s.openThread,
+			conflicts: true, about: "Begin a conversation. 409 when there is one with this id.",
+		}, {
+			method: "POST", path: "/v1/threads/{id}/messages", body: saying{}, answer: saidIn{}, status: http.StatusCreated,
+			handle: s.sayInThread, conflicts: true,
+			about: "Say something in a conversation. With execution_id and lock_id it is what the run says that a worker outside has locked; " +
+				"without, the admin's own message. Who holds the thread speaks at once; other messages are queued and leave first-in-first-out.",
+		},
+	}
+}

@@ -1,0 +1,129 @@
+package api_test
+
+import (
+	"fmt"
+	"net/http"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// said is the answer to a message.
+type said struct {
+	Success, Queued bool
+	MessageID       string `json:"message_id"`
+}
+
+// creates expects 201 and reads the answer into into, where that is given.
+func (a *agent) creates(path, body string, into any) {
+	a.t.Helper()
+	if into == nil {
+		into = &struct{}{}
+	}
+	a.expect(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusCreated, into)
+}
+
+// outsideRun makes a run that a worker outside has locked, and returns its id and its lock.
+func (a *agent) outsideRun(owner string) (id, lock string) {
+	a.t.Helper()
+	id = value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
+		values (agent_trace_id('fl'), 'flow', 'outside', 'external') returning id::text`)
+	return id, value[string](a.t, a.pool, `select lock_id from lock_agent_execution($1, $2)`, id, owner)
+}
+
+func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
+	a := start(t)
+	var made threads.Thread
+	a.creates("/v1/threads", `{"id":"maria","participant":"Maria","owner":"site"}`, &made)
+	if made.ID != "maria" || made.Channel != "chat" || made.Participant != "Maria" {
+		t.Errorf("made: %+v", made)
+	}
+	a.refused(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "already")
+	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
+	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
+
+	first, lock := a.outsideRun("first")
+	second, other := a.outsideRun("second")
+	tell := func(words, id, lock string) (got said) {
+		t.Helper()
+		a.creates("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock), &got)
+		if !got.Success || got.MessageID == "" {
+			t.Errorf("%s: %+v", words, got)
+		}
+		return got
+	}
+	if tell("one", first, lock).Queued || !tell("two", second, other).Queued || tell("three", first, lock).Queued {
+		t.Error("the holder speaks at once, the other queues")
+	}
+	var got said
+	a.creates("/v1/threads/maria/messages", `{"content":"an admin"}`, &got)
+	if !got.Success || !got.Queued {
+		t.Errorf("the admin's: %+v", got)
+	}
+	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
+	exec(t, a.pool, `select flush_agent_threads()`)
+	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
+	exec(t, a.pool, `select flush_agent_threads()`)
+	var shown struct{ Messages []threads.Message }
+	a.get("/v1/threads/maria", &shown)
+	var order []string
+	for _, m := range shown.Messages {
+		order = append(order, m.Content)
+	}
+	if fmt.Sprint(order) != "[an admin two three one]" {
+		t.Errorf("newest first: %v", order)
+	}
+	if n := value[int](t, a.pool, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`); n != 1 {
+		t.Errorf("%d records of the admin's message", n)
+	}
+}
+
+func TestMessagesThatAreRefused(t *testing.T) {
+	a := start(t)
+	a.creates("/v1/threads", `{"id":"t"}`, nil)
+	inside := a.begin("beat", trace.New(trace.Flow)).ID
+	id, lock := a.outsideRun("worker")
+	path := "/v1/threads/t/messages"
+	for body, want := range map[string]struct {
+		status int
+		words  string
+	}{
+		`{"content":" "}`:                    {400, "content"},
+		`{"content":"x","role":"user"}`:      {400, "role"},
+		`{"content":"x","lock_id":"y"}`:      {400, "execution_id"},
+		`{"content":"x","execution_id":"y"}`: {400, "execution_id"},
+		`{"content":"x","execution_id":"018f0000-0000-7000-8000-000000000000","lock_id":"y"}`: {404, ""},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "speaks for itself"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id):                 {409, "worker"},
+	} {
+		a.refused(a.raw("POST", path, body, asAdmin()), want.status, want.words)
+	}
+	a.refused(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
+	exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
+	a.refused(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
+	if n := value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 0 {
+		t.Errorf("%d messages were sent", n)
+	}
+}
+
+// A message is an effect of its key, also when the answer was not kept.
+func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
+	a := start(t)
+	a.creates("/v1/threads", `{"id":"t"}`, nil)
+	var ids []string
+	for range 2 {
+		header := asAdmin()
+		header.Set("Idempotency-Key", "k")
+		response := a.raw("POST", "/v1/threads/t/messages", `{"content":"once"}`, header)
+		if response.Code != http.StatusCreated {
+			t.Fatalf("status %d", response.Code)
+		}
+		ids = append(ids, value[string](t, a.pool, `select max(id::text) from agent_messages`))
+		exec(t, a.pool, `delete from agent_idempotency`)
+	}
+	if n := value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 1 || ids[0] != ids[1] {
+		t.Errorf("%d messages, %v", n, ids)
+	}
+}
