@@ -32,7 +32,7 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) 
 }
 
 // Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
-// exist or does not take its arguments makes the error a [Problems].
+// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems].
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
 	var diff Diff
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -67,6 +67,9 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace) (Diff, error) {
 			return Diff{}, err
 		}
 		diff.Items = append(diff.Items, items...)
+	}
+	if err := checkFlows(ctx, tx, w); err != nil {
+		return Diff{}, err
 	}
 	return diff, checkCalls(ctx, tx, w.Automations)
 }

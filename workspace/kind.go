@@ -4,6 +4,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -27,6 +28,8 @@ func kinds() []kind {
 			func(w *Workspace) *[]Document[objectives.Definition] { return &w.Objectives }),
 		reader("automation", automations.Validate, func(d automations.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[automations.Definition] { return &w.Automations }),
+		reader("flow", flows.Validate, func(d flows.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[flows.Definition] { return &w.Flows }),
 		reader("webhook", webhooks.ValidateEndpoint, func(d webhooks.EndpointDefinition) string { return d.Name },
 			func(w *Workspace) *[]Document[webhooks.EndpointDefinition] { return &w.Webhooks }),
 		reader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },

@@ -48,11 +48,11 @@ func tables(w Workspace) []matcher {
 			},
 			notFound: automations.ErrNotFound, remove: automations.Remove,
 			declared: []string{
-				"description", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name", "arguments", "prompt",
+				"description", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name", "arguments", "prompt", "flow",
 				"max_attempts", "source",
 			},
 		},
-		webhookEndpoints(w), webhookTargets(w),
+		flowTable(w), webhookEndpoints(w), webhookTargets(w),
 	}
 }
 

@@ -1,7 +1,7 @@
 // Package workspace reads what an agent is made of from a folder of YAML files, and makes the database match it.
 //
 // A file has one or more documents, separated by ---. Each says what it is with kind: (skill, mcp_server,
-// objective, automation, webhook or webhook_target); its other keys are those of the kind's Definition. Which file a document is in does not matter, nor in
+// objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's Definition. Which file a document is in does not matter, nor in
 // which folder; skills/, automations.yaml and the like are a custom. Names that begin with a dot are left out.
 //
 // Reading is strict. An unknown key, a key given twice, a value of the wrong type, a second document of the same name
@@ -21,6 +21,7 @@ package workspace
 
 import (
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -36,8 +37,13 @@ type Workspace struct {
 	MCPServers  []Document[mcp.Definition]
 	Objectives  []Document[objectives.Definition]
 	Automations []Document[automations.Definition]
+	Flows       []Document[flows.Definition]
 	Webhooks    []Document[webhooks.EndpointDefinition]
 	Targets     []Document[webhooks.TargetDefinition] // of outgoing webhooks
+
+	// GoFlows are the names of the flows that the program has in Go code. It is the caller's to say, not a file's: no
+	// flow of the workspace may have one of these names, and each may start them.
+	GoFlows []string
 }
 
 // Document is one declaration and where it stands.

@@ -1,0 +1,101 @@
+package workspace
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// flowRow is a flow as a diff shows it: its actions as text, so that the lines that differ are seen.
+type flowRow struct {
+	Description string         `json:"description"`
+	Input       map[string]any `json:"input"`
+	Variables   map[string]any `json:"variables"`
+	Channel     string         `json:"channel"`
+	Target      string         `json:"target"`
+	Actions     string         `json:"actions"`
+	Version     int            `json:"version"`
+	Source      string         `json:"source"`
+}
+
+// flowTable is how flow documents meet their table. Every version stays, for the executions that have begun with it.
+func flowTable(w Workspace) matcher {
+	return table[flows.Definition, flowRow]{
+		kind: "flow", documents: w.Flows, name: func(d flows.Definition) string { return d.Name },
+		get: getFlow,
+		put: func(ctx context.Context, tx pgx.Tx, d flows.Definition) (bool, error) {
+			return flows.Put(ctx, tx, d, Source)
+		},
+		notFound: flows.ErrNotFound, remove: flows.Remove,
+		declared: []string{"description", "input", "variables", "channel", "target", "actions", "version", "source"},
+	}
+}
+
+func getFlow(ctx context.Context, tx pgx.Tx, name string) (flowRow, error) {
+	f, err := flows.Get(ctx, tx, name)
+	if err != nil {
+		return flowRow{}, err
+	}
+	actions, err := json.MarshalIndent(f.Definition.Actions, "", "  ")
+	if err != nil {
+		return flowRow{}, fmt.Errorf("show flow %s: %w", name, err)
+	}
+	d := f.Definition
+	return flowRow{d.Description, d.Input, d.Variables, d.Channel, d.Target, string(actions), f.Version, f.Source}, nil
+}
+
+// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts to exist: in the
+// workspace or beside it (the rows are as they are about to be), or in Go code. It returns [Problems].
+func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
+	if len(w.Flows) == 0 {
+		return nil
+	}
+	names, err := flowNames(ctx, db)
+	if err != nil {
+		return err
+	}
+	known := append(names, w.GoFlows...)
+	var problems Problems
+	for _, document := range w.Flows {
+		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) {
+			problems.add(document.place("name"), "name: %q is a flow of the program itself; take another name", name)
+		}
+		started := flows.Triggers(document.Definition)
+		for _, path := range slices.Sorted(maps.Keys(started)) {
+			name := started[path]
+			if outside := name == "external" || strings.HasPrefix(name, "external:"); !outside && !slices.Contains(known, name) {
+				problems.add(document.place(path), "%s: %s", path, unknown("flow", name, name, known))
+			}
+		}
+	}
+	return problems.err()
+}
+
+// flowNames lists the flows that may begin.
+func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
+	var names []string
+	for {
+		after := ""
+		if len(names) > 0 {
+			after = names[len(names)-1]
+		}
+		page, err := flows.List(ctx, db, flows.Filter{After: after, Limit: 500})
+		if err != nil {
+			return nil, err
+		}
+		for _, f := range page {
+			names = append(names, f.Name)
+		}
+		if len(page) < 500 {
+			return names, nil
+		}
+	}
+}

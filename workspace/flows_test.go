@@ -1,0 +1,130 @@
+package workspace_test
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+const onboarding = `
+kind: flow
+name: onboarding
+description: The first days.
+actions:
+  - actionType: send_message
+    parameters:
+      message: Hola
+  - actionType: trigger_agent
+    parameters: {flow: collector}
+---
+kind: flow
+name: collector
+actions:
+  - {actionType: wait_for_response, timeout: 24h}
+`
+
+func TestFlowsAreApplied(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first := apply(t, pool, load(t, "a.yaml", onboarding))
+	if diff := cmp.Diff([]string{"create flow collector", "create flow onboarding"}, actions(first)); diff != "" {
+		t.Error(diff)
+	}
+	if second := apply(t, pool, load(t, "a.yaml", onboarding)); !second.Empty() {
+		t.Errorf("applied again: %v", actions(second))
+	}
+	changed := load(t, "a.yaml", strings.Replace(onboarding, "Hola", "Buenos días", 1))
+	diff, err := workspace.Plan(t.Context(), pool, changed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text bytes.Buffer
+	if err := diff.WriteText(&text); err != nil {
+		t.Fatal(err)
+	}
+	want := "~ flow onboarding\n    actions:\n      -       \"message\": \"Hola\"\n      +       \"message\": \"Buenos días\"\n" +
+		"    version: 1 → 2\n0 to create, 1 to update, 0 to remove, 1 unchanged\n"
+	if text.String() != want {
+		t.Errorf("the diff is\n%s", text.String())
+	}
+	apply(t, pool, changed)
+	removed := apply(t, pool, load(t, "a.yaml", good))
+	if diff := cmp.Diff([]string{"create skill a", "remove flow collector", "remove flow onboarding"}, actions(removed)); diff != "" {
+		t.Error(diff)
+	}
+	versions, err := flows.List(t.Context(), pool, flows.Filter{Name: "onboarding"})
+	if err != nil || len(versions) != 2 || versions[0].Version != 2 || versions[0].Current || versions[1].Current {
+		t.Errorf("versions %+v, %v", versions, err)
+	}
+	apply(t, pool, load(t, "a.yaml", onboarding))
+	if f, err := flows.Get(t.Context(), pool, "onboarding"); err != nil || f.Version != 3 || f.Source != workspace.Source {
+		t.Errorf("back again: %+v, %v", f, err)
+	}
+}
+
+func TestFlowsAreReadStrictly(t *testing.T) {
+	t.Parallel()
+	_, err := workspace.Load(files("f.yaml", `kind: flow
+name: a
+actions:
+  - actionType: send_mesage
+    parameters: {message: hi}
+  - actionType: wait_for_response
+    timeout: 8d
+  - actionType: if
+    parameters:
+      condition: "1 +"
+      then:
+        - {actionType: send_message, parameters: {message: "{{a"}}
+  - {actionType: end, id: x, id: y}
+step: []
+`))
+	want := `f.yaml:4:17: actions[0].actionType: unknown actionType "send_mesage"; did you mean "send_message"?
+f.yaml:7:14: actions[1].timeout: 8d is not allowed: a wait for response lasts more than 0 and at most 7d
+f.yaml:10:18: actions[2].parameters.condition: unexpected token EOF (line 1, column 3)
+f.yaml:12:60: actions[2].parameters.then[0].parameters.message: the template {{a is not closed with }}
+f.yaml:13:30: actions[3].id: is given twice, first in line 13
+f.yaml:14:1: unknown key "step"; known are actions, channel, description, input, kind, name, target, variables`
+	if err == nil || err.Error() != want {
+		t.Errorf("got\n%v\nnot\n%s", err, want)
+	}
+}
+
+func TestFlowsThatStartUnknownOnesAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	if _, err := flows.Put(t.Context(), pool, flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api"); err != nil {
+		t.Fatal(err)
+	}
+	text := `kind: flow
+name: a
+actions:
+  - actionType: trigger_agent
+    parameters:
+      flow: colector
+  - {actionType: trigger_agent, parameters: {flow: beside}}
+  - {actionType: trigger_agent, parameters: {agent: "external:ocr"}}
+  - {actionType: trigger_agent, parameters: {agent: collector}}
+---
+kind: flow
+name: billing
+actions: [{actionType: end}]
+`
+	w := load(t, "a.yaml", text)
+	w.GoFlows = []string{"billing", "collector"}
+	_, err := workspace.Apply(t.Context(), pool, w)
+	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
+a.yaml:12:7: name: "billing" is a flow of the program itself; take another name`
+	if err == nil || err.Error() != want {
+		t.Errorf("got\n%v\nnot\n%s", err, want)
+	}
+	if _, err := flows.Get(t.Context(), pool, "a"); err == nil {
+		t.Error("it was applied")
+	}
+}
