@@ -96,6 +96,7 @@ type Automation struct {
 	SkillName      string          `json:"skill_name"`
 	Arguments      json.RawMessage `json:"arguments"`
 	Prompt         string          `json:"prompt"`
+	Flow           string          `json:"flow"`
 	MaxAttempts    int             `json:"max_attempts"`
 	Enabled        bool            `json:"enabled"`
 	DisabledReason string          `json:"disabled_reason"`

@@ -23,10 +23,13 @@ const (
 	maxAttempts     = 20
 )
 
-var skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+var (
+	skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+	flowName  = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
+)
 
 // Definition is what a workspace file declares about an automation. It has a skill with arguments,
-// or a prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the
+// a flow, or a prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the
 // fields of [Cause] and [Counters]; a misspelt name or a comparison of unlike things is a problem found here.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
@@ -38,7 +41,8 @@ type Definition struct {
 	When        string         `yaml:"when" json:"when,omitempty"`                 // of an event: a condition, such as payload.action == "opened"
 	Signal      string         `yaml:"signal" json:"signal,omitempty"`             // a condition, such as pending_approvals > 3
 	Skill       string         `yaml:"skill" json:"skill,omitempty"`               // its name
-	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill
+	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill, or of the flow beside what caused the run
+	Flow        string         `yaml:"flow" json:"flow,omitempty"`                 // its name; a run starts it and does not wait for its end
 	Prompt      string         `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
 	MaxAttempts int            `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
 }
@@ -153,14 +157,18 @@ func (r *resolved) checkAction() []error {
 	var problems []error
 	r.Prompt = strings.TrimSpace(r.Prompt)
 	switch {
-	case r.Skill == "" && r.Prompt == "":
-		problems = append(problems, errors.New("skill: name a skill, or write a prompt"))
+	case r.Skill == "" && r.Prompt == "" && r.Flow == "":
+		problems = append(problems, errors.New("skill: name a skill or a flow, or write a prompt"))
+	case r.Flow != "" && (r.Skill != "" || r.Prompt != ""):
+		problems = append(problems, errors.New("flow: there is a skill or a prompt too; keep one"))
+	case r.Flow != "" && !flowName.MatchString(r.Flow):
+		problems = append(problems, fmt.Errorf("flow: %q must be a letter, then letters, digits and _ . : -", r.Flow))
 	case r.Skill != "" && r.Prompt != "":
 		problems = append(problems, errors.New("prompt: there is a skill too; keep one"))
 	case r.Skill != "" && !skillName.MatchString(r.Skill):
 		problems = append(problems, fmt.Errorf("skill: %q must be 1 to 64 of the characters a-z A-Z 0-9 _ -", r.Skill))
 	case r.Prompt != "" && len(r.Arguments) > 0:
-		problems = append(problems, errors.New("arguments: only a skill has them"))
+		problems = append(problems, errors.New("arguments: only a skill and a flow have them"))
 	}
 	r.arguments = json.RawMessage(`{}`)
 	if len(r.Arguments) > 0 {
@@ -191,14 +199,14 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	// People who declare what the agent had proposed have accepted it.
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
-		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, max_attempts,
+		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
 		        next_run_at, source)
-		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @max_attempts,
+		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow, @max_attempts,
 		        @next, @source)
 		on conflict (name) do update
 		   set description = excluded.description, trigger = excluded.trigger, cron = excluded.cron, timezone = excluded.timezone,
 		       event = excluded.event, condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
-		       arguments = excluded.arguments, prompt = excluded.prompt, max_attempts = excluded.max_attempts,
+		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow, max_attempts = excluded.max_attempts,
 		       source = excluded.source, updated_at = clock_timestamp(),
 		       armed = a.armed or a.signal <> excluded.signal,
 		       enabled = a.enabled or a.disabled_by = 'proposal',
@@ -210,13 +218,14 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		                               and a.disabled_by <> 'proposal'
 		                          then a.next_run_at else excluded.next_run_at end
 		 where (a.description, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name, a.arguments, a.prompt,
-		       a.max_attempts, a.source)
+		       a.flow, a.max_attempts, a.source)
 		       is distinct from (excluded.description, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
-		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.max_attempts,
+		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow, excluded.max_attempts,
 		       excluded.source)`,
 		pgx.StrictNamedArgs{
 			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
 			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
+			"flow":         r.Flow,
 			"max_attempts": r.MaxAttempts, "next": next, "source": source,
 		})
 	if err != nil {

@@ -27,7 +27,7 @@ type Filter struct {
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
+		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations
 		 where (@enabled::boolean is null or enabled = @enabled) and (@skill = '' or skill_name = @skill)
@@ -43,7 +43,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
+		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations where name = @key or id::text = @key order by id::text = @key desc limit 1`,
 		pgx.StrictNamedArgs{"key": nameOrID})
@@ -62,7 +62,7 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
+		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations
 		 where enabled and trigger = 'cron' and next_run_at <= clock_timestamp()

@@ -56,15 +56,15 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	}
 	tag, err := tx.Exec(ctx, `
 		insert into agent_automations
-		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, max_attempts,
+		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
 		        enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
-		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @max_attempts,
+		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow, @max_attempts,
 		        false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by, @trace_id, @source)
 		on conflict (name) do nothing`,
 		pgx.StrictNamedArgs{
 			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
 			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
-			"max_attempts": r.MaxAttempts, "by": by, "trace_id": traceID, "source": SourceAgent,
+			"flow": r.Flow, "max_attempts": r.MaxAttempts, "by": by, "trace_id": traceID, "source": SourceAgent,
 		})
 	return tag.RowsAffected() > 0, err
 }
@@ -72,7 +72,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 // says reports whether a proposal of the agent was made in these words.
 func (a Automation) says(r resolved) bool {
 	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event && a.Condition == r.When &&
-		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt
+		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
 }
 
 // Accept puts a proposal into service, by an admin's decision; a schedule begins now. False when it is not a
@@ -109,6 +109,6 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 func (a Automation) definition() Definition {
 	return Definition{
 		Name: a.Name, Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Event: a.Event, When: a.Condition, Signal: a.Signal,
-		Skill: a.SkillName, Prompt: a.Prompt, MaxAttempts: a.MaxAttempts,
+		Skill: a.SkillName, Prompt: a.Prompt, Flow: a.Flow, MaxAttempts: a.MaxAttempts,
 	}
 }

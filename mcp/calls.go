@@ -35,6 +35,7 @@ type callInput struct {
 // Register makes the flow known to the engine, so that every process can go on with a call whose process died or
 // whose approval came.
 func (s *Server) Register() error {
+	s.Engine.Unforkable(Flow, "a call answers one client; call the tool again")
 	return s.Engine.Register(Flow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var in callInput
 		if err := json.Unmarshal(input, &in); err != nil {

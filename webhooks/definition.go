@@ -34,6 +34,7 @@ const (
 
 var (
 	nameForm   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
+	flowForm   = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 	headerForm = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
 )
 
@@ -78,15 +79,16 @@ type EndpointDefinition struct {
 	Actions     []Action         `yaml:"actions" json:"actions"`
 }
 
-// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation and Prompt. Every action
+// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Every action
 // whose When holds is done, in their order.
 type Action struct {
 	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must hold
 	Event      string         `yaml:"event" json:"event,omitempty"`           // EVENT_COMPLETED and the like
 	Resume     string         `yaml:"resume" json:"resume,omitempty"`         // kind of a wait: document, signature, test, event, response
 	Key        string         `yaml:"key" json:"key,omitempty"`               // template, of event and resume
-	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, of event and resume; the body when empty
+	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, of event, resume and flow; the body when empty
 	Automation string         `yaml:"automation" json:"automation,omitempty"` // its name
+	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // its name; it is started with the data as input, once for a delivery
 	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
 	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the skills that the model is offered; external when empty
 }
@@ -204,13 +206,13 @@ func (s Settings) check() []error {
 func (a Action) check() []error {
 	var problems []error
 	chosen := 0
-	for _, what := range []string{a.Event, a.Resume, a.Automation, a.Prompt} {
+	for _, what := range []string{a.Event, a.Resume, a.Automation, a.Flow, a.Prompt} {
 		if what != "" {
 			chosen++
 		}
 	}
 	if chosen != 1 {
-		problems = append(problems, errors.New("event: have exactly one of event, resume, automation and prompt"))
+		problems = append(problems, errors.New("event: have exactly one of event, resume, automation, flow and prompt"))
 	}
 	for path, want := range a.When {
 		if err := checkPath(path); err != nil {
@@ -249,8 +251,10 @@ func (a Action) checkEvent() []error {
 	switch err := checkTemplate(a.Key); {
 	case raises && strings.TrimSpace(a.Key) == "":
 		problems = append(problems, errors.New("key: is empty; write which wait the event is for, such as order-{body.order.id}"))
-	case !raises && (a.Key != "" || len(a.Data) > 0):
-		problems = append(problems, errors.New("key: only event and resume have a key and data"))
+	case !raises && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
+		problems = append(problems, errors.New("key: only event and resume have a key and data, and a flow has data"))
+	case a.Flow != "" && !flowForm.MatchString(a.Flow):
+		problems = append(problems, fmt.Errorf("flow: %q must be a letter, then letters, digits and _ . : -", a.Flow))
 	case err != nil:
 		problems = append(problems, fmt.Errorf("key: %w", err))
 	}

@@ -64,7 +64,10 @@ type input struct {
 }
 
 // Register tells the engine how to run automations.
-func (r *Runner) Register() error { return r.Engine.Register(Flow, r.run) }
+func (r *Runner) Register() error {
+	r.Engine.Unforkable(Flow, "a run of an automation has one execution; agent automations run NAME runs it again")
+	return r.Engine.Register(Flow, r.run)
+}
 
 // Spec describes the execution that makes a run, which it takes itself: for a run by hand, with Engine.RunNow.
 func Spec(agent string, run automations.Run) executions.Spec {

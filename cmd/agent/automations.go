@@ -121,6 +121,9 @@ func doing(a automations.Automation) string {
 	if a.SkillName != "" {
 		return a.SkillName
 	}
+	if a.Flow != "" {
+		return "flow " + a.Flow
+	}
 	return clipped(a.Prompt, 40)
 }
 
@@ -175,6 +178,7 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 		{"next", strings.Join(next, ", ")},
 		{"skill", a.SkillName},
 		{"prompt", a.Prompt},
+		{"flow", a.Flow},
 		{"attempts", fmt.Sprint(a.MaxAttempts)},
 		{"proposed by", a.ProposedBy},
 		{"decided by", a.DecidedBy},

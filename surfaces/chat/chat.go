@@ -144,6 +144,9 @@ func (c *Chat) Register(e *executions.Engine) error {
 	}
 	c.created = time.Now().Unix()
 	c.limits = newLimits(c.Rate)
+	for _, flow := range []string{Flow, RelayFlow, SummaryFlow} {
+		e.Unforkable(flow, "a turn answers one message of its thread; say it again in the thread")
+	}
 	return errors.Join(e.Register(Flow, c.run), e.Register(RelayFlow, c.relay), e.Register(SummaryFlow, c.summarise))
 }
 

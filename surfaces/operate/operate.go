@@ -103,6 +103,7 @@ func New(opts Options) (*Operate, error) {
 		Options: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)),
 		sessions: map[string]*Session{}, live: map[string]*live{},
 	}
+	opts.Engine.Unforkable(Flow, "a turn answers one message in its session; say it again with agent operate")
 	if err := opts.Engine.Register(Flow, o.turn); err != nil {
 		return nil, err
 	}

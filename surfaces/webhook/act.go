@@ -30,6 +30,8 @@ type result struct {
 	EventID string   `json:"event_id,omitempty"`
 	Resumed []string `json:"resumed,omitempty"` // executions whose wait it ended
 	Run     string   `json:"automation_run,omitempty"`
+	Flow    string   `json:"flow,omitempty"`
+	Started string   `json:"execution_id,omitempty"` // the flow's execution
 	Text    string   `json:"text,omitempty"`
 }
 
@@ -49,6 +51,8 @@ func (s *Surface) act(ctx context.Context, p plan, t task, attempt int) (result,
 			return s.raise(ctx, c, t)
 		case t.Action.Automation != "":
 			return s.automate(ctx, c, t)
+		case t.Action.Flow != "":
+			return s.begin(ctx, c, t)
 		case t.Action.Prompt != "":
 			return s.think(ctx, c, p, t)
 		}

@@ -7,8 +7,8 @@
 // once: the unique key of the delivery decides, not a look beforehand.
 //
 // The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery}, and does what
-// the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same transaction; make a run of
-// an automation due; or let the model act on the payload, which is data for it and never instruction. Each action that has
+// the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same transaction; start a flow with the payload as its input; make a
+// run of an automation due; or let the model act on the payload, which is data for it and never instruction. Each action that has
 // been done is not done again, neither after a crash nor when another action of the delivery is tried again. An action
 // that fails is tried again after durable pauses; when the attempts are used up the delivery is dead, says why, and can
 // be replayed: a new execution and a new trace for the same delivery, which double clicks cannot double.
@@ -79,6 +79,7 @@ func (s *Surface) Register(e *executions.Engine) error {
 		s.Now = time.Now
 	}
 	s.Engine = e
+	e.Unforkable(Flow, "a delivery has one handling at a time; agent webhooks replay handles it again")
 	return e.Register(Flow, s.run)
 }
 

@@ -1,0 +1,76 @@
+package runner_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestAnAutomationStartsAFlow(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	a := w.put(t, automations.Definition{Name: "hire", Event: "hired", Flow: "onboarding", Arguments: map[string]any{"tone": "warm"}})
+	if a.Flow != "onboarding" || a.SkillName != "" {
+		t.Errorf("the automation is %+v", a)
+	}
+	// The end of what it starts is an event, too, and must not start the next.
+	w.put(t, automations.Definition{Name: "again", Event: "AGENT_COMPLETED", Flow: "onboarding"})
+	_, e := w.process(t)
+	if err := e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {
+		return executions.Result{Summary: string(in)}, nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
+	w.until(t, "success 1")
+	pgtest.Eventually(t, patience, func() bool {
+		return w.value(t, `select count(*)::text from agent_executions where flow = 'onboarding' and status = 'completed'`) == "1"
+	}, "the flow ends")
+	if got := w.value(t, `select input::text from agent_executions where flow = 'onboarding'`); got !=
+		`{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}` {
+		t.Errorf("its input is %s", got)
+	}
+	if got := w.value(t, `
+		select (x.parent_id = r.execution_id and x.trace_id = r.trace_id and r.output ->> 'execution_id' = x.id::text)::text
+		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`); got != "true" {
+		t.Error("the run and the flow do not name each other")
+	}
+	if got := w.states(t); got != "success 1" {
+		t.Errorf("runs are %s", got)
+	}
+	run := w.value(t, `select execution_id::text from agent_automation_runs`)
+	if _, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run}); !errors.Is(err, executions.ErrNoFork) {
+		t.Errorf("fork of a run: %v", err)
+	}
+	again, err := e.Replay(t.Context(), run)
+	if err != nil || !again.Equal {
+		t.Errorf("the run is not replayed: %+v, %v", again.Divergence, err)
+	}
+}
+
+func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "hire", Event: "hired", Flow: "external:hire"})
+	// The end of the first attempt cannot be recorded.
+	w.exec(t, `create function refuse() returns trigger language plpgsql as $$ begin
+		if new.status = 'success' and old.attempt = 1 then raise exception 'not now'; end if; return new; end $$`)
+	w.exec(t, `create trigger refuse before update on agent_automation_runs for each row execute function refuse()`)
+	w.process(t)
+	w.raise(t, "hired", "c1", `{}`)
+	pgtest.Eventually(t, patience, func() bool {
+		w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
+		return w.states(t) == "success 1"
+	}, "the second attempt succeeds")
+	if got := w.value(t, `select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
+		t.Errorf("%s executions", got)
+	}
+	if got := w.value(t, `select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
+		t.Error("there was one attempt")
+	}
+}
