@@ -1,0 +1,523 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// member is one of a line of executions: its id, and its claim as long as it runs.
+type member struct {
+	id    string
+	claim int64
+}
+
+func (m member) owner() string { return fmt.Sprint(m.id, "#", m.claim) }
+
+// relative starts an execution that runs; a child inherits.
+func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
+	t.Helper()
+	id := value[string](t, pool, `
+		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
+		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
+	return member{id, mustClaim(t, pool, id, worker(t, pool))}
+}
+
+const parkOnChild = `select park_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
+
+// line is a line of executions, each of which waits for the next, and the last of which runs. The first holds the lane.
+func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
+	t.Helper()
+	all := []member{relative(t, pool, "")}
+	mustTake(t, pool, lane, all[0])
+	for n := range depth - 1 {
+		all = append(all, relative(t, pool, all[n].id))
+		exec(t, pool, parkOnChild, all[n].id, all[n].claim, all[n+1].id)
+	}
+	return all
+}
+
+func takeLane(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
+	t.Helper()
+	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from take_agent_lock($1, $2)`, lane, who.owner()).
+		Scan(&acquired, &token)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return acquired, token
+}
+
+func mustTake(t *testing.T, db postgres.DB, lane string, who member) int64 {
+	t.Helper()
+	ok, token := takeLane(t, db, lane, who)
+	if !ok {
+		t.Fatalf("%s does not get lane %s", who.id, lane)
+	}
+	return token
+}
+
+// wantHolder says who has a lane ("" for nobody), and whether it is parked.
+func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
+	t.Helper()
+	got := value[string](t, db, `
+		select coalesce((select coalesce(execution_id::text, locked_by) || ' ' || parked from agent_locks
+		                  where lane = $1 and expires_at > clock_timestamp()), ' false')`, lane)
+	if want := fmt.Sprint(id, " ", parked); got != want {
+		t.Errorf("lane %s: %q has it, want %q", lane, got, want)
+	}
+}
+
+func token(t *testing.T, db postgres.DB, lane string) int64 {
+	t.Helper()
+	return value[int64](t, db, `select fencing_token from agent_locks where lane = $1`, lane)
+}
+
+func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
+	t.Helper()
+	if got := value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane); got != n {
+		t.Errorf("%d loans, want %d", got, n)
+	}
+}
+
+// stale fails unless a write under a token is refused.
+func stale(t *testing.T, db postgres.DB, lane string, token int64) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), `select fence_agent_lock($1, $2)`, lane, token); !postgres.IsCode(err, "LK001") {
+		t.Errorf("a write under token %d passes the fence: %v", token, err)
+	}
+}
+
+// stuck waits until n statements that contain the text wait for a lock.
+func stuck(t *testing.T, db postgres.DB, n int, text string) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
+	}, text+" waits")
+}
+
+func begun(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	return tx
+}
+
+func commit(t *testing.T, tx pgx.Tx) {
+	t.Helper()
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+const loanLane = "objective:o1"
+
+func TestALoanComesBackHoweverItEnds(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	ends := map[string]func(t *testing.T, lane string, c member){
+		"finished": func(t *testing.T, _ string, c member) {
+			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+		},
+		"failed": func(t *testing.T, _ string, c member) {
+			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
+		},
+		"cancelled": func(t *testing.T, _ string, c member) {
+			exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
+		},
+		"released": func(t *testing.T, lane string, c member) {
+			if !value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()) {
+				t.Error("the borrower cannot release")
+			}
+		},
+		"handed back": func(t *testing.T, _ string, c member) {
+			exec(t, pool, `select give_up_agent_claim($1::uuid, $2)`, c.id, c.claim)
+		},
+		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
+			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+			if value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane) {
+				t.Error("an outsider gets a lane that goes back to its lender")
+			}
+		},
+		"expired, and swept": func(t *testing.T, lane string, _ member) {
+			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+			exec(t, pool, `select sweep_agent_locks()`)
+		},
+		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
+			exec(t, pool, `select park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
+			wantHolder(t, pool, lane, c.id, true)
+			exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
+			sweep(t, pool)
+		},
+	}
+	for name, end := range ends {
+		for _, depth := range []int{2, 4} {
+			t.Run(fmt.Sprint(name, " at depth ", depth), func(t *testing.T) {
+				lane := fmt.Sprint("objective:", name, depth)
+				all := line(t, pool, lane, depth)
+				last, above := all[depth-1], all[depth-2]
+				lent := mustTake(t, pool, lane, last)
+				wantLoans(t, pool, lane, depth-1)
+				end(t, lane, last)
+				x := get(t, pool, above.id)
+				wantHolder(t, pool, lane, above.id, x.Status == executions.Waiting)
+				wantLoans(t, pool, lane, depth-2)
+				stale(t, pool, lane, lent)
+				if got := token(t, pool, lane); got <= lent {
+					t.Errorf("token %d after %d", got, lent)
+				}
+			})
+		}
+	}
+}
+
+// In a line of four, any of the upper ones stops waiting: the lane comes to the nearest from there up that lives.
+func TestAnyoneInALineStopsWaiting(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, c := range map[string]struct {
+		which  int
+		stop   string
+		holder int // -1: nobody
+	}{
+		"the first is cancelled":     {0, `select cancel_agent_execution($1::uuid, 'x', '')`, -1},
+		"the second is cancelled":    {1, `select cancel_agent_execution($1::uuid, 'x', '')`, 0},
+		"the third is cancelled":     {2, `select cancel_agent_execution($1::uuid, 'x', '')`, 1},
+		"the first fails":            {0, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, -1},
+		"the second fails":           {1, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, 0},
+		"the third ends in timeout":  {2, `update agent_executions set status = 'timeout', claim = claim + 1 where id = $1::uuid`, 1},
+		"the first waits no longer":  {0, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 0},
+		"the second waits no longer": {1, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 1},
+		"the third waits no longer":  {2, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			lane := "objective:" + name
+			all := line(t, pool, lane, 4)
+			lent := mustTake(t, pool, lane, all[3])
+			exec(t, pool, c.stop, all[c.which].id)
+			want := ""
+			if c.holder >= 0 {
+				want = all[c.holder].id
+			}
+			wantHolder(t, pool, lane, want, c.holder >= 0 && get(t, pool, want).Status == executions.Waiting)
+			stale(t, pool, lane, lent)
+			if ok, _ := takeLane(t, pool, lane, all[3]); ok && c.holder >= 0 {
+				t.Error("who is not waited for any more borrows again")
+			}
+		})
+	}
+}
+
+func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	all := line(t, pool, loanLane, 2)
+	before := token(t, pool, loanLane)
+	lenders := value[string](t, pool, `select locked_by from agent_locks where lane = $1`, loanLane)
+	lent := mustTake(t, pool, loanLane, all[1])
+	stale(t, pool, loanLane, before) // the lender's late write
+	exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
+	for _, owner := range []string{lenders, all[0].owner()} {
+		if value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner) {
+			t.Errorf("%s releases what it has lent", owner)
+		}
+	}
+	if sibling := relative(t, pool, all[0].id); true {
+		if ok, _ := takeLane(t, pool, loanLane, sibling); ok {
+			t.Error("a sibling that nobody waits for borrows")
+		}
+	}
+	if !value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane) {
+		t.Error("a lent lane cannot be broken")
+	}
+	wantLoans(t, pool, loanLane, 0)
+	wantHolder(t, pool, loanLane, "", false)
+	exec(t, pool, `select cancel_agent_execution($1::uuid, 'x', '')`, all[1].id)
+	wantHolder(t, pool, loanLane, "", false) // what was broken does not come back
+}
+
+// The borrower dies; who claims it next has the lane, or borrows it anew when it has expired meanwhile.
+func TestABorrowerIsClaimedAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, expired := range map[string]bool{"in time": false, "after the lease": true} {
+		t.Run(name, func(t *testing.T) {
+			lane := "objective:" + name
+			all := line(t, pool, lane, 3)
+			last := all[2]
+			old := mustTake(t, pool, lane, last)
+			expire(t, pool, last.id)
+			sweep(t, pool)
+			if expired {
+				exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+			}
+			last.claim = mustClaim(t, pool, last.id, worker(t, pool))
+			if got := mustTake(t, pool, lane, last); got <= old {
+				t.Errorf("token %d after %d", got, old)
+			}
+			stale(t, pool, lane, old)
+			wantHolder(t, pool, lane, last.id, false)
+			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
+			wantHolder(t, pool, lane, all[1].id, true)
+		})
+	}
+}
+
+// A thread is lent before its owner begins to wait. The child's end and the owner's park, claim and end at the same
+// moment: whichever is first, the thread is the owner's, parked when it waits, free when it has ended.
+func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	changes := map[string]func(tx postgres.DB, p, c member) error{
+		"parks": func(tx postgres.DB, p, c member) error {
+			_, err := tx.Exec(context.Background(), parkOnChild, p.id, p.claim, c.id)
+			return err
+		},
+		"is handed back": func(tx postgres.DB, p, _ member) error {
+			_, err := tx.Exec(context.Background(), `select give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+			return err
+		},
+		"ends": func(tx postgres.DB, p, _ member) error {
+			_, err := tx.Exec(context.Background(), `select finish_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
+			return err
+		},
+	}
+	for name, change := range changes {
+		for _, childFirst := range []bool{true, false} {
+			t.Run(fmt.Sprint(name, ", child first: ", childFirst), func(t *testing.T) {
+				lane := fmt.Sprint("thread:", name, childFirst)
+				p := relative(t, pool, "")
+				mustTake(t, pool, lane, p)
+				c := relative(t, pool, p.id)
+				mustTake(t, pool, lane, c)
+				back := func(tx postgres.DB) error {
+					_, err := tx.Exec(t.Context(), `select release_agent_lock($1, $2)`, lane, c.owner())
+					return err
+				}
+				first, second, text := back, func(tx postgres.DB) error { return change(tx, p, c) }, "_agent_"
+				if !childFirst {
+					first, second = second, first
+				}
+				tx := begun(t, pool)
+				if err := first(tx); err != nil {
+					t.Fatal(err)
+				}
+				var group errgroup.Group
+				group.Go(func() error { return second(pool) })
+				stuck(t, pool, 1, text)
+				commit(t, tx)
+				if err := group.Wait(); err != nil {
+					t.Fatal(err)
+				}
+				x := get(t, pool, p.id)
+				if x.Status.Ended() {
+					wantHolder(t, pool, lane, "", false)
+					return
+				}
+				wantHolder(t, pool, lane, p.id, x.Status == executions.Waiting)
+				if got, want := value[string](t, pool, `select locked_by from agent_locks where lane = $1`, lane), fmt.Sprint(p.id, "#", x.Claim); got != want {
+					t.Errorf("held by %s, want %s", got, want)
+				}
+			})
+		}
+	}
+}
+
+// A child borrows in the moment in which its parent stops waiting: the lane ends up with the parent.
+func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, depth := range []int{2, 3} { // in a line of three the second, which never had the lane, stops waiting
+		for _, borrowFirst := range []bool{true, false} {
+			t.Run(fmt.Sprint("depth ", depth, ", borrow first: ", borrowFirst), func(t *testing.T) {
+				lane := fmt.Sprint("objective:", depth, borrowFirst)
+				all := line(t, pool, lane, depth)
+				p, c := all[depth-2], all[depth-1]
+				borrow := func(tx postgres.DB) error {
+					_, err := tx.Exec(t.Context(), `select borrow_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
+					return err
+				}
+				resume := func(tx postgres.DB) error {
+					_, err := tx.Exec(t.Context(), `select resume_agent_execution(x.id, x.wait_number, '{}')
+						from agent_executions x where x.id = $1::uuid`, p.id)
+					return err
+				}
+				first, second, text := borrow, resume, "resume_agent"
+				if !borrowFirst {
+					first, second, text = resume, borrow, "borrow_agent"
+				}
+				tx := begun(t, pool)
+				if err := first(tx); err != nil {
+					t.Fatal(err)
+				}
+				var group errgroup.Group
+				group.Go(func() error { return second(pool) })
+				stuck(t, pool, 1, text)
+				commit(t, tx)
+				if err := group.Wait(); err != nil {
+					t.Fatal(err)
+				}
+				if value[bool](t, pool, `select execution_id = $1::uuid from agent_locks where lane = $2`, c.id, lane) {
+					t.Error("the child keeps a lane of a parent that does not wait for it")
+				}
+				none(t, pool, "a loan of one that does not wait", `
+					select n.* from agent_lock_loans n join agent_executions x on x.id = n.lender where x.status <> 'waiting' and n.lane = $1`, lane)
+			})
+		}
+	}
+}
+
+// A child that sends has its own row and waits for the lane; a cancel of its parent must not hold the lane by then.
+func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
+	all := line(t, pool, "thread:t1", 2)
+	p, c := all[0], all[1]
+	tx := begun(t, pool)
+	exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
+	var group errgroup.Group
+	group.Go(func() error {
+		_, err := pool.Exec(t.Context(), `select cancel_agent_execution($1::uuid, 'x', '')`, p.id)
+		return err
+	})
+	stuck(t, pool, 1, "cancel_agent")
+	exec(t, tx, `select send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
+	commit(t, tx)
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	wantHolder(t, pool, "thread:t1", "", false)
+	wantLoans(t, pool, "thread:t1", 0)
+}
+
+// Of what a run holds that is handed back at a shutdown, threads stay with it; other lanes are free.
+func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
+	p, other := relative(t, pool, ""), relative(t, pool, "")
+	old := mustTake(t, pool, "thread:t1", p)
+	mustTake(t, pool, loanLane, p)
+	exec(t, pool, `select give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+	wantHolder(t, pool, loanLane, "", false)
+	stale(t, pool, "thread:t1", old)
+	if !value[bool](t, pool, `select queued from send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
+		t.Error("another conversation slips in")
+	}
+	p.claim = mustClaim(t, pool, p.id, worker(t, pool))
+	mustTake(t, pool, "thread:t1", p)
+}
+
+// A lane that was lent and forgotten does not come back from the dead when somebody else has it.
+func TestASweptLaneLeavesNoLoan(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	all := line(t, pool, "pipeline:p", 2)
+	mustTake(t, pool, "pipeline:p", all[1])
+	for range 2 { // the first gives it back to the parent, who lets it expire in turn
+		exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
+		exec(t, pool, `select sweep_agent_locks()`)
+	}
+	wantLoans(t, pool, "pipeline:p", 0)
+	if !value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
+		t.Error("the lane is not free")
+	}
+	wantHolder(t, pool, "pipeline:p", "", false)
+}
+
+// From Go: a child takes the lane that its parent holds, or that its parent's parent does, even when it comes first.
+func TestAChildWorksInItsParentsLane(t *testing.T) {
+	t.Parallel()
+	for name, enabled := range map[string]bool{"lanes on": true, "lanes off": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			tokens := make(chan int64, 3)
+			lane := func(ctx context.Context) error {
+				h, err := executions.Lane(ctx, loanLane)
+				if err == nil {
+					tokens <- h.Token()
+				}
+				return err
+			}
+			trigger := func(ctx context.Context, flow string) (executions.Result, error) {
+				got, err := executions.Trigger(ctx, "child", executions.Child{Flow: flow, Wait: true})
+				if err == nil && !got.Success {
+					err = errors.New(got.Error)
+				}
+				return executions.Result{}, err
+			}
+			p := start(t, pool, map[string]executions.Func{
+				"top": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+					if _, err := executions.Step(ctx, "lane", func(context.Context) (int, error) { return 0, lane(ctx) }); err != nil {
+						return executions.Result{}, err
+					}
+					return trigger(ctx, "middle")
+				},
+				"middle": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) { return trigger(ctx, "bottom") },
+				"bottom": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+					return executions.Result{}, lane(ctx)
+				},
+			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Enabled: enabled}) })
+			until(t, pool, p.begin(t, "top"), executions.Completed)
+			first, second := receive(t, tokens), receive(t, tokens)
+			if enabled && second <= first || !enabled && first+second != 0 {
+				t.Errorf("tokens %d, then %d", first, second)
+			}
+			none(t, pool, "lanes that are held at the end", `select lane, locked_by from agent_locks where locked_by <> ''`)
+			wantLoans(t, pool, loanLane, 0)
+		})
+	}
+}
+
+// KeepLanes keeps the child out, and so does a parent that does not wait.
+func TestAChildThatMayNotBorrowIsRefused(t *testing.T) {
+	t.Parallel()
+	for name, child := range map[string]executions.Child{
+		"keeps its lanes": {Flow: "child", Wait: true, KeepLanes: true},
+		"does not wait":   {Flow: "child"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			answer := make(chan error, 1)
+			p := start(t, pool, map[string]executions.Func{
+				"parent": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+					if _, err := executions.Lane(ctx, loanLane); err != nil {
+						return executions.Result{}, err
+					}
+					if _, err := executions.Trigger(ctx, "child", child); err != nil {
+						return executions.Result{}, err
+					}
+					return ends(executions.Wait(ctx, "hold", executions.Event("done", time.Hour)))
+				},
+				"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+					_, err := executions.Lane(ctx, loanLane)
+					answer <- err
+					return executions.Result{}, nil
+				},
+			})
+			p.begin(t, "parent")
+			if err := receive(t, answer); !errors.Is(err, lanes.ErrBusy) {
+				t.Errorf("the child gets %v, want ErrBusy", err)
+			}
+		})
+	}
+}
