@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -50,10 +51,12 @@ var ofASurface = map[string]string{
 	"heartbeat":    "agent heartbeat runs one now",
 	"operate":      "POST /v1/operate talks with the agent",
 	"chat":         "POST /v1/chat/completions talks with the agent",
+	"chat_relay":   "the chat starts it by itself",
 	"chat_summary": "the chat starts it by itself",
 	"webhook":      "POST /webhooks/{endpoint} delivers",
 	"automation":   "POST /v1/automations/{id}/run runs an automation",
 	"delegate":     "the agent starts it by itself",
+	"mcp.call":     "an MCP client calls skills",
 	"skill_call":   "agent skills call calls a skill",
 }
 
@@ -84,7 +87,7 @@ func (b beginning) check() error {
 
 func (s *server) startExecution(r request) (answer, error) {
 	b := r.body.(beginning)
-	if err := s.startable(r.Context(), b.Flow); err != nil {
+	if err := s.startable(r.Context(), b.Flow, b.Input); err != nil {
 		return answer{}, err
 	}
 	spec := executions.Spec{
@@ -123,7 +126,7 @@ func (s *server) parent(ctx context.Context, id string) (executions.Execution, e
 }
 
 // startable says why a flow cannot be started here.
-func (s *server) startable(ctx context.Context, flow string) error {
+func (s *server) startable(ctx context.Context, flow string, input json.RawMessage) error {
 	if externalForm.MatchString(flow) {
 		return nil
 	}
@@ -132,8 +135,11 @@ func (s *server) startable(ctx context.Context, flow string) error {
 			Kind("reserved-flow", "Reserved flow")
 	}
 	known, err := s.engine.Knows(ctx, flow)
-	if err != nil || known {
+	if err != nil {
 		return err
+	}
+	if known {
+		return unfit(flows.CheckStart(ctx, s.pool, flow, input))
 	}
 	names, err := s.flowNames(ctx)
 	if err != nil {
@@ -145,6 +151,18 @@ func (s *server) startable(ctx context.Context, flow string) error {
 	}
 	return problem.New(http.StatusUnprocessableEntity, "there is no flow %.100q%s (known: %.1000s)", flow, meant, strings.Join(names, ", ")).
 		Kind("unknown-flow", "Unknown flow")
+}
+
+// unfit tells a flow that may not begin, or not with this input.
+func unfit(err error) error {
+	_, wrong := errors.AsType[*flows.InvalidInput](err)
+	switch {
+	case wrong:
+		return problem.New(http.StatusUnprocessableEntity, "input: %s", err).Kind("invalid-input", "Invalid input")
+	case errors.Is(err, flows.ErrRemoved):
+		return problem.New(http.StatusUnprocessableEntity, "%s", err).Kind("removed-flow", "Removed flow")
+	}
+	return err
 }
 
 // flowNames are the flows that can be started here.

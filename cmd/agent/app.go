@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -69,6 +70,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 		return nil, fmt.Errorf("prepare skills: %w", err)
 	}
 	a.loop = a.newLoop(model)
+	a.engine.Fallback((&flows.Interpreter{Pool: pool, Engine: a.engine, Loop: a.loop, Logger: log}).Find)
 	if err := errors.Join(a.loop.RegisterDelegate(a.engine), registerCalls(a, a.loop)); err != nil {
 		return nil, err
 	}
@@ -114,6 +116,15 @@ func unbounded(n int) int {
 	return n
 }
 
+// admission is how many executions may run at once, as configured.
+func admission(cfg config.Config) []executions.Admission {
+	limits := make([]executions.Admission, len(cfg.Admission))
+	for i, l := range cfg.Admission {
+		limits[i] = executions.Admission(l)
+	}
+	return limits
+}
+
 // healPolicy is self-heal's rule as configured.
 func healPolicy(cfg config.Config) selfheal.Policy {
 	return selfheal.Policy{
@@ -126,6 +137,9 @@ func healPolicy(cfg config.Config) selfheal.Policy {
 // it and is waited for.
 func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) error {
 	if err := a.engine.Put(ctx, heartbeat.Schedule(a.config.HeartbeatCron, a.config.Timezone)); err != nil {
+		return err
+	}
+	if err := a.engine.SetLimits(ctx, admission(a.config)); err != nil {
 		return err
 	}
 	a.warnOfPrices(ctx)
