@@ -122,7 +122,7 @@ func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.K
 
 func (w *world) put(t *testing.T, d automations.Definition) automations.Automation {
 	t.Helper()
-	if d.Skill == "" && d.Prompt == "" {
+	if d.Skill == "" && d.Prompt == "" && d.Flow == "" {
 		d.Skill = "look"
 	}
 	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
