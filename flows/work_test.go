@@ -1,0 +1,218 @@
+package flows_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// clever is a process with a model and the skills double, which takes n, and careful, which an admin must approve.
+func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Reply, documents ...string) *world {
+	t.Helper()
+	pool := pgtest.DB(t)
+	for _, text := range documents {
+		put(t, pool, text)
+	}
+	server := modeltest.New(t)
+	server.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply { return model(r) })
+	client, err := models.New(models.Config{
+		BaseURL: server.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler), Retry: models.Retry{Attempts: 1, MaxWait: time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	double := func(_ context.Context, c skills.Call) (any, error) {
+		var args struct{ N int }
+		if err := json.Unmarshal(c.Args, &args); err != nil {
+			return nil, err
+		}
+		if args.N == 13 {
+			return nil, errors.New("unlucky")
+		}
+		return map[string]any{"twice": 2 * args.N}, nil
+	}
+	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"double": double, "careful": double}, Pool: pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	number := map[string]any{"type": "object", "required": []any{"n"}, "properties": map[string]any{"n": map[string]any{"type": "integer"}}}
+	for name, trust := range map[string]string{"double": skills.TrustAuto, "careful": skills.TrustApprove} {
+		d := skills.Definition{Name: name, Handler: "builtin:" + name, Parameters: number, Trust: trust, Idempotent: true}
+		if _, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return process(t, pool, &reason.Loop{Pool: pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
+}
+
+func mute(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("nothing") }
+
+func TestSkillsAreCalled(t *testing.T) {
+	t.Parallel()
+	w := clever(t, mute, flow("good", `
+  - {actionType: skill, saveAs: got, parameters: {name: double, arguments: {n: "{{input.n}}"}}}
+  - {actionType: set, parameters: {expressions: {four: got.twice * 2}}}`), flow("lost", `
+  - {id: s, actionType: skill, parameters: {name: tripple, arguments: {}}}`), flow("bare", `
+  - {id: s, actionType: skill, parameters: {name: double}}`))
+	got := variables(t, until(t, w.pool, w.begin(t, "good", map[string]any{"n": 4}), executions.Completed))
+	if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 8.0}, "four": 16.0}, got); diff != "" {
+		t.Error(diff)
+	}
+	for _, c := range []struct {
+		flow  string
+		input any
+		want  string
+	}{
+		{"good", map[string]any{"n": 13}, "action skill 1: unlucky"},
+		{"lost", nil, "action s (skill): there is no skill tripple"},
+		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
+	} {
+		if x := until(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); deref(x.ErrorMessage) != c.want {
+			t.Errorf("%s: %s", c.flow, deref(x.ErrorMessage))
+		}
+	}
+}
+
+// A skill that needs leave waits for an admin, however the flow came to it.
+func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
+	t.Parallel()
+	w := clever(t, mute, flow("a", `
+  - {id: pay, actionType: skill, saveAs: got, parameters: {name: careful, arguments: {n: 2}}}`))
+	for _, approve := range []bool{true, false} {
+		id := w.begin(t, "a", nil)
+		key := *waits(t, w.pool, id, 1).WaitingKey
+		if _, err := approvals.Decide(t.Context(), w.pool, key, approve, "admin", "because"); err != nil {
+			t.Fatal(err)
+		}
+		if approve {
+			got := variables(t, until(t, w.pool, id, executions.Completed))
+			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}}, got); diff != "" {
+				t.Error(diff)
+			}
+			continue
+		}
+		x := until(t, w.pool, id, executions.Failed)
+		if deref(x.ErrorMessage) != "action pay (skill): skill careful was not approved: because" {
+			t.Errorf("%s", deref(x.ErrorMessage))
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful' and kind = 'call' and status = 'success'`); n != 1 {
+		t.Errorf("it was called %d times", n)
+	}
+}
+
+// The model gets what the flow says and, of the skills, those that it names.
+func TestTheModelIsAsked(t *testing.T) {
+	t.Parallel()
+	w := clever(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
+		last := r.Messages[len(r.Messages)-1]
+		switch {
+		case len(r.Tools) == 0:
+			return modeltest.Text("about " + last.Content)
+		case last.Role == openai.ChatMessageRoleTool:
+			return modeltest.Text("with " + r.Tools[0].Function.Name + " " + last.Content)
+		}
+		return modeltest.ToolCall("double", `{"n": 3}`)
+	}, flow("a", `
+  - {actionType: reason, parameters: {prompt: "{{input.what}}"}}
+  - {actionType: reason, saveAs: second, parameters: {prompt: compute, skills: [double]}}`))
+	got := variables(t, until(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
+	if diff := cmp.Diff(map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("a", `
+  - {actionType: skill, parameters: {name: double}}`))
+	if x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(deref(x.ErrorMessage), "without a reasoning loop") {
+		t.Errorf("%s", deref(x.ErrorMessage))
+	}
+}
+
+func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, additionalProperties: false}\nactions: [{actionType: end}]",
+		"name: gone\nactions: [{actionType: end}]")
+	if _, err := flows.Remove(t.Context(), w.pool, "workspace", []string{"a"}); err != nil {
+		t.Fatal(err)
+	}
+	check := func(name, input string) error {
+		return flows.CheckStart(t.Context(), w.pool, name, json.RawMessage(input))
+	}
+	for _, input := range []string{``, `null`, `{}`, `{"n": "1"}`, `{"n": 1, "m": 1}`, `[1]`, `{"n"`} {
+		if _, ok := errors.AsType[*flows.InvalidInput](check("a", input)); !ok {
+			t.Errorf("%s: %v", input, check("a", input))
+		}
+	}
+	if err := check("a", `{"n": 1}`); err != nil {
+		t.Error(err)
+	}
+	if err := check("gone", `{}`); !errors.Is(err, flows.ErrRemoved) {
+		t.Error(err)
+	}
+	if err := check("of Go code", `{}`); err != nil {
+		t.Error(err)
+	}
+	x := until(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed) // started past CheckStart
+	if !strings.HasPrefix(deref(x.ErrorMessage), "flow a does not take this input") {
+		t.Errorf("%s", deref(x.ErrorMessage))
+	}
+}
+
+// A long loop goes on from its last snapshot with all that it had set, and its records do not pile up.
+func TestALongLoopGoesOnFromItsSnapshot(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: a
+variables: {n: 0, text: ""}
+actions:
+  - actionType: while
+    id: count
+    parameters:
+      condition: n < 40
+      actions:
+        - {actionType: set, parameters: {expressions: {n: n + 1, text: 'n % 10 == 0 ? text + string(n) : text'}}}
+        - {actionType: delay, when: n == 37, parameters: {duration: 10ms}}
+`)
+	id := w.begin(t, "a", nil)
+	got := variables(t, until(t, w.pool, id, executions.Completed))
+	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "0102030"}, got); diff != "" {
+		t.Error(diff)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 3 {
+		t.Errorf("%d records, want those of the version, the decision and the loop", n)
+	}
+}
+
+func TestVariablesHaveABound(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: a
+variables: {text: aaaaaaaaaaaaaaaa}
+actions:
+  - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
+`)
+	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	if !strings.HasPrefix(deref(x.ErrorMessage), "action twice (set): the variables would be ") {
+		t.Errorf("%s", deref(x.ErrorMessage))
+	}
+}
