@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -21,11 +22,28 @@ type Hold struct {
 // Lane takes a lane for the execution that ctx belongs to, or keeps the hold it has; errors.Is(err,
 // lanes.ErrBusy) when somebody else holds it. It is not a step: whether a lane is free is asked anew in
 // every run.
+//
+// A child that its parent waits for (Trigger with Wait) borrows a lane that the parent holds, or the parent's parent if
+// that waits too, and so on; it goes back when the child releases it or ends. The child may come here before its parent
+// has begun to wait: then Lane holds the goroutine until it has, for at most a minute.
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
-	return take(ctx, name, func(r *run, ctx context.Context) (*lanes.Lease, error) {
-		return r.e.keeper.AcquireAs(ctx, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+	deadline := time.Now().Add(lendPatience)
+	return take(ctx, name, func(r *run, heard context.Context) (*lanes.Lease, error) {
+		for pause := lendPause; ; pause = min(2*pause, lendPauseMost) {
+			lease, err := r.e.keeper.AcquireAs(heard, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+			busy, ok := errors.AsType[*lanes.BusyError](err)
+			if !ok || !busy.Soon || time.Now().After(deadline) || !sleep(ctx, pause) {
+				return lease, err
+			}
+		}
 	})
 }
+
+const (
+	lendPatience  = time.Minute // a parent whose process died before it waited is taken up again within that
+	lendPause     = 2 * time.Millisecond
+	lendPauseMost = time.Second
+)
 
 // LaneWait is Lane that stands in the lane's queue until its turn comes, for at most patience; then
 // errors.Is(err, lanes.ErrBusy). It holds the goroutine, so it is for a run that somebody is looking at; others
@@ -49,6 +67,9 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 	}
 	if poison := r.poisoned(); poison != nil {
 		return nil, poison
+	}
+	if r.replay != nil {
+		return r.replay.lane(ctx, r, name)
 	}
 	heard := outlive(ctx, 5*time.Second)
 	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) {
@@ -98,14 +119,19 @@ func outlive(ctx context.Context, by time.Duration) context.Context {
 // Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it.
 func (h *Hold) Context() context.Context { return h.ctx }
 
-// Token is the hold's fencing token.
-func (h *Hold) Token() int64 { return h.lease.Token() }
+// Token is the hold's fencing token; 0 in a replay, where nothing is held.
+func (h *Hold) Token() int64 {
+	if h.lease == nil {
+		return 0
+	}
+	return h.lease.Token()
+}
 
 // Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
 // not free it.
 func (h *Hold) Release(ctx context.Context) error {
-	if h.run.poisoned() == nil {
+	if h.lease != nil && h.run.poisoned() == nil {
 		return h.lease.Release(ctx)
 	}
 	return nil
