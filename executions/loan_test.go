@@ -339,6 +339,23 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 	}
 }
 
+// An owner that is about to park has its row locked and has not come to its lanes yet.
+func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	const lane = "thread:t1"
+	p := relative(t, pool, "")
+	mustTake(t, pool, lane, p)
+	c := relative(t, pool, p.id)
+	mustTake(t, pool, lane, c)
+	tx := begun(t, pool)
+	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
+	exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+	exec(t, tx, `select park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
+	commit(t, tx)
+	wantHolder(t, pool, lane, p.id, true)
+}
+
 // A child borrows in the moment in which its parent stops waiting: the lane ends up with the parent.
 func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 	t.Parallel()
