@@ -1,0 +1,208 @@
+package requests_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/requests"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+const patience = 60 * time.Second
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// asks runs a flow that makes a request and ends with the variables of its answer. It returns the execution's id.
+func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (engine *executions.Engine, id string) {
+	t.Helper()
+	engine, err := executions.New(pool, executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = engine.Register("asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		id, err := requests.Ask(ctx, "ask", r)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		w, err := requests.WaitFor(r.Kind, id, 0)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		out, err := executions.Wait(ctx, "answer", w)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		vars, err := requests.Variables(r.Kind, out)
+		return executions.Result{Value: vars}, err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := engine.RunNow(t.Context(), executions.Spec{Flow: "asks", Surface: trace.Flow, ThreadID: "candidate"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return engine, x.ID
+}
+
+// end goes on with an execution whose wait has ended, and returns its result.
+func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
+	t.Helper()
+	var x executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		if err := engine.Attend(t.Context(), id); err != nil {
+			t.Fatal(err)
+		}
+		var err error
+		x, err = executions.Get(t.Context(), pool, id)
+		return err == nil && x.Status.Ended()
+	}, "the execution ends")
+	var vars map[string]any
+	if err := json.Unmarshal(x.Result, &vars); err != nil || x.Status != executions.Completed {
+		t.Fatalf("it is %s: %v, %v", x.Status, x.ErrorMessage, err)
+	}
+	return vars
+}
+
+func TestARequestIsAnsweredByItsEvents(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		request requests.Request
+		event   string
+		data    []string
+		want    map[string]any
+	}{
+		"documents": {
+			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"cv", "photo"}}, "DOCUMENT_UPLOADED",
+			[]string{`{"document": "photo", "url": "u2"}`, `{"document": "cv", "url": "u1"}`},
+			map[string]any{"documentUrls": []any{"u1", "u2"}},
+		},
+		"signature": {
+			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}}, "SIGNATURE_COMPLETED",
+			[]string{`{"signed_document_url": "u", "signed_at": "2026-01-02T03:04:05Z"}`},
+			map[string]any{"signedDocumentUrl": "u", "signedAt": "2026-01-02T03:04:05Z"},
+		},
+		"test": {
+			requests.Request{Kind: requests.Test}, "TEST_COMPLETED", []string{`{"testScore": 8.5, "testResult": {"passed": true}}`},
+			map[string]any{"testScore": 8.5, "testResult": map[string]any{"passed": true}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			engine, id := asks(t, pool, c.request)
+			open, err := requests.List(t.Context(), pool, requests.Filter{Kind: c.request.Kind, Status: requests.Pending, ThreadID: "candidate", ExecutionID: id})
+			if err != nil || len(open) != 1 || open[0].Title != c.request.Title || open[0].ExecutionID != id || open[0].Answer != nil {
+				t.Fatalf("open requests %+v, %v", open, err)
+			}
+			for _, data := range c.data {
+				if _, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), ""); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if diff := cmp.Diff(c.want, end(t, pool, engine, id)); diff != "" {
+				t.Error(diff)
+			}
+			got, err := requests.Get(t.Context(), pool, open[0].ID)
+			if err != nil || got.Status != requests.Completed || got.CompletedAt == nil || got.Answer == nil {
+				t.Errorf("afterwards %+v, %v", got, err)
+			}
+		})
+	}
+}
+
+func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
+	t.Parallel()
+	for name, r := range map[string]requests.Request{
+		"no kind": {}, "nothing asked for": {Kind: requests.Document}, "twice": {Kind: requests.Document, Items: []string{"cv", "cv"}},
+		"no name": {Kind: requests.Document, Items: []string{" "}}, "items of a test": {Kind: requests.Test, Items: []string{"cv"}},
+		"too many": {Kind: requests.Document, Items: make([]string, 101)},
+	} {
+		if _, err := requests.Ask(t.Context(), "ask", r); !errors.Is(err, requests.ErrInvalid) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test}); !errors.Is(err, executions.ErrOutside) {
+		t.Errorf("outside: %v", err)
+	}
+	if _, err := requests.WaitFor("pizza", "x", 0); !errors.Is(err, requests.ErrInvalid) {
+		t.Errorf("unknown kind: %v", err)
+	}
+}
+
+func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for range 5 {
+		_, err := pool.Exec(t.Context(), `insert into agent_requests (kind, execution_id, trace_id) values ('test', agent_uuid7(), 'fl_x')`)
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	var seen []string
+	for before := ""; ; {
+		page, err := requests.List(t.Context(), pool, requests.Filter{Kind: requests.Test, Before: before, Limit: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(page) == 0 {
+			break
+		}
+		for _, r := range page {
+			if before != "" && r.ID >= before {
+				t.Errorf("%s comes after %s", r.ID, before)
+			}
+			before = r.ID
+			seen = append(seen, r.ID)
+		}
+	}
+	if len(seen) != 5 {
+		t.Errorf("%d of 5 were listed", len(seen))
+	}
+	for _, id := range []string{"x", "00000000-0000-7000-8000-000000000000"} {
+		if _, err := requests.Get(t.Context(), pool, id); !errors.Is(err, requests.ErrNotFound) {
+			t.Errorf("%s: %v", id, err)
+		}
+	}
+}
+
+// A request that is made in a transaction that is undone was never made.
+func TestARequestBelongsToItsTransaction(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	undone := errors.New("undone")
+	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = engine.Register("undone", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return executions.Result{}, postgres.InTx(ctx, pool, func(tx pgx.Tx) error {
+			if _, err := requests.Create(ctx, tx, requests.Request{Kind: requests.Test}); err != nil {
+				return err
+			}
+			return undone
+		})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := engine.RunNow(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow}); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := requests.List(t.Context(), pool, requests.Filter{}); err != nil || len(got) != 0 {
+		t.Errorf("%d requests, %v", len(got), err)
+	}
+}
