@@ -61,7 +61,7 @@ func chatPriority(ctx context.Context, args []string, out, errw io.Writer) error
 		return err
 	}
 	b := &chatBench{chatSettings: s, asked: map[string]time.Time{}}
-	return withWorld(ctx, s.workers, &model{s.latency, b.note}, errw, func(ctx context.Context, w *world) error {
+	return withWorld(ctx, s.workers, &model{s.latency, b.note}, nil, errw, func(ctx context.Context, w *world) error {
 		b.world = w
 		return b.measure(ctx, out, errw)
 	})

@@ -1,6 +1,7 @@
 // Command bench measures what a person would notice, each figure beside the raw floor of the same run.
 //
 //	go run ./bench chat-priority
+//	go run ./bench waiting
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
@@ -35,8 +36,13 @@ func main() {
 
 // run is the program.
 func run(ctx context.Context, args []string, out, errw io.Writer) error {
-	if len(args) == 0 || args[0] != "chat-priority" {
-		return errors.New("name a benchmark: chat-priority")
+	if len(args) > 0 {
+		switch args[0] {
+		case "chat-priority":
+			return chatPriority(ctx, args[1:], out, errw)
+		case "waiting":
+			return waiting(ctx, args[1:], out, errw)
+		}
 	}
-	return chatPriority(ctx, args[1:], out, errw)
+	return errors.New("name a benchmark: chat-priority, waiting")
 }

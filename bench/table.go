@@ -56,3 +56,30 @@ func ratio(a, b samples, q float64) float64 {
 	}
 	return float64(a.at(q)) / float64(b.at(q))
 }
+
+// print writes the tables.
+func (b *waitBench) print(out io.Writer, r waitResult) {
+	var t strings.Builder
+	ms := func(d time.Duration) string { return fmt.Sprintf("%.2f", d.Seconds()*1000) }
+	fmt.Fprintf(&t, "%d executions wait for events; %d workers; %d processors.\n\n", b.n+2*b.events, r.workers, runtime.NumCPU())
+	t.WriteString("| ms from the event until it is handled | events | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|\n")
+	for i, callers := range []int{1, atOnce} {
+		for _, row := range []struct {
+			name string
+			s    samples
+		}{{"floor: insert and NOTIFY → consumed", r.floors[i]}, {"Deliver → the function goes on", r.ours[i]}} {
+			fmt.Fprintf(&t, "| %s, callers: %d | %d | %s | %s | %.2f | %.2f |\n", row.name, callers, len(row.s), ms(row.s.at(0.5)), ms(row.s.at(0.99)),
+				ratio(row.s, r.floors[i], 0.5), ratio(row.s, r.floors[i], 0.99))
+		}
+	}
+	per := func(n int, d time.Duration) string {
+		return fmt.Sprintf("%.2f s (%.0f/s)", d.Seconds(), float64(n)/d.Seconds())
+	}
+	fmt.Fprintf(&t, "\n| %d executions | |\n|---|---|\n", b.n)
+	fmt.Fprintf(&t, "| floor: as many events, %d callers | %s |\n", atOnce, per(b.n, r.floorAll))
+	fmt.Fprintf(&t, "| start until all wait (%d) | %s |\n", b.n+2*b.events, per(b.n+2*b.events, r.start))
+	fmt.Fprintf(&t, "| process memory grows by | heap %.1f MB, resident %.1f MB; %d goroutines |\n", float64(r.heap)/1e6, float64(r.resident)/1e6, r.goroutines)
+	fmt.Fprintf(&t, "| wake all by events, %d callers | %s; ended %s; × floor %.2f |\n", atOnce, per(b.n, r.events), per(b.n, r.eventsEnd), r.events.Seconds()/r.floorAll.Seconds())
+	fmt.Fprintf(&t, "| wake all by timers | %s; ended %s |\n", per(b.n, r.timers), per(b.n, r.timersEnd))
+	fmt.Fprint(out, t.String())
+}

@@ -37,12 +37,13 @@ type world struct {
 	engine   *executions.Engine
 	loop     *reason.Loop
 	chat     *chat.Chat
-	url      string // where the chat is served
+	flows    map[string]executions.Func // further ones
+	url      string                     // where the chat is served
 }
 
 // withWorld makes a world with so many workers, whose model takes so long for each answer, lets it work while fn does,
-// and takes it down.
-func withWorld(ctx context.Context, workers int, model *model, errw io.Writer, fn func(ctx context.Context, w *world) error) (err error) {
+// and takes it down. Flows are what it runs beside those of the chat.
+func withWorld(ctx context.Context, workers int, model *model, flows map[string]executions.Func, errw io.Writer, fn func(ctx context.Context, w *world) error) (err error) {
 	server, err := pgserver.Start(ctx, pgserver.Config{
 		Ephemeral: true, Durable: true, Progress: func(line string) { fmt.Fprintln(errw, line) },
 	})
@@ -60,7 +61,7 @@ func withWorld(ctx context.Context, workers int, model *model, errw io.Writer, f
 	}
 	asked := httptest.NewServer(model)
 	defer asked.Close()
-	w := &world{pool: pool}
+	w := &world{pool: pool, flows: flows}
 	if err := w.wire(workers, asked.URL+"/v1"); err != nil {
 		return err
 	}
@@ -89,7 +90,11 @@ func (w *world) wire(workers int, modelURL string) (err error) {
 	}
 	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: log}
 	w.chat = &chat.Chat{Pool: w.pool, Engine: w.engine, Loop: w.loop, Logger: log, Rate: -1}
-	return errors.Join(w.chat.Register(w.engine), w.engine.Register(backgroundFlow, w.think))
+	err = errors.Join(w.chat.Register(w.engine), w.engine.Register(backgroundFlow, w.think))
+	for name, fn := range w.flows {
+		err = errors.Join(err, w.engine.Register(name, fn))
+	}
+	return err
 }
 
 // work runs the parts while fn does.

@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -52,6 +53,7 @@ func (k *checker) all(c *Config) {
 	k.days(c.Limits)
 	k.prices(c)
 	k.private(c)
+	k.admission(c)
 	k.chat(c)
 }
 
@@ -218,6 +220,31 @@ func (k *checker) private(c *Config) {
 		default:
 			c.Private.Hosts = append(c.Private.Hosts, strings.TrimSuffix(strings.ToLower(item), "."))
 		}
+	}
+}
+
+// admission reads how many executions of flows and surfaces may run at once.
+func (k *checker) admission(c *Config) {
+	seen := map[string]bool{}
+	for _, item := range c.RunLimits {
+		item = strings.TrimSpace(item)
+		if item == "" {
+			continue
+		}
+		what, number, _ := strings.Cut(item, "=")
+		kind, name, _ := strings.Cut(strings.TrimSpace(what), ":")
+		running, err := strconv.Atoi(strings.TrimSpace(number))
+		known := kind == "flow" && name != "" || kind == "surface" && slices.Contains([]string{"heartbeat", "operate", "chat", "webhook", "flow"}, name)
+		switch {
+		case !known || err != nil || running < 0 || running > 1_000_000:
+			k.refuse("AGENT_LIMITS", "%q does not give a flow or a surface and a number up to 1000000", item)
+			return
+		case seen[kind+":"+name]:
+			k.refuse("AGENT_LIMITS", "%s:%s is given twice", kind, name)
+			return
+		}
+		seen[kind+":"+name] = true
+		c.Admission = append(c.Admission, Admission{kind, name, running})
 	}
 }
 

@@ -48,6 +48,7 @@ type Config struct {
 	Timezone      string `env:"AGENT_TIMEZONE" envDefault:"UTC" help:"an IANA time zone, for example Europe/Madrid"`
 
 	Workers         int           `env:"AGENT_WORKERS" envDefault:"10" help:"how many background executions run at once, from 1 to 1000"`
+	RunLimits       []string      `env:"AGENT_LIMITS" help:"how many runs of a flow or surface go on at once, for example flow:onboarding=5,surface:webhook=20; others wait in the queue"`
 	WorkerLease     time.Duration `env:"AGENT_WORKER_LEASE" envDefault:"30s" help:"how long a worker may be silent before its work goes elsewhere, in whole seconds from 1s to 10m"`
 	ShutdownTimeout time.Duration `env:"AGENT_SHUTDOWN_TIMEOUT" envDefault:"25s" help:"how long running steps may take to end, for example 25s"`
 	PrivateHTTP     []string      `env:"AGENT_ALLOW_PRIVATE_HTTP" help:"private hosts, addresses or networks that http: skills may reach, for example wiki.local,10.0.0.0/8"`
@@ -64,8 +65,15 @@ type Config struct {
 	Location  *time.Location    `env:"-"` // Timezone
 	Prices    map[string]Price  `env:"-"` // by model; empty when AGENT_PRICES is not set
 	Private   Private           `env:"-"` // PrivateHTTP
+	Admission []Admission       `env:"-"` // RunLimits
 	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; one without a name is called visitor
 	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable that nobody reads
+}
+
+// Admission bounds how many executions of a flow, or of a surface, run at once.
+type Admission struct {
+	Kind, Name string // Kind is flow or surface
+	Running    int
 }
 
 // Operate is how admins work with the agent.

@@ -124,6 +124,7 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_HEARTBEAT_CRON":          {"0 0 31 2 *", "never run"},
 	"AGENT_TIMEZONE":                {"Mars/Base", "Europe/Madrid"},
 	"AGENT_WORKERS":                 {"many", "from 1 to 1000"},
+	"AGENT_LIMITS":                  {"flow:a=1,page:b=2", "surface:webhook=20"},
 	"AGENT_WORKER_LEASE":            {"1500ms", "whole seconds"},
 	"AGENT_SHUTDOWN_TIMEOUT":        {"-1s", "25s"},
 	"AGENT_ALLOW_PRIVATE_HTTP":      {"http://wiki", "not a host"},

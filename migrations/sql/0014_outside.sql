@@ -448,3 +448,43 @@ begin
    order by r.priority, r.id limit p_limit;
 end $$;
 comment on function ready_agent_executions is 'What could be claimed now, first come first; nothing that a limit holds back.';
+
+-- Speed -------------------------------------------------------------------------------------------
+--
+-- A function in SQL that is not inlined is planned anew in every statement that calls it; one in PL/pgSQL once in a session.
+
+
+create or replace function agent_uuid7(p_at timestamptz default clock_timestamp()) returns uuid
+language plpgsql volatile parallel safe as $$
+declare
+  us bigint := (extract(epoch from p_at) * 1000000)::bigint;
+begin
+  return encode(set_bit(set_bit(overlay(
+           uuid_send(gen_random_uuid())
+           placing substring(int8send(us / 1000) from 3 for 6)
+                || substring(int4send((28672 + (us % 1000) * 4096 / 1000)::int) from 3 for 2)
+           from 1 for 8), 64, 0), 71, 1), 'hex')::uuid;
+end $$;
+
+create or replace function agent_wait_lock(p_kind text, p_key text) returns void language plpgsql volatile as $$
+begin
+  perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
+end $$;
+
+create or replace function void_agent_approvals(p_execution_id uuid) returns void language plpgsql volatile as $$
+begin
+  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
+   where a.execution_id = p_execution_id and a.parked and a.status in ('pending', 'approved');
+end $$;
+
+create or replace function close_agent_requests(p_execution_id uuid) returns void language plpgsql volatile as $$
+begin
+  update agent_requests r set status = 'closed', completed_at = clock_timestamp()
+   where r.execution_id = p_execution_id and r.status = 'pending';
+end $$;
+
+create or replace function agent_webhook_wanted(p_event text) returns boolean language plpgsql stable as $$
+begin
+  return exists (select from agent_webhook_targets t
+                  where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']);
+end $$;
