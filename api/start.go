@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"regexp"
 	"slices"
@@ -59,6 +60,9 @@ var ofASurface = map[string]string{
 	"mcp.call":     "an MCP client calls skills",
 	"skill_call":   "agent skills call calls a skill",
 }
+
+// ReservedFlows are the names of the flows that only the program itself starts.
+func ReservedFlows() []string { return slices.Sorted(maps.Keys(ofASurface)) }
 
 func (b beginning) check() error {
 	switch {

@@ -68,6 +68,14 @@ func (e *Engine) released(ctx context.Context, id, traceID string, status Status
 	case status.Ended():
 		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(status), "status", string(status))...)
 		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", id)...)
+		var freed int
+		err := e.pool.QueryRow(ctx, `
+			select coalesce((data ->> 'locks_released')::int, 0) from agent_events where external_id = 'completed ' || @id`,
+			postgres.Strict{"id": id}).Scan(&freed)
+		if err != nil {
+			e.log.WarnContext(ctx, "count of released locks not read", append(about, "error", err)...)
+		}
+		e.log.InfoContext(ctx, "locks released", append(about, "count", freed)...)
 		e.tellParent(ctx, id)
 	}
 }
