@@ -77,7 +77,11 @@ func (c *Courier) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case thread := <-handed:
-			c.flush(ctx, thread)
+			if thread == "" {
+				c.lookAround(ctx)
+			} else {
+				c.flush(ctx, thread)
+			}
 		case <-look.C:
 			c.lookAround(ctx)
 		case <-outbox:

@@ -40,6 +40,12 @@ func (j *journal) Write(p []byte) (int, error) {
 // want reports a line that is missing: one that has all parts.
 func (j *journal) want(t *testing.T, parts ...string) {
 	t.Helper()
+	if !j.has(parts...) {
+		t.Errorf("no line of the log has %q:\n%s", parts, j.text.String())
+	}
+}
+
+func (j *journal) has(parts ...string) bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	for line := range strings.Lines(j.text.String()) {
@@ -48,10 +54,10 @@ func (j *journal) want(t *testing.T, parts ...string) {
 			all = all && strings.Contains(line, p)
 		}
 		if all {
-			return
+			return true
 		}
 	}
-	t.Errorf("no line of the log has %q:\n%s", parts, j.text.String())
+	return false
 }
 
 func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -13,7 +14,7 @@ import (
 
 func (c *cli) threadsCommand() *cobra.Command {
 	return group("threads", "See conversations, and who holds them",
-		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand())
+		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(), c.threadsCleanCommand())
 }
 
 func (c *cli) threadsListCommand() *cobra.Command {
@@ -74,12 +75,18 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 		fmt.Fprintf(w, "\nsummary up to %d:\n%s\n", t.SummaryThrough, speech(t.Summary))
 	}
 	for _, m := range messages {
-		place, note := "queued", ""
+		place, note := "-", ""
 		if m.Seq != nil {
 			place = fmt.Sprint(*m.Seq)
 		}
 		if m.Interrupted {
 			note = ", interrupted"
+		}
+		if m.Channel == threads.ChannelWebhook || m.Channel == threads.ChannelLog {
+			note += fmt.Sprintf(", by %s after %d attempts", strings.TrimSpace(m.Channel+" "+printable(m.Target)), m.Attempts)
+		}
+		if m.ErrorMessage != nil {
+			note += ": " + printable(*m.ErrorMessage)
 		}
 		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, when(m.CreatedAt), speech(m.Content))
 	}
@@ -105,9 +112,9 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 					case l.Stale:
 						state = "stale"
 					}
-					rows[i] = []string{l.ThreadID, l.ParticipantName, deref(l.ActiveExecutionID), when(l.ExecutionLockedAt), fmt.Sprint(l.LockMinutes), state}
+					rows[i] = []string{l.ThreadID, l.ParticipantName, l.Holder, when(l.ExecutionLockedAt), fmt.Sprint(l.LockMinutes), state, fmt.Sprint(l.Queued)}
 				}
-				return table(w, "no thread is held", []string{"THREAD", "PARTICIPANT", "EXECUTION", "SINCE", "MINUTES", "STATE"}, rows)
+				return table(w, "no thread is held", []string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"}, rows)
 			})
 		}),
 	}

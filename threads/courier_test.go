@@ -1,0 +1,317 @@
+package threads_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+const whsec = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+// posted is one request that a target got.
+type posted struct {
+	ID      string
+	Content string
+	Status  int
+}
+
+// target is a server that answers with the status that answer says, given how often a content came before.
+type target struct {
+	*httptest.Server
+	mu    sync.Mutex
+	posts []posted
+}
+
+func listens(t *testing.T, pool *pgxpool.Pool, name string, answer func(n int, content string, r *http.Request) int) *target {
+	t.Helper()
+	l := &target{}
+	verifier, err := standardwebhooks.NewWebhook(whsec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err == nil {
+			err = verifier.Verify(body, r.Header)
+		}
+		var said struct {
+			Type string
+			Data struct{ Content string }
+		}
+		if err == nil {
+			err = json.Unmarshal(body, &said)
+		}
+		if err != nil || said.Type != "thread.message" {
+			t.Errorf("a post: %v in %s", err, body)
+		}
+		l.mu.Lock()
+		n := 0
+		for _, p := range l.posts {
+			if p.Content == said.Data.Content {
+				n++
+			}
+		}
+		i := len(l.posts)
+		l.posts = append(l.posts, posted{ID: r.Header.Get("webhook-id"), Content: said.Data.Content})
+		l.mu.Unlock()
+		status := answer(n, said.Data.Content, r)
+		l.mu.Lock()
+		l.posts[i].Status = status
+		l.mu.Unlock()
+		w.WriteHeader(status)
+	}))
+	t.Cleanup(l.Close)
+	if _, err := webhooks.PutTarget(t.Context(), pool, webhooks.TargetDefinition{
+		Name: name, URL: l.URL, Secrets: []string{"${SECRET}"}, Events: []string{"webhook.dead"},
+	}, webhooks.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func (l *target) contents() (all []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, p := range l.posts {
+		all = append(all, p.Content)
+	}
+	return all
+}
+
+// carries runs a courier until the test ends, or until stop is called.
+func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Courier)) (log *journal, stop func()) {
+	t.Helper()
+	host, _, err := net.SplitHostPort("127.0.0.1:80")
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := skills.NewGuardedClient([]string{host}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log = &journal{}
+	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
+	c := &threads.Courier{
+		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(log, nil)), Listener: notes,
+		Getenv:   func(name string) string { return map[string]string{"SECRET": whsec}[name] },
+		Schedule: []time.Duration{time.Millisecond, time.Millisecond, time.Millisecond},
+	}
+	for _, f := range change {
+		f(c)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return c.Run(ctx) })
+	group.Go(func() error { return notes.Run(ctx) })
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return log, stop
+}
+
+// begins makes a thread whose messages go to a target.
+func begins(t *testing.T, db postgres.DB, id, channel, target string) {
+	t.Helper()
+	if _, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: id, Channel: channel, Target: target}); err != nil || !made {
+		t.Fatalf("made %t, %v", made, err)
+	}
+}
+
+func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
+	t.Helper()
+	for _, w := range words {
+		if err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+			_, err := threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: w})
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func settled(t *testing.T, db postgres.DB) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, db, `select count(*)::int from agent_messages where status in ('queued', 'sending')`) == 0
+	}, "every message is settled")
+}
+
+func states(t *testing.T, db postgres.DB) []string {
+	t.Helper()
+	return value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts order by thread_id, seq) from agent_messages`)
+}
+
+func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	crm := listens(t, pool, "crm", func(n int, content string, _ *http.Request) int {
+		if content == "two" && n < 2 || content == "never" {
+			return http.StatusInternalServerError
+		}
+		return http.StatusOK
+	})
+	begins(t, pool, "t", threads.ChannelWebhook, "crm")
+	tells(t, pool, "t", "one", "two", "never", "three")
+	carries(t, pool)
+	settled(t, pool)
+	want := []string{"one", "two", "two", "two", "never", "never", "never", "never", "three"}
+	if diff := cmp.Diff(want, crm.contents()); diff != "" {
+		t.Errorf("posts (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"}, states(t, pool)); diff != "" {
+		t.Errorf("messages (-want +got):\n%s", diff)
+	}
+	ids := map[string]string{}
+	for _, p := range crm.posts {
+		if ids[p.Content] == "" {
+			ids[p.Content] = p.ID
+		}
+		if id := value[string](t, pool, `select id::text from agent_messages where content = $1`, p.Content); p.ID != ids[p.Content] || p.ID != id {
+			t.Errorf("%s was posted under %s, its id is %s", p.Content, p.ID, id)
+		}
+	}
+	if got := value[string](t, pool, `select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
+		t.Errorf("the reason is %q", got)
+	}
+}
+
+func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	release := make(chan struct{})
+	listens(t, pool, "slow", func(_ int, _ string, r *http.Request) int {
+		select {
+		case <-release:
+		case <-r.Context().Done():
+		}
+		return http.StatusOK
+	})
+	fast := listens(t, pool, "fast", func(int, string, *http.Request) int { return http.StatusOK })
+	for i := range 20 {
+		id := fmt.Sprintf("slow %02d", i)
+		begins(t, pool, id, threads.ChannelWebhook, "slow")
+		tells(t, pool, id, "a", "b")
+	}
+	begins(t, pool, "fast", threads.ChannelWebhook, "fast")
+	begins(t, pool, "log", threads.ChannelLog, "")
+	tells(t, pool, "fast", "x", "y")
+	tells(t, pool, "log", "for the log")
+	log, _ := carries(t, pool)
+	pgtest.Eventually(t, patience, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
+	pgtest.Eventually(t, patience, func() bool {
+		return value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
+	}, "the log has got its message")
+	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
+	if n := value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %' and status = 'delivered'`); n != 0 {
+		t.Errorf("%d messages were delivered to a target that hangs", n)
+	}
+	close(release)
+	settled(t, pool)
+}
+
+// A courier that dies between the post and its record lets another post again, under the same id.
+func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	crm := listens(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
+	begins(t, pool, "t", threads.ChannelWebhook, "crm")
+	tells(t, pool, "t", "one", "two")
+	// What the dead one has left: an attempt that it took, and whose end nobody recorded.
+	exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour' where content = 'one'`)
+	id := value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
+	carries(t, pool)
+	carries(t, pool)
+	tells(t, pool, "t", "three")
+	if got := crm.contents(); len(got) != 0 {
+		t.Errorf("posted while another carries: %v", got)
+	}
+	exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
+	exec(t, pool, `select pg_notify('agent_outbox', '')`)
+	settled(t, pool)
+	if diff := cmp.Diff([]string{"one", "two", "three"}, crm.contents()); diff != "" {
+		t.Errorf("posts (-want +got):\n%s", diff)
+	}
+	// It wakes and records its attempt after all: too late.
+	if value[bool](t, pool, `select settle_agent_message($1, 1, 'failed', 'late', null)`, id) {
+		t.Error("an attempt that was outlived was recorded")
+	}
+	if diff := cmp.Diff([]string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool)); diff != "" {
+		t.Errorf("messages (-want +got):\n%s", diff)
+	}
+}
+
+func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	crm := listens(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
+	for i := range 10 {
+		id := fmt.Sprintf("t%d", i)
+		begins(t, pool, id, threads.ChannelWebhook, "crm")
+		for n := range 5 {
+			tells(t, pool, id, fmt.Sprintf("t%d %d", i, n))
+		}
+	}
+	for range 4 {
+		carries(t, pool)
+	}
+	settled(t, pool)
+	last := map[string]int{}
+	for _, c := range crm.contents() {
+		var thread string
+		var n int
+		if _, err := fmt.Sscanf(c, "%s %d", &thread, &n); err != nil || last[thread] != n {
+			t.Errorf("%s came after %d of its thread, %v", c, last[thread], err)
+		}
+		last[thread] = n + 1
+	}
+	if len(crm.contents()) != 50 {
+		t.Errorf("%d posts of 50 messages", len(crm.contents()))
+	}
+}
+
+// The queue of a thread leaves as soon as the thread is free, and one that nobody uses any more is freed.
+func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	a, b, c := claimed(t, db, ""), claimed(t, db, ""), claimed(t, db, "")
+	saysAs(t, db, a, "a")
+	saysAs(t, db, b, "b")
+	saysAs(t, db, c, "c")
+	log, _ := carries(t, db)
+	ends(t, db, a, "completed")
+	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
+	// Nobody wants this one; it is freed, and that is logged. Only couriers log, the sweep does not.
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
+	}, "the thread is freed")
+	pgtest.Eventually(t, patience, func() bool { return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c) }, "it is logged")
+}

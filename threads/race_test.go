@@ -1,0 +1,146 @@
+package threads_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Fifty executions say three things each in one thread, while claims are lost and some are cancelled. What each says is in its
+// order and said once; nobody speaks between the words of one that holds the thread; what was queued left in the order of the queue.
+func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
+	t.Parallel()
+	const racers, words = 50, 3
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	carries(t, pool)
+	var paused atomic.Int32
+	p := runs(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		for n := range words {
+			if err := says(ctx, fmt.Sprintf("%s %d", x.ID, n)); err != nil {
+				return done(err)
+			}
+			if n == 1 && paused.Add(1)%5 == 0 {
+				if _, err := executions.Wait(ctx, "nap", executions.Delay(50*time.Millisecond)); err != nil {
+					return done(err)
+				}
+			}
+		}
+		return done(nil)
+	}})
+	ids := make([]string, racers)
+	for i := range ids {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "speak", Surface: trace.Flow, ThreadID: "t", MaxAttempts: 100})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids[i] = x.ID
+	}
+	cancelled := map[string]bool{}
+	deadline := time.Now().Add(patience)
+	for ended := 0; ended < racers; {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d of %d have ended", ended, racers)
+		}
+		id := ids[rand.N(racers)]
+		if len(cancelled) < 8 && rand.N(10) == 0 {
+			status, err := p.Cancel(t.Context(), id, "admin", "a test")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if status == executions.Cancelled {
+				cancelled[id] = true
+			}
+		} else {
+			// A claim is lost: whoever has it is fenced off, and another begins again from the checkpoints.
+			exec(t, pool, `
+				update agent_executions set claimed_by = null, claim = claim + 1, wake = wake + 1, hinted_at = 'epoch'
+				 where id = (select id from agent_executions where id = $1 and status = 'running' and claimed_by is not null for update skip locked)`, id)
+		}
+		ended = value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak' and completed_at is not null`)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 0
+	}, "the queue is empty")
+	order(t, spoken(t, pool, "t"), ids, cancelled, words)
+	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
+	if n := value[int](t, pool, `select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
+		t.Errorf("%d places are missing", n)
+	}
+	if n := value[int](t, pool, `select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
+		t.Error("somebody keeps the thread")
+	}
+}
+
+// order checks what was said: each speaker's words once and in their order, all of them unless it was cancelled.
+func order(t *testing.T, said, ids []string, cancelled map[string]bool, words int) {
+	t.Helper()
+	next := map[string]int{}
+	for _, line := range said {
+		id, n, _ := strings.Cut(line, " ")
+		if n != fmt.Sprint(next[id]) {
+			t.Errorf("%s said %s after %d others", id, n, next[id])
+		}
+		next[id]++
+	}
+	for _, id := range ids {
+		if next[id] != words && !cancelled[id] {
+			t.Errorf("%s said %d of %d", id, next[id], words)
+		}
+	}
+	if len(slices.Compact(slices.Sorted(slices.Values(said)))) != len(said) {
+		t.Error("something was said twice")
+	}
+}
+
+// One that holds the thread is not interrupted, however many others want to speak.
+func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	carries(t, pool)
+	p := runs(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		for n := range 4 {
+			s, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: fmt.Sprintf("%s %d", x.ID, n)})
+			if err != nil {
+				return done(err)
+			}
+			if s.Queued && n == 0 { // it goes on when it has the thread
+				if _, err := executions.Wait(ctx, "turn", executions.Response("t", time.Hour)); err != nil {
+					return done(err)
+				}
+			}
+		}
+		return done(nil)
+	}})
+	for range 10 {
+		p.begin(t, "speak")
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		if value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting' and not x.waiting_data ? 'queued_message')`) {
+			p.replies(t, "t", "go on")
+		}
+		return value[int](t, pool, `select count(*)::int from agent_executions where completed_at is not null`) == 10
+	}, "all have spoken")
+	var speakers []string
+	for _, line := range spoken(t, pool, "t") {
+		if id, _, speaks := strings.Cut(line, " "); speaks && line != "go on" && (len(speakers) == 0 || speakers[len(speakers)-1] != id) {
+			speakers = append(speakers, id)
+		}
+	}
+	if len(speakers) != 10 {
+		t.Errorf("10 speakers took %d turns", len(speakers))
+	}
+}
