@@ -28,6 +28,7 @@ var shapes = map[string]struct {
 	"least":                       {true, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
 	"no name":                     {false, `{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
 	"bad name":                    {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
+	"name of those outside":       {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
 	"no actions":                  {false, `{"name": "a", "actions": []}`},
 	"actions missing":             {false, `{"name": "a"}`},
 	"unknown key":                 {false, `{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`},

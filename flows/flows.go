@@ -36,6 +36,8 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
+
+	"github.com/lanekeeper/lanekeeper/executions"
 )
 
 // Bounds of a definition.
@@ -73,13 +75,14 @@ func Validate(d Definition) error {
 	return err
 }
 
-// Triggers lists the flows that d starts, with the path of each mention.
+// Triggers lists the flows that d starts, by the path of each mention. Those of workers outside (external, external:NAME)
+// are not among them.
 func Triggers(d Definition) map[string]string {
 	named := map[string]string{}
 	c := &compiler{}
 	for _, a := range c.actions(d.Actions, "actions", 0) {
 		a.walk(func(a *action) {
-			if a.flow != "" {
+			if a.flow != "" && !executions.IsExternal(a.flow) {
 				named[a.flowPath] = a.flow
 			}
 		})
@@ -100,6 +103,9 @@ func compile(d Definition) (*compiled, error) {
 	c := &compiler{ids: map[string]string{}}
 	if !flowName.MatchString(d.Name) {
 		c.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
+	}
+	if d.Name == executions.External {
+		c.add("name", "%q is what workers outside run; take another name", d.Name)
 	}
 	if len(d.Description) > maxText || strings.ContainsRune(d.Description, 0) {
 		c.add("description", "must have at most %d bytes and no NUL character", maxText)

@@ -3,6 +3,8 @@ package flows
 import (
 	"encoding/json"
 	"slices"
+
+	"github.com/lanekeeper/lanekeeper/executions"
 )
 
 // schemaID names the published schema.
@@ -40,7 +42,7 @@ func JSONSchema() (json.RawMessage, error) {
 		"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": schemaID, "title": "Lanekeeper flow",
 		"type": "object", "additionalProperties": false, "required": []string{"name", "actions"},
 		"properties": node{
-			"kind": node{"const": "flow"}, "name": node{"type": "string", "pattern": flowName.String()},
+			"kind": node{"const": "flow"}, "name": node{"type": "string", "pattern": flowName.String(), "not": node{"const": executions.External}},
 			"description": node{"type": "string", "maxLength": maxText},
 			"input": node{
 				"$ref": "https://json-schema.org/draft/2020-12/schema", "type": "object",

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -65,13 +64,13 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	known := append(names, w.GoFlows...)
 	var problems Problems
 	for _, document := range w.Flows {
-		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) {
+		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) || slices.Contains(w.Reserved, name) {
 			problems.add(document.place("name"), "name: %q is a flow of the program itself; take another name", name)
 		}
 		started := flows.Triggers(document.Definition)
 		for _, path := range slices.Sorted(maps.Keys(started)) {
 			name := started[path]
-			if outside := name == "external" || strings.HasPrefix(name, "external:"); !outside && !slices.Contains(known, name) {
+			if !slices.Contains(known, name) {
 				problems.add(document.place(path), "%s: %s", path, unknown("flow", name, name, known))
 			}
 		}

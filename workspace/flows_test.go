@@ -111,16 +111,22 @@ actions:
   - {actionType: trigger_agent, parameters: {flow: beside}}
   - {actionType: trigger_agent, parameters: {agent: "external:ocr"}}
   - {actionType: trigger_agent, parameters: {agent: collector}}
+  - {actionType: trigger_agent, parameters: {agent: heartbeat}}
+---
+kind: flow
+name: heartbeat
+actions: [{actionType: end}]
 ---
 kind: flow
 name: billing
 actions: [{actionType: end}]
 `
 	w := load(t, "a.yaml", text)
-	w.GoFlows = []string{"billing", "collector"}
+	w.GoFlows, w.Reserved = []string{"billing", "collector"}, []string{"heartbeat"}
 	_, err := workspace.Apply(t.Context(), pool, w)
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
-a.yaml:12:7: name: "billing" is a flow of the program itself; take another name`
+a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
+a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
 	if err == nil || err.Error() != want {
 		t.Errorf("got\n%v\nnot\n%s", err, want)
 	}

@@ -41,9 +41,9 @@ type Workspace struct {
 	Webhooks    []Document[webhooks.EndpointDefinition]
 	Targets     []Document[webhooks.TargetDefinition] // of outgoing webhooks
 
-	// GoFlows are the names of the flows that the program has in Go code. It is the caller's to say, not a file's: no
-	// flow of the workspace may have one of these names, and each may start them.
-	GoFlows []string
+	// The names of flows in Go code are the caller's to say, not a file's. No flow of the workspace may have one of them.
+	GoFlows  []string // those that flows of the workspace may start
+	Reserved []string // those that only the program itself starts
 }
 
 // Document is one declaration and where it stands.

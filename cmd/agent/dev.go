@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/internal/config"
@@ -95,6 +96,7 @@ func readWorkspace(dir string) (workspace.Workspace, error) {
 		files, err := workspace.LoadDir(dir)
 		if err == nil {
 			err = files.CheckBuiltins(builtins.Names())
+			files.Reserved = api.ReservedFlows()
 		}
 		if err != nil {
 			return workspace.Workspace{}, &exitError{exitUsage, err}
