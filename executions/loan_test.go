@@ -360,12 +360,12 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for _, depth := range []int{2, 3} { // in a line of three the second, which never had the lane, stops waiting
+	for _, who := range []struct{ depth, stops int }{{2, 0}, {3, 0}, {3, 1}} { // the second of three never had the lane
 		for _, borrowFirst := range []bool{true, false} {
-			t.Run(fmt.Sprint("depth ", depth, ", borrow first: ", borrowFirst), func(t *testing.T) {
-				lane := fmt.Sprint("objective:", depth, borrowFirst)
-				all := line(t, pool, lane, depth)
-				p, c := all[depth-2], all[depth-1]
+			t.Run(fmt.Sprint(who, ", borrow first: ", borrowFirst), func(t *testing.T) {
+				lane := fmt.Sprint("objective:", who, borrowFirst)
+				all := line(t, pool, lane, who.depth)
+				p, c := all[who.stops], all[who.depth-1]
 				borrow := func(tx postgres.DB) error {
 					_, err := tx.Exec(t.Context(), `select borrow_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
 					return err

@@ -363,7 +363,8 @@ begin
   if not found or held.parked or held.expires_at <= clock_timestamp() then            -- after the lock
     return false;
   end if;
-  if return_agent_lock(p_lane) is not null then
+  -- Few lanes are lent, and every job comes this way: the call is spared.
+  if exists (select from agent_lock_loans n where n.lane = p_lane) and return_agent_lock(p_lane) is not null then
     return true;                                                                      -- to the ancestor who lent it
   end if;
   update agent_locks l
@@ -373,7 +374,9 @@ begin
   if held.waited_until > clock_timestamp() then
     perform pg_notify('agent_lanes', p_lane);
   end if;
-  perform agent_lane_freed(p_lane);
+  if p_lane like 'thread:%' then
+    perform agent_lane_freed(p_lane);
+  end if;
   return true;
 end $$;
 
