@@ -24,7 +24,7 @@ func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
 	req.Header.Set("Authorization", "Bearer "+admin)
 	got, err := http.DefaultClient.Do(req)
 	if err != nil {
-		t.Fatal(err)
+		t.Fatalf("%v; the program said %s", err, s.err.String())
 	}
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
