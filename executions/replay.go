@@ -22,6 +22,9 @@ import (
 // ErrRunning reports a replay of an execution that this process is running at this moment.
 var ErrRunning = errors.New("the execution is being run here: replay it when it waits or has ended")
 
+// ErrUnknownFlow reports a flow that this program does not have; those of workers outside are among them.
+var ErrUnknownFlow = errors.New("this program does not have the flow")
+
 // Replayed is how a replay went.
 type Replayed struct {
 	ExecutionID string `json:"execution_id"`
@@ -111,7 +114,7 @@ func (e *Engine) rehearse(ctx context.Context, x Execution, points []Checkpoint,
 	case err != nil:
 		return Replayed{}, fmt.Errorf("find flow %s: %w", x.Flow, err)
 	case flow == nil:
-		return Replayed{}, fmt.Errorf("flow %s is not known here", x.Flow)
+		return Replayed{}, fmt.Errorf("%s: %w", x.Flow, ErrUnknownFlow)
 	}
 	nowhere, err := unreachable(ctx, e.pool)
 	if err != nil {

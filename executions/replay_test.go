@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -231,7 +230,7 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	other := prepare(t, pool, nil)
-	if _, err := other.Replay(t.Context(), id); err == nil || !strings.Contains(err.Error(), "flow flow is not known here") {
+	if _, err := other.Replay(t.Context(), id); err == nil || !errors.Is(err, executions.ErrUnknownFlow) {
 		t.Errorf("got %v", err)
 	}
 	if _, err := other.Replay(t.Context(), "nonsense"); !errors.Is(err, executions.ErrNotFound) {

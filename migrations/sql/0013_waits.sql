@@ -622,20 +622,27 @@ create function fork_agent_execution(p_id uuid, p_step text, p_input jsonb, p_tr
 returns uuid language plpgsql volatile as $$
 declare
   was agent_executions;
+  version_ int;
   fork uuid;
 begin
   select x.* into was from agent_executions x where x.id = p_id;
   if not found then
     return null;
   end if;
+  version_ := was.flow_version;
+  if p_latest then
+    version_ := coalesce((select f.version from agent_flows f where f.name = was.flow and f.current), version_);
+  end if;
   -- Its claim begins at 1, so that the first who claims it loads what it begins with.
   insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim, input, on_lost,
          max_attempts, progress_seconds, forked_from, forked_step)
-  values (p_trace_id, 'flow', was.agent, was.flow, case when not p_latest then was.flow_version end, was.thread_id, 'background',
+  values (p_trace_id, 'flow', was.agent, was.flow, version_, was.thread_id, 'background',
           was.priority, 'pending', 1, coalesce(p_input, was.input), was.on_lost, was.max_attempts, was.progress_seconds, p_id, p_step)
   returning id into fork;
   insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
-  select fork, c.step, 1, c.fingerprint, c.failed, c.output, c.created_at from agent_fork_steps(p_id, p_step) c;
+  select fork, c.step, 1, c.fingerprint, c.failed,
+         case when c.step = 'flow version' and was.flow_version is not null and not c.failed then to_jsonb(version_) else c.output end,
+         c.created_at from agent_fork_steps(p_id, p_step) c;
   return fork;
 end $$;
 comment on function fork_agent_execution is
