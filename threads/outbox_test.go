@@ -231,6 +231,46 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	}
 }
 
+// The thread is free, and those who stand in its queue have not been told yet.
+func TestNobodyOvertakesTheQueue(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	a, b, c := claimed(t, db, ""), claimed(t, db, ""), claimed(t, db, "")
+	saysAs(t, db, a, "a")
+	saysAs(t, db, b, "b")
+	ends(t, db, a, "completed")
+	if s := saysAs(t, db, c, "c"); !s.Queued || !strings.HasPrefix(s.Holder, b) {
+		t.Errorf("the last: %+v", s)
+	}
+	if diff := cmp.Diff([]string{"a", "b"}, spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+}
+
+// A parent that has its thread back says first what it could not say meanwhile.
+func TestAHolderDoesNotOvertakeItself(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	parent := claimed(t, db, "")
+	child := claimed(t, db, parent)
+	saysAs(t, db, parent, "parent")
+	if s := saysAs(t, db, child, "child"); s.Queued {
+		t.Errorf("the child's: %+v", s)
+	}
+	if s := saysAs(t, db, parent, "not yet"); !s.Queued {
+		t.Errorf("the parent's: %+v", s)
+	}
+	ends(t, db, child, "completed")
+	if s := saysAs(t, db, parent, "at last"); s.Queued {
+		t.Errorf("the parent's last: %+v", s)
+	}
+	if diff := cmp.Diff([]string{"parent", "child", "not yet", "at last"}, spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+}
+
 func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

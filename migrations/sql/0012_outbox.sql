@@ -24,6 +24,9 @@ alter table agent_threads
   add column watched_until timestamptz not null default 'epoch';
 comment on column agent_threads.watched_until is 'Somebody looks at this thread until then: a message notifies on agent_messages.';
 
+-- What may expire. Parking changes the key of the row anyway, so that this index costs renewals nothing.
+create index agent_locks_threads on agent_locks (lane) where lane like 'thread:%' and locked_by <> '' and not parked;
+
 create or replace view agent_thread_locks as
   select substr(l.lane, 8) as thread_id, l.execution_id as active_execution_id, s.at as execution_locked_at,
          floor(extract(epoch from clock_timestamp() - s.at) / 60)::int as lock_minutes,
@@ -452,22 +455,21 @@ declare
 begin
   for lane_ in
     select k.lane from agent_locks k
-     where k.lane like 'thread:%' and k.locked_by <> ''
+     where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
        and (k.expires_at <= clock_timestamp() - p_overdue
-            or not k.parked and k.execution_id is not null and not exists (
+            or k.execution_id is not null and not exists (
               select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
      order by k.lane
   loop
     -- Look again under the lock: it may have been taken over since.
     select k.* into l from agent_locks k where k.lane = lane_ for update skip locked;
-    continue when not found or l.locked_by = ''
+    continue when not found or l.locked_by = '' or l.parked
       or l.expires_at > clock_timestamp() - p_overdue and (l.execution_id is null or exists (
            select from agent_executions x where x.id = l.execution_id and x.completed_at is null));
     thread_id := substr(l.lane, 8);
     locked_by := l.locked_by;
     execution_id := l.execution_id;
-    idle_seconds := extract(epoch from clock_timestamp() - case when l.parked then l.locked_at
-                                         else l.expires_at - make_interval(secs => l.ttl_seconds) end);
+    idle_seconds := extract(epoch from clock_timestamp() - l.expires_at + make_interval(secs => l.ttl_seconds));
     if return_agent_lock(l.lane) is null then
       update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, parked = false, execution_id = null,
              expires_at = least(k.expires_at, clock_timestamp()) where k.lane = l.lane;
