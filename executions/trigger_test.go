@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -242,4 +243,52 @@ func TestCancellingAParentCancelsTheChildItTriggered(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, pool, child, executions.Cancelled)
+}
+
+// The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them waits for
+// the other's commit, so that the end is told.
+func TestAnEndAndTheWaitForItMeet(t *testing.T) {
+	t.Parallel()
+	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			parent, child := newWaiter(t, pool), newWaiter(t, pool)
+			end := func(ctx context.Context, db postgres.DB) error {
+				_, err := db.Exec(ctx, `select finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+					postgres.Strict{"id": child.id, "claim": child.n})
+				return err
+			}
+			wait := func(ctx context.Context, db postgres.DB) error {
+				_, err := db.Exec(ctx, `select park_agent_execution(@id, @claim, 'child', 'agent', @child, null, null)`,
+					postgres.Strict{"id": parent.id, "claim": parent.n, "child": child.id})
+				return err
+			}
+			first, second := wait, end
+			if endFirst {
+				first, second = end, wait
+			}
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := first(t.Context(), tx); err != nil {
+				t.Fatal(err)
+			}
+			var done atomic.Bool
+			group, ctx := errgroup.WithContext(t.Context())
+			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
+			pgtest.Eventually(t, patience, func() bool {
+				return done.Load() || value[bool](t, pool, `
+					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
+			}, "the second is done, or waits for the first")
+			if err := errors.Join(tx.Commit(t.Context()), group.Wait()); err != nil {
+				t.Fatal(err)
+			}
+			exec(t, pool, `select sweep_agent_executions()`)
+			if got := parent.status(); got != executions.Running {
+				t.Errorf("the parent is %s", got)
+			}
+		})
+	}
 }

@@ -192,6 +192,11 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 			}
 			return executions.Result{}, fails(ctx, "b")
 		}, executions.Failed, "b"},
+		"before a step that tidied up": {func(ctx context.Context) (executions.Result, error) {
+			broken := fails(ctx, "b")
+			_, err := executions.Step(ctx, "tidy", func(context.Context) (int, error) { return 0, nil })
+			return executions.Result{}, errors.Join(err, broken)
+		}, executions.Failed, "b"},
 		"none": {func(ctx context.Context) (executions.Result, error) {
 			if fails(ctx, "a") == nil {
 				return executions.Result{}, errors.New("a did not fail")
