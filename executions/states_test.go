@@ -359,3 +359,18 @@ func TestGoChangesNoEndedExecution(t *testing.T) {
 		terminal(t, pool, x.id)
 	}
 }
+
+// An end is a fact: who waits for it after another has been told is told too.
+func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	child := inState(t, pool, executions.Completed)
+	for range 2 {
+		x := inState(t, pool, executions.Running)
+		if told := value[bool](t, pool, `
+			select park_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
+			x.id, x.claim, child.id); !told {
+			t.Error("one waits for an execution that has ended")
+		}
+	}
+}

@@ -239,6 +239,9 @@ begin
        and coalesce((select m.seq > sent.seq from agent_messages m
                       where m.id = agent_uuid(v.data ->> 'message_id') and m.thread_id = p_key), v.created_at > sent.at)
      order by v.id limit 1 for update;
+  elsif p_kind = 'agent' and exists (select from agent_events v where v.external_id = 'completed ' || p_key) then
+    -- An end is a fact, not a message: it answers everyone who waits for it, however often.
+    select v.* into came from agent_events v where v.external_id = 'completed ' || p_key;
   elsif p_kind not in ('delay', 'lane') then
     select v.* into came from agent_events v
      where v.event = agent_wait_event(p_kind) and v.key = p_key and v.consumed_by is null
