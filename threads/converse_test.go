@@ -1,0 +1,300 @@
+package threads_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	p := runs(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
+		if err := says(ctx, "who are you?"); err != nil {
+			return done(err)
+		}
+		out, err := executions.Wait(ctx, "answer", executions.Response("t", 0))
+		if err != nil {
+			return done(err)
+		}
+		var data struct{ Content string }
+		if err := json.Unmarshal(out.Data, &data); err != nil {
+			return done(err)
+		}
+		return done(says(ctx, "hello, "+data.Content))
+	}})
+	id := p.begin(t, "ask")
+	p.reaches(t, id, executions.Waiting)
+	held := value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years' from agent_locks where lane = 'thread:t'`)
+	if freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler)); !held || err != nil || len(freed) > 0 {
+		t.Errorf("parked %t, freed %+v, %v", held, freed, err)
+	}
+	other := claimed(t, pool, "")
+	if s := saysAs(t, pool, other, "other"); !s.Queued {
+		t.Errorf("a message of another: %+v", s)
+	}
+	if got := p.replies(t, "t", "Ada"); len(got.Resumed) != 1 || got.Resumed[0] != id || got.Seq != 2 {
+		t.Errorf("received: %+v", got)
+	}
+	p.reaches(t, id, executions.Completed)
+	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
+	if diff := cmp.Diff([]string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+	p.log.want(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
+	p.log.want(t, `msg="locks released"`, "count=1")
+}
+
+func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	open(t, pool, "u")
+	p := runs(t, pool, nil)
+	receive := func(thread string) (got threads.Arrived, err error) {
+		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
+			got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: "hola", ID: "wa 1"})
+			return err
+		})
+		return got, err
+	}
+	var group errgroup.Group
+	ids := make([]string, 8)
+	for i := range ids {
+		group.Go(func() error {
+			got, err := receive("t")
+			ids[i] = got.MessageID
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range ids {
+		if id != ids[0] || id == "" {
+			t.Errorf("message ids differ: %v", ids)
+		}
+	}
+	if n := value[int](t, pool, `select count(*)::int from agent_messages`); n != 1 {
+		t.Errorf("%d messages", n)
+	}
+	if _, err := receive("u"); !postgres.IsCode(err, "22023") {
+		t.Errorf("the id in another thread: %v", err)
+	}
+	if _, err := receive("none"); err == nil {
+		t.Error("received in a thread that is none")
+	}
+}
+
+func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	p := runs(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
+		if err := says(ctx, "first", "second"); err != nil {
+			return done(err)
+		}
+		_, err := executions.Wait(ctx, "answer", executions.Response("t", time.Hour))
+		return done(err)
+	}})
+	a, b := claimed(t, pool, ""), ""
+	saysAs(t, pool, a, "a")
+	id := p.begin(t, "ask")
+	p.reaches(t, id, executions.Waiting)
+	b = claimed(t, pool, "")
+	saysAs(t, pool, b, "b")
+	if got := p.replies(t, "t", "for a"); len(got.Resumed) != 0 {
+		t.Errorf("an answer to a question that was not asked: %+v", got)
+	}
+	queued := value[bool](t, pool, `select waiting_data ? 'queued_message' and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
+	ends(t, pool, a, "completed")
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `select not waiting_data ? 'queued_message' and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
+	}, "the wait begins")
+	if !queued {
+		t.Error("the wait had begun before its question was out")
+	}
+	// Both of its messages are out, and it keeps the thread while it waits: b comes after it.
+	if diff := cmp.Diff([]string{"a", "for a", "first", "second"}, spoken(t, pool, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+	if !value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
+		t.Error("the thread is not parked with who asked")
+	}
+	if got := p.replies(t, "t", "answer"); len(got.Resumed) != 1 {
+		t.Errorf("the answer: %+v", got)
+	}
+	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 6 }, "b's message leaves")
+}
+
+func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	p := runs(t, pool, map[string]flow{
+		"parent": func(ctx context.Context) (executions.Result, error) {
+			if err := says(ctx, "parent begins"); err != nil {
+				return done(err)
+			}
+			if _, err := executions.Trigger(ctx, "alone", executions.Child{Flow: "sibling"}); err != nil {
+				return done(err)
+			}
+			if _, err := executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}); err != nil {
+				return done(err)
+			}
+			return done(says(ctx, "parent ends"))
+		},
+		"sibling": func(ctx context.Context) (executions.Result, error) { return done(says(ctx, "sibling")) },
+		"child": func(ctx context.Context) (executions.Result, error) {
+			if err := says(ctx, "child asks"); err != nil {
+				return done(err)
+			}
+			if _, err := executions.Wait(ctx, "answer", executions.Response("t", 0)); err != nil {
+				return done(err)
+			}
+			return done(says(ctx, "child thanks"))
+		},
+	})
+	id := p.begin(t, "parent")
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'
+			or flow = 'sibling' and status = 'completed'`) == 2
+	}, "the child waits, the sibling has ended")
+	p.replies(t, "t", "my answer")
+	p.reaches(t, id, executions.Completed)
+	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
+	want := []string{"parent begins", "child asks", "my answer", "child thanks", "parent ends", "sibling"}
+	if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+	child := value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
+	p.log.want(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
+	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
+}
+
+// A child whose message was queued while somebody else had the thread speaks when its parent gets it.
+func TestAQueuedMessageOfAChildLeavesByALoan(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	other := claimed(t, db, "")
+	parent := claimed(t, db, "")
+	child := claimed(t, db, parent)
+	stranger := claimed(t, db, "")
+	saysAs(t, db, other, "other")
+	saysAs(t, db, parent, "parent")
+	saysAs(t, db, stranger, "stranger")
+	saysAs(t, db, child, "child")
+	ends(t, db, other, "completed")
+	flushes(t, db)
+	if diff := cmp.Diff([]string{"other", "parent", "child"}, spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+}
+
+func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	admin := func(words string) (s threads.SendResult) {
+		t.Helper()
+		if err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
+			s, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words})
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	if s := admin("one"); s.Queued {
+		t.Errorf("in a free thread: %+v", s)
+	}
+	a := claimed(t, db, "")
+	saysAs(t, db, a, "a")
+	if s := admin("two"); !s.Queued {
+		t.Errorf("in a held thread: %+v", s)
+	}
+	ends(t, db, a, "completed")
+	flushes(t, db)
+	// A turn of the chat that stands in the lane's queue goes first.
+	exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
+	exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
+	exec(t, db, `select release_agent_lock('thread:t', 'first')`)
+	if s := admin("three"); !s.Queued || s.Holder != "a turn" {
+		t.Errorf("behind a turn: %+v", s)
+	}
+	b := claimed(t, db, "")
+	if s := saysAs(t, db, b, "b"); !s.Queued {
+		t.Errorf("behind a turn: %+v", s)
+	}
+	exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
+	exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
+	flushes(t, db)
+	if diff := cmp.Diff([]string{"one", "a", "two", "three", "b"}, spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+}
+
+func TestSendRefusesWhatCannotBeSent(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	a := claimed(t, db, "")
+	for name, c := range map[string]struct {
+		o    threads.Outgoing
+		code string
+	}{
+		"empty":          {threads.Outgoing{ThreadID: "t", Content: " \n"}, ""},
+		"no thread":      {threads.Outgoing{ThreadID: "none", Content: "x"}, ""},
+		"channel":        {threads.Outgoing{ThreadID: "t", Content: "x", Channel: "pigeon"}, "22023"},
+		"no target":      {threads.Outgoing{ThreadID: "t", Content: "x", Channel: "webhook"}, "22023"},
+		"unknown target": {threads.Outgoing{ThreadID: "t", Content: "x", Channel: "webhook", Target: "crm"}, "22023"},
+		"an old claim":   {threads.Outgoing{ThreadID: "t", Content: "x", ExecutionID: a, Claim: 7}, "LK001"},
+	} {
+		err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+			_, err := threads.SendTx(t.Context(), tx, c.o)
+			return err
+		})
+		if err == nil || c.code != "" && !postgres.IsCode(err, c.code) {
+			t.Errorf("%s: %v, want SQLSTATE %s", name, err, c.code)
+		}
+	}
+	if n := value[int](t, db, `select count(*)::int from agent_messages`); n != 0 {
+		t.Errorf("%d messages are there", n)
+	}
+}
+
+func TestReleaseGivesAThreadUpEarly(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	p := runs(t, pool, map[string]flow{"flow": func(ctx context.Context) (executions.Result, error) {
+		if err := says(ctx, "one"); err != nil {
+			return done(err)
+		}
+		if freed, err := threads.Release(ctx, "t"); err != nil || !freed {
+			return done(fmt.Errorf("released %t, %w", freed, err))
+		}
+		_, err := executions.Wait(ctx, "event", executions.Event("go", 0))
+		return done(err)
+	}})
+	id := p.begin(t, "flow")
+	p.reaches(t, id, executions.Waiting)
+	if s := saysAs(t, pool, claimed(t, pool, ""), "two"); s.Queued {
+		t.Errorf("in a thread that was given up: %+v", s)
+	}
+	p.log.want(t, `msg="lane released"`, "lane=thread:t", "owner="+id+"#1")
+}

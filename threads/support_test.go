@@ -1,0 +1,202 @@
+package threads_test
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+const patience = 60 * time.Second
+
+// journal keeps what was logged.
+type journal struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(p)
+}
+
+// want reports a line that is missing: one that has all parts.
+func (j *journal) want(t *testing.T, parts ...string) {
+	t.Helper()
+	if !j.has(parts...) {
+		t.Errorf("no line of the log has %q:\n%s", parts, j.text.String())
+	}
+}
+
+func (j *journal) has(parts ...string) bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for line := range strings.Lines(j.text.String()) {
+		all := true
+		for _, p := range parts {
+			all = all && strings.Contains(line, p)
+		}
+		if all {
+			return true
+		}
+	}
+	return false
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+type process struct {
+	*executions.Engine
+	pool *pgxpool.Pool
+	log  *journal
+}
+
+type flow = func(ctx context.Context) (executions.Result, error)
+
+// runs is a process that knows flows.
+func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
+	t.Helper()
+	log := &journal{}
+	keeper := lanes.NewKeeper(pool, lanes.Options{Enabled: true})
+	e, err := executions.New(pool, executions.Options{
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, Workers: 60,
+		Logger: slog.New(slog.NewTextHandler(log, nil)),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, fn := range flows {
+		if err := e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) { return fn(ctx) }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	group.Go(func() error { return keeper.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Errorf("process: %v", err)
+		}
+	})
+	return &process{e, pool, log}
+}
+
+func (p *process) begin(t *testing.T, flow string) string {
+	t.Helper()
+	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: "t"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+func (p *process) reaches(t *testing.T, id string, status executions.Status) executions.Execution {
+	t.Helper()
+	var got executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		got, err = executions.Get(t.Context(), p.pool, id)
+		return err == nil && got.Status == status
+	}, "execution is "+string(status))
+	return got
+}
+
+// replies says something as the other side.
+func (p *process) replies(t *testing.T, thread, words string) threads.Arrived {
+	t.Helper()
+	var got threads.Arrived
+	err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) (err error) {
+		got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: words})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func says(ctx context.Context, words ...string) error {
+	for _, w := range words {
+		if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: w}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func done(err error) (executions.Result, error) { return executions.Result{}, err }
+
+// spoken is what is said in a thread, in order; what is queued or withdrawn is not.
+func spoken(t *testing.T, db postgres.DB, thread string) []string {
+	t.Helper()
+	return value[[]string](t, db, `
+		select coalesce(array_agg(content order by seq), '{}') from agent_messages where thread_id = $1 and seq is not null`, thread)
+}
+
+// claimed makes an execution that a live worker of the test runs.
+func claimed(t *testing.T, db postgres.DB, parent string) string {
+	t.Helper()
+	worker := value[string](t, db, `
+		insert into agent_workers (name, ttl_seconds, expires_at) values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
+	id := value[string](t, db, `
+		insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits)
+		values (agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '') returning id::text`, parent)
+	exec(t, db, `update agent_executions set hinted_at = 'infinity' where id = $1`, id)
+	if got := value[int](t, db, `select count(*)::int from claim_agent_execution($1, $2)`, id, worker); got != 1 {
+		t.Fatal("not claimed")
+	}
+	return id
+}
+
+// says sends as an execution would from SQL, and returns whether the message was queued.
+func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
+	t.Helper()
+	var got threads.SendResult
+	if err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
+		claim := value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
+		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words, ExecutionID: id, Claim: claim})
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func ends(t *testing.T, db postgres.DB, id, status string) {
+	t.Helper()
+	if status == "cancelled" {
+		exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
+		return
+	}
+	exec(t, db, `select finish_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
+}
+
+func flushes(t *testing.T, db postgres.DB) {
+	t.Helper()
+	if _, err := threads.Flush(t.Context(), db, "t"); err != nil {
+		t.Fatal(err)
+	}
+}
