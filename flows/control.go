@@ -98,7 +98,7 @@ type turns struct {
 func (m *machine) forEach(ctx context.Context, r ready) (*ending, error) {
 	items, _ := r.args["items"].([]any)
 	as := orElse(inText(r.args["as"]), "item")
-	return m.loop(ctx, r, []string{as, "index"}, func(ctx context.Context, n int) (bool, *ending, error) {
+	return m.loop(ctx, []string{as, "index"}, func(ctx context.Context, n int) (bool, *ending, error) {
 		if n >= len(items) {
 			return true, nil, nil
 		}
@@ -114,7 +114,7 @@ func (m *machine) while(ctx context.Context, r ready) (*ending, error) {
 	if n, ok := r.args["max"].(int); ok {
 		most = n
 	}
-	return m.loop(ctx, r, []string{"index"}, func(ctx context.Context, n int) (bool, *ending, error) {
+	return m.loop(ctx, []string{"index"}, func(ctx context.Context, n int) (bool, *ending, error) {
 		m.vars["index"] = n
 		holds, err := r.exprs["condition"].truth(m.vars)
 		if err == nil && holds && n >= most {
@@ -140,7 +140,7 @@ func (m *machine) fail(ctx context.Context, a *action, err error) error {
 }
 
 // loop repeats body until it says that it is done. own are the variables that exist inside of the loop only.
-func (m *machine) loop(ctx context.Context, r ready, own []string, body func(ctx context.Context, n int) (bool, *ending, error)) (*ending, error) {
+func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error)) (*ending, error) {
 	before := maps.Clone(m.vars)
 	set, done := m.note()
 	defer done()

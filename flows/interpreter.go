@@ -22,7 +22,7 @@ type Interpreter struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
 	Loop   *reason.Loop
-	Logger *slog.Logger // default: nothing is logged
+	Logger *slog.Logger // may be nil; actions are logged by the engine
 
 	mu    sync.Mutex
 	known map[string]bool // names that agent_flows has; they never leave it
@@ -78,10 +78,13 @@ func (in *Interpreter) run(ctx context.Context, name string, input json.RawMessa
 	return ended.result(fmt.Sprintf("Flow %s (version %d) completed.", name, version))
 }
 
-// begin chooses the version, once: the one that is current when the execution begins.
+// begin chooses the version, once: the one that is current when the execution begins, or the one that a fork was given.
 func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMessage) (int, error) {
+	current, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "flow version", func(ctx context.Context, tx pgx.Tx) (int, error) {
-		current, _ := executions.Current(ctx)
+		if current.FlowVersion != nil {
+			return *current.FlowVersion, nil
+		}
 		if err := CheckStart(ctx, tx, name, input); err != nil {
 			if errors.Is(err, ErrRemoved) {
 				err = failure("removed", "%s", err)
@@ -95,6 +98,9 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 			postgres.Strict{"name": name, "id": current.ID}).Scan(&version)
 		if errors.Is(err, pgx.ErrNoRows) { // removed in this moment
 			err = failure("removed", "flow %s: %s", name, ErrRemoved)
+		}
+		if err == nil && in.Logger != nil {
+			in.Logger.InfoContext(ctx, "flow begun", "flow", name, "version", version)
 		}
 		return version, err
 	})
@@ -125,13 +131,6 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 	in.ready[key] = flow
 	in.mu.Unlock()
 	return flow, nil
-}
-
-func (in *Interpreter) logger() *slog.Logger {
-	if in.Logger == nil {
-		return slog.New(slog.DiscardHandler)
-	}
-	return in.Logger
 }
 
 // ending is what the action end says. The nil one is the end of the list.

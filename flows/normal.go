@@ -18,8 +18,7 @@ const maxVariables = 512 << 10
 func normal(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
-		var unsupported *json.UnsupportedValueError
-		if errors.As(err, &unsupported) {
+		if unsupported, ok := errors.AsType[*json.UnsupportedValueError](err); ok {
 			return nil, fmt.Errorf("%s is not a value that JSON has", unsupported.Str)
 		}
 		return nil, err

@@ -55,7 +55,7 @@ func (c *compiler) value(s sort, given any, path string) any {
 			}
 		}
 	case listSort:
-		if _, isList := given.([]any); !isList && !(isText && isWhole(text)) {
+		if _, isList := given.([]any); !isList && (!isText || !isWhole(text)) {
 			c.add(path, "must be a list, or a template that is one: {{documents}}")
 		}
 	case boolSort:
@@ -76,6 +76,7 @@ func (c *compiler) value(s sort, given any, path string) any {
 		c.skills(given, path)
 	case channelSort, failureSort, statusSort:
 		c.choice(given, s, path)
+	default: // anything goes, or it is read elsewhere
 	}
 	settled, err := normal(given)
 	if err != nil {
@@ -89,12 +90,12 @@ func (c *compiler) moment(s sort, text, path string) {
 	if t, err := parseTemplate(text); t != nil || err != nil || text == "" {
 		return // said elsewhere, or known only when it runs
 	}
-	switch s {
-	case lengthSort:
+	if s == lengthSort {
 		if _, err := delayLength(text); err != nil {
 			c.add(path, "%s", err)
 		}
-	case timeSort:
+	}
+	if s == timeSort {
 		if _, err := time.Parse(time.RFC3339, text); err != nil {
 			c.add(path, "%q is not a time: write 2026-01-31T09:00:00Z", text)
 		}
