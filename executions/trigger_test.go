@@ -58,10 +58,14 @@ func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
 		"done": {func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{Summary: "fine", Value: 7}, executions.SetVariables(ctx, map[string]any{"name": "Ana"})
 		}, executions.Triggered{Status: "completed", Success: true, Summary: "fine", Result: json.RawMessage("7"), Variables: json.RawMessage(`{"name":"Ana"}`)}},
-		"failed": {func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") },
-			executions.Triggered{Status: "failed", Error: "no"}},
-		"timed out": {func(context.Context) (executions.Result, error) { return executions.Result{}, executions.ErrTimedOut },
-			executions.Triggered{Status: "timeout", Error: executions.ErrTimedOut.Error()}},
+		"failed": {
+			func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") },
+			executions.Triggered{Status: "failed", Error: "no"},
+		},
+		"timed out": {
+			func(context.Context) (executions.Result, error) { return executions.Result{}, executions.ErrTimedOut },
+			executions.Triggered{Status: "timeout", Error: executions.ErrTimedOut.Error()},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -86,17 +86,21 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 		want    map[string]any
 	}{
 		"documents": {
-			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"cv", "photo"}}, "DOCUMENT_UPLOADED",
+			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"cv", "photo"}},
+			"DOCUMENT_UPLOADED",
 			[]string{`{"document": "photo", "url": "u2"}`, `{"document": "cv", "url": "u1"}`},
 			map[string]any{"documentUrls": []any{"u1", "u2"}},
 		},
 		"signature": {
-			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}}, "SIGNATURE_COMPLETED",
+			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}},
+			"SIGNATURE_COMPLETED",
 			[]string{`{"signed_document_url": "u", "signed_at": "2026-01-02T03:04:05Z"}`},
 			map[string]any{"signedDocumentUrl": "u", "signedAt": "2026-01-02T03:04:05Z"},
 		},
 		"test": {
-			requests.Request{Kind: requests.Test}, "TEST_COMPLETED", []string{`{"testScore": 8.5, "testResult": {"passed": true}}`},
+			requests.Request{Kind: requests.Test},
+			"TEST_COMPLETED",
+			[]string{`{"testScore": 8.5, "testResult": {"passed": true}}`},
 			map[string]any{"testScore": 8.5, "testResult": map[string]any{"passed": true}},
 		},
 	} {
