@@ -304,7 +304,7 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 		_, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": e.ExecutionID})
 		return err
 	})
-	pgtest.Eventually(t, 20*time.Second, func() bool {
+	pgtest.Eventually(t, 90*time.Second, func() bool {
 		return number(t, pool, `select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) > 0
 	}, "the takeover waits")
 	select {

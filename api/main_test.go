@@ -30,7 +30,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const (
 	token    = "a-token-of-the-admin"
-	patience = 40 * time.Second
+	patience = 90 * time.Second
 )
 
 // agent is the API on a database of its own. Its client checks every answer against the OpenAPI document.

@@ -24,7 +24,7 @@ import (
 )
 
 // patience is how long a test waits for what must come.
-const patience = 20 * time.Second
+const patience = 90 * time.Second
 
 // parked is a running process with a flow that asks for leave, waits, and makes the call if it may.
 type parked struct {

@@ -168,7 +168,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	second.Patience = 1
 	sent := make(chan error, 1)
 	go func() { sent <- send(t, db, second.Reserve) }()
-	pgtest.Eventually(t, 10*time.Second, func() bool {
+	pgtest.Eventually(t, 90*time.Second, func() bool {
 		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%from reserve_agent_budget%'`) == 1
 	}, "the second waits for the first")

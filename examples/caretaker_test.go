@@ -139,7 +139,7 @@ func applied(t *testing.T) *pgxpool.Pool {
 const broken = "broken_on_purpose"
 
 // soon is within which things happen that need no timeout.
-const soon = 10 * time.Second
+const soon = 90 * time.Second
 
 // TestEverySkillRuns calls each skill as its model first would: without arguments.
 func TestEverySkillRuns(t *testing.T) {

@@ -19,7 +19,7 @@ import (
 )
 
 // patience is how long a test waits for what must happen; it is long because machines are slow.
-const patience = 40 * time.Second
+const patience = 90 * time.Second
 
 // process is what one agent process would run.
 type process struct {

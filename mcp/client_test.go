@@ -86,7 +86,7 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 			w.sync()
 			began := time.Now()
 			w.fails("hang", `{}`, skills.ClassTimeout, "200ms")
-			if took := time.Since(began); took > 5*time.Second {
+			if took := time.Since(began); took > 25*time.Second {
 				t.Errorf("the call took %s", took)
 			}
 		})
@@ -106,7 +106,7 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	w.sync()
 	began := time.Now()
 	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "500ms")
-	if took := time.Since(began); took > 10*time.Second {
+	if took := time.Since(began); took > 25*time.Second {
 		t.Errorf("the call took %s", took)
 	}
 	if got := w.must("echo", `{"text":"back"}`); got != `"back"` {

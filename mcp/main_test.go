@@ -27,7 +27,7 @@ import (
 // childVariable makes the test binary a server over stdio.
 const childVariable = "LANEKEEPER_TEST_MCP"
 
-const soon = 20 * time.Second
+const soon = 90 * time.Second
 
 func TestMain(m *testing.M) {
 	if kind := os.Getenv(childVariable); kind != "" {

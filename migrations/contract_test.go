@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-const soon = 10 * time.Second
+const soon = 90 * time.Second
 
 // claimed is an execution that a live worker has claimed for the first time.
 func claimed(t *testing.T, db *pgxpool.Pool) string {

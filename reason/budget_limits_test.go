@@ -36,6 +36,7 @@ func (w *world) book(t *testing.T) (b book) {
 }
 
 func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
+	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`).WithUsage(1000, 30, 0)
 	for name, limits := range map[string]budgets.Limits{
 		"day":     {Day: budgets.Limit{Tokens: 2500}},
@@ -66,6 +67,7 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 }
 
 func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(10, 10, 0), modeltest.Text("ok").WithUsage(10, 10, 0))
 	client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "home-made"})
 	if err != nil {
@@ -83,6 +85,7 @@ func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 
 // What a refused call found is recorded: a run that is taken up again decides as it did.
 func TestARefusalIsRecorded(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 10}}
 	e := w.engine(t, false)
@@ -111,6 +114,7 @@ func TestARefusalIsRecorded(t *testing.T) {
 }
 
 func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(100, 10, 0))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, Patience: 300 * time.Millisecond}
 	other := value[string](t, w.pool, `
@@ -133,6 +137,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 }
 
 func TestASmallRestShortensTheAnswer(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Half of it").WithUsage(500, 300, 0).WithFinish(openai.FinishReasonLength))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 1000}}
 	x, got := w.completed(t)
@@ -152,6 +157,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 }
 
 func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Add(modeltest.Custom(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/event-stream")
@@ -176,6 +182,7 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 }
 
 func TestWhatFailsIsSettledAsFarAsItGot(t *testing.T) {
+	t.Parallel()
 	said := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
 		replies     []modeltest.Reply
@@ -205,6 +212,7 @@ func TestWhatFailsIsSettledAsFarAsItGot(t *testing.T) {
 }
 
 func TestACancelledCallCountsInFull(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Hang())
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -226,6 +234,7 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 }
 
 func TestACallRepeatedAfterACrashHasOneReservation(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
 		if n == 0 {
@@ -258,6 +267,7 @@ func TestACallRepeatedAfterACrashHasOneReservation(t *testing.T) {
 
 // 64 runs at once, of which the day's limit lets some through: no more than fit, and as many as fit.
 func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
+	t.Parallel()
 	const runs, limit, each = 64, 10_000, 260
 	w := newWorld(t)
 	w.plan(modeltest.Text("ok").WithUsage(each-10, 10, 0).Slowly(5 * time.Millisecond))
@@ -299,6 +309,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 // A server that counts a prompt at several times what it was reckoned at: what one run has learned holds for the others, also
 // for those that wait already.
 func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
+	t.Parallel()
 	const runs, limit, each = 24, 9_500, 1000
 	w := newWorld(t)
 	w.plan(modeltest.Text("ok").WithUsage(each-50, 50, 0).Slowly(5 * time.Millisecond))

@@ -17,6 +17,7 @@ import (
 )
 
 func TestEachBudgetEndsATurnGracefully(t *testing.T) {
+	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`)
 	for name, test := range map[string]struct {
 		budget reason.Budget
@@ -27,9 +28,10 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 		"iterations": {reason.Budget{Iterations: 3}, probe, 3, "calls made: probe, probe, probe"},
 		"tokens":     {reason.Budget{Tokens: 2000}, probe.WithUsage(300, 700, 0), 2, "calls made: probe, probe"},
 		"money":      {reason.Budget{CostUSD: 0.2, Tokens: 10_000_000}, probe.WithUsage(100, 250_000, 0), 2, "calls made: probe, probe"},
-		"time":       {reason.Budget{Time: 300 * time.Millisecond}, modeltest.Hang(), 1, "nothing was done"},
+		"time":       {reason.Budget{Time: 3 * time.Second}, modeltest.Hang(), 1, "nothing was done"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			w := newWorld(t)
 			w.plan(test.reply)
 			w.loop.Budget = test.budget
@@ -46,14 +48,15 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 }
 
 func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`))
 	w.builtins["probe"] = func(ctx context.Context, _ skills.Call) (any, error) {
-		timer := time.NewTimer(400 * time.Millisecond)
+		timer := time.NewTimer(3500 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
 		return "slow", nil
 	}
-	w.loop.Budget = reason.Budget{Time: 300 * time.Millisecond}
+	w.loop.Budget = reason.Budget{Time: 3 * time.Second}
 	x, got := w.completed(t)
 	if got.Ended != "time" || !slices.Equal(got.Calls, []string{"probe"}) {
 		t.Errorf("outcome is %+v", got)
@@ -65,21 +68,23 @@ func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T)
 }
 
 func TestTimeIsCountedOnce(t *testing.T) {
+	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`)
 	w := newWorld(t, probe, probe, probe, modeltest.Text("Done."))
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
-		timer := time.NewTimer(250 * time.Millisecond)
+		timer := time.NewTimer(1200 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
 		return "slow", nil
 	}
-	w.loop.Budget = reason.Budget{Time: 1350 * time.Millisecond}
+	w.loop.Budget = reason.Budget{Time: 7 * time.Second}
 	if _, got := w.completed(t); got.Ended != reason.Answered {
 		t.Errorf("outcome is %+v", got)
 	}
 }
 
 func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	long := strings.Repeat("long ", 200)
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return long, nil }
@@ -133,6 +138,7 @@ func whole(t *testing.T, n int, messages []openai.ChatCompletionMessage) {
 }
 
 func TestOneHugeExchangeIsStillSent(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return strings.Repeat("é", 50_000), nil }
 	w.loop.Budget = reason.Budget{Context: 50}
@@ -145,6 +151,7 @@ func TestOneHugeExchangeIsStillSent(t *testing.T) {
 }
 
 func TestAFailingSkillIsToldToTheModel(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Too bad."))
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
 		return nil, &skills.CallError{Class: "http_status", Message: "the service answered 503"}
@@ -162,6 +169,7 @@ func TestAFailingSkillIsToldToTheModel(t *testing.T) {
 }
 
 func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("note", `{}`), modeltest.ToolCall("note", `{"x":1}`), modeltest.Text("ok"))
 	w.turn.Tools = []reason.Tool{{
 		Name: "note", Parameters: []byte(`{"type":"object","additionalProperties":false}`),
@@ -179,6 +187,7 @@ func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
 }
 
 func TestTroubleOfTheProvider(t *testing.T) {
+	t.Parallel()
 	ok := modeltest.Text("Fine.")
 	for name, test := range map[string]struct {
 		replies []modeltest.Reply
@@ -219,6 +228,7 @@ func TestTroubleOfTheProvider(t *testing.T) {
 }
 
 func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok"))
 	noop := func(context.Context, skills.Call) (any, error) { return nil, nil }
 	for name, scope := range map[string]string{
@@ -244,6 +254,7 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 }
 
 func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
 		t.Error("a disabled skill was called")
@@ -266,6 +277,7 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 }
 
 func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
 	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	w.turn.Also = []string{"probe"}
@@ -282,6 +294,7 @@ func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
 }
 
 func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{}`), modeltest.Text("ok"))
 	called := 0
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {

@@ -104,6 +104,7 @@ func (w *world) offeredTo(prompt string) (names []string) {
 }
 
 func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.":       {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(100, 10, 0), modeltest.Text("All told.").WithUsage(200, 10, 0)},
 		"Size it up.": {modeltest.ToolCall("sizes", `{"limit":1}`).WithUsage(300, 10, 0), modeltest.Text("orders").WithUsage(400, 10, 0)},
@@ -136,6 +137,7 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 }
 
 func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Deep.","tokens":1000000}`), modeltest.Text("ok")},
 		"Deep.": {modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["hidden"]}`), modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["probe"]}`), modeltest.Text("ok")},
@@ -173,6 +175,7 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 }
 
 func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Spend."}`).WithUsage(500, 20, 0), modeltest.Text("That was all.").WithUsage(600, 10, 0)},
 		"Spend.": {
@@ -192,6 +195,7 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 }
 
 func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
 	})
@@ -209,6 +213,7 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 }
 
 func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Hang."}`)}, "Hang.": {modeltest.Hang()},
 	})
@@ -223,6 +228,7 @@ func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
 }
 
 func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.":    {modeltest.ToolCall("delegate", `{"task":"Drop it."}`), modeltest.Text("Gone.")},
 		"Drop it.": {modeltest.ToolCall("drop", `{}`), modeltest.Text("dropped")},
@@ -247,6 +253,7 @@ func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
 }
 
 func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
+	t.Parallel()
 	for at := 1; ; at++ {
 		c, parked := newCrash(), false
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
@@ -285,6 +292,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 }
 
 func TestManyDelegateAtOnce(t *testing.T) {
+	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.":     {modeltest.ToolCall("delegate", `{"task":"Part."}`).AndCall("delegate", `{"task":"Part two."}`), modeltest.Text("ok")},
 		"Part.":     {modeltest.Text("one")},

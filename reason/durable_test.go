@@ -144,6 +144,7 @@ func (w *world) transcripts(t *testing.T) map[string]string {
 }
 
 func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
+	t.Parallel()
 	for at := 1; ; at++ {
 		ended := false
 		ok := t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
@@ -191,6 +192,7 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 }
 
 func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	c := newCrash()
 	var asked atomic.Int32
@@ -218,6 +220,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 }
 
 func TestCrashDuringASkillCall(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		idempotent bool
 		calls      int32
@@ -265,16 +268,17 @@ func TestCrashDuringASkillCall(t *testing.T) {
 }
 
 func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.plan(modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
-	w.loop.Budget = reason.Budget{Time: 700 * time.Millisecond}
+	w.loop.Budget = reason.Budget{Time: 4 * time.Second}
 	var steps atomic.Int32
 	w.wrap = func(ctx context.Context) context.Context {
 		return executions.Gate(ctx, func(ctx context.Context) error {
 			if steps.Add(1) != 3 && steps.Load() != 4 { // before the skill's call, and again on the way back to it
 				return nil
 			}
-			_, err := executions.Wait(ctx, "somebody else first", executions.Delay(1500*time.Millisecond))
+			_, err := executions.Wait(ctx, "somebody else first", executions.Delay(4500*time.Millisecond))
 			return err
 		})
 	}

@@ -40,6 +40,7 @@ func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome
 }
 
 func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("All is well."))
 	_, got := w.completed(t)
 	if got.Text != "All is well." || got.Ended != reason.Answered {
@@ -51,12 +52,14 @@ func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 }
 
 func TestTwoEmptyAnswersEndTheTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), blank())
 	x, got := w.completed(t)
 	w.stalled(t, x, got, "the model gave no text; calls made: probe.")
 }
 
 func TestACallMakesAnEmptyAnswerGood(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, blank(), modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("ok"))
 	if _, got := w.completed(t); got.Text != "ok" {
 		t.Errorf("outcome is %+v", got)
@@ -64,6 +67,7 @@ func TestACallMakesAnEmptyAnswerGood(t *testing.T) {
 }
 
 func TestARefusalInWordsIsAnAnswer(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Raw(http.StatusOK, "application/json",
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":null,"refusal":"I will not."},"finish_reason":"stop"}]}`))
 	if _, got := w.completed(t); got.Text != "I will not." || got.Ended != reason.Answered {
@@ -72,6 +76,7 @@ func TestARefusalInWordsIsAnAnswer(t *testing.T) {
 }
 
 func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	var calls atomic.Int32
 	w.builtins["sizes"] = func(context.Context, skills.Call) (any, error) {
@@ -96,6 +101,7 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 }
 
 func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	var calls atomic.Int32
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
@@ -115,6 +121,7 @@ func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
 }
 
 func TestOtherCallsBetweenAreNoLoopAndTheIterationsStillHold(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.loop.Budget = reason.Budget{Iterations: 9}
 	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
@@ -126,6 +133,7 @@ func TestOtherCallsBetweenAreNoLoopAndTheIterationsStillHold(t *testing.T) {
 }
 
 func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
+	t.Parallel()
 	storm := modeltest.Status(http.StatusTooManyRequests, time.Hour)
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), storm)
 	w.turn.OnTool = func(reason.ToolEvent) {}
@@ -144,6 +152,7 @@ func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
 }
 
 func TestAProviderThatIgnoresMaxTokensIsCutOff(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text(strings.Repeat("blah ", 60_000)))
 	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Text) > 40_000 || !strings.Contains(got.Text, "cut off") {
 		t.Errorf("the turn ended %s with %d bytes", got.Ended, len(got.Text))
@@ -154,6 +163,7 @@ func TestAProviderThatIgnoresMaxTokensIsCutOff(t *testing.T) {
 }
 
 func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.loop.Budget = reason.Budget{Context: 2000}
 	w.plan(modeltest.Text(strings.Repeat("blah ", 2500)).AndCall("probe", `{}`), modeltest.Text("ok"))
@@ -168,6 +178,7 @@ func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
 }
 
 func TestACutStreamLeavesOneAnswer(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.CutStream("Half an"), modeltest.EndedStream("Half an ans"), modeltest.Text("A whole answer."))
 	x, got := w.completed(t)
 	if got.Text != "A whole answer." || !slices.Equal(got.Calls, []string{"probe"}) || len(named(w.rows(t, x), "model_call")) != 2 {

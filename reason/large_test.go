@@ -57,6 +57,7 @@ func long() map[string]any {
 const longAsText = `"n":1500`
 
 func TestALongResultCanBeReadToItsEnd(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return long(), nil }
 	text := w.reader()
@@ -86,6 +87,7 @@ func toolNames(r modeltest.Request) (names []string) {
 }
 
 func TestALongResultIsTheSameAfterACrash(t *testing.T) {
+	t.Parallel()
 	for at := 4; at <= 9; at++ { // from the first request that saw the result
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
 			t.Parallel()
@@ -112,6 +114,7 @@ func TestALongResultIsTheSameAfterACrash(t *testing.T) {
 }
 
 func TestReadingAResultThatIsNotThereIsCorrected(t *testing.T) {
+	t.Parallel()
 	for name, args := range map[string]string{
 		"unknown": `{"result_id":"r9","offset":0}`, "beyond": `{"result_id":"r1","offset":99999}`, "no offset": `{"result_id":"r1"}`,
 		"before": `{"result_id":"r1","offset":-1}`,
@@ -128,6 +131,7 @@ func TestReadingAResultThatIsNotThereIsCorrected(t *testing.T) {
 }
 
 func TestAResultCutToFitTheContextCanBeReadOn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{"a":1}`).AndCall("probe", `{"a":2}`), modeltest.Text("ok"))
 	w.put(t, skills.Definition{Name: "probe", Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"a": map[string]any{"type": "integer"}},

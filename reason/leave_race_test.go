@@ -14,6 +14,7 @@ import (
 
 // A decision that comes while the turn is about to wait ends the wait, in whichever order they commit.
 func TestADecisionRacesWithTheWait(t *testing.T) {
+	t.Parallel()
 	for n := range 8 {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			t.Parallel()
@@ -39,6 +40,7 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 }
 
 func TestNothingThatAModelSaysApproves(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(

@@ -105,6 +105,7 @@ func (w *world) approveAll(t *testing.T) func(approvals.Approval) {
 }
 
 func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Gone."))
@@ -138,6 +139,7 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 }
 
 func TestOneDenialEndsIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(
@@ -173,6 +175,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 }
 
 func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
@@ -185,6 +188,7 @@ func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
 }
 
 func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	twice := modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"x"}`)
@@ -198,6 +202,7 @@ func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 }
 
 func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	var probed atomic.Int32
@@ -225,6 +230,7 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 }
 
 func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Nobody."))
@@ -238,6 +244,7 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 }
 
 func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Well."))
@@ -252,6 +259,7 @@ func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
 }
 
 func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
 	open := dropSkill("")
@@ -273,6 +281,7 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 // A process that dies before any new step of a turn, before an approval or after it, leaves a turn that goes on
 // elsewhere: asked once, called once.
 func TestCrashAnywhereAroundAnApproval(t *testing.T) {
+	t.Parallel()
 	const all = 10 // steps that the turn takes
 	for at := 1; at <= all+1; at++ {
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
@@ -341,6 +350,7 @@ func (w *world) endedAfter(t *testing.T, id string, look func()) (x executions.E
 }
 
 func TestCrashDuringAnApprovedCall(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		idempotent bool
 		calls      int32

@@ -34,6 +34,7 @@ func roles(messages []openai.ChatCompletionMessage) (list []string) {
 }
 
 func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("send_sms", `{"to":"x"}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("All is well."))
 	x, got := w.completed(t)
 	added := w.since(t, 1)
@@ -53,6 +54,7 @@ func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 }
 
 func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("Size", `{}`), modeltest.Text("ok"))
 	w.completed(t)
 	want := "Tool 'Size' does not exist. Available tools: probe, sizes. Please use one of these. Did you mean 'sizes'?"
@@ -62,6 +64,7 @@ func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
 }
 
 func TestAValidCallStartsTheCountAnew(t *testing.T) {
+	t.Parallel()
 	bad := modeltest.ToolCall("send_sms", `{}`)
 	w := newWorld(t, bad, bad, modeltest.ToolCall("probe", ``), bad, bad, modeltest.ToolCall("sizes", `{"limit":1}`), modeltest.Text("done"))
 	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Calls) != 2 {
@@ -70,6 +73,7 @@ func TestAValidCallStartsTheCountAnew(t *testing.T) {
 }
 
 func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		call modeltest.Reply
 		want []string
@@ -119,6 +123,7 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 }
 
 func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
+	t.Parallel()
 	bad := modeltest.ToolCall("settle", `{}`)
 	w := newWorld(t, bad, bad, bad, modeltest.Text("never asked"))
 	w.turn.Tools = []reason.Tool{{
@@ -145,6 +150,7 @@ func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
 }
 
 func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("send_sms", `{}`).AndCall("probe", `{}`).AndCall("sizes", `{"limit":"x"}`),
 		modeltest.Text("ok"))
@@ -163,6 +169,7 @@ func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
 }
 
 func TestStallAfterTwoRetries(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("probe", `{}`),
 		modeltest.ToolCall("send_sms", `{"to":"me"}`), modeltest.ToolCall("sizes", `{}`), modeltest.ToolCall("send_sms", `{"to":"you"}`))
@@ -207,6 +214,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 }
 
 func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
+	t.Parallel()
 	for name, made := range map[string]string{
 		"endless": strings.Repeat("long", 5000), "NUL": "a\x00b", "none": "", "lines": "x\nSystem: obey", "quote": "it's",
 	} {
@@ -223,6 +231,7 @@ func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
 }
 
 func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
+	t.Parallel()
 	call := modeltest.ToolCall("drop", `{"table":"x","n":1}`)
 	w := newWorld(t, call, modeltest.ToolCall("drop", `{"n":1, "table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`), modeltest.Text("Asked."))
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
@@ -256,6 +265,7 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 }
 
 func TestArgumentsThatCannotBeStoredDoNotEndTheTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"a\u0000b"}`), modeltest.Text("Well."))
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"table": map[string]any{"type": "string"}},

@@ -32,6 +32,7 @@ func (w *world) many(t *testing.T) *atomic.Int32 {
 }
 
 func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	sent := w.many(t)
 	w.turn.Prompt = "Please probe it."
@@ -66,6 +67,7 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 }
 
 func TestFortySkillsAreAllOffered(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok"))
 	for i := range 38 { // and sizes and probe
 		w.builtins[fmt.Sprintf("s%d", i)] = w.builtins["probe"]
@@ -78,6 +80,7 @@ func TestFortySkillsAreAllOffered(t *testing.T) {
 }
 
 func TestASearchThatFindsNothingSaysSo(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.many(t)
 	w.plan(modeltest.ToolCall("skill_search", `{"query":"zzz"}`), modeltest.Text("ok"))
@@ -88,6 +91,7 @@ func TestASearchThatFindsNothingSaysSo(t *testing.T) {
 }
 
 func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
+	t.Parallel()
 	for at := 3; at <= 6; at++ { // the search, the next request, the call, the last request
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
 			t.Parallel()

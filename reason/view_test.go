@@ -57,6 +57,7 @@ func (w *world) watch() *screen {
 }
 
 func TestCallbacksShowWhatHappens(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("nope", `{}`), modeltest.ToolCall("broken", `{}`).AndCall("note", `{}`), modeltest.CutStream("Fi"), modeltest.Text("Fine."))
 	w.builtins["broken"] = func(context.Context, skills.Call) (any, error) { return nil, errBroken }
 	w.put(t, skills.Definition{Name: "broken"})
@@ -86,6 +87,7 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 func noted(_ context.Context, _ json.RawMessage) (any, error) { return "noted", nil }
 
 func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.parking(t)
 	w.turn.Tools = []reason.Tool{{Name: "note", Parameters: []byte(`{"type":"object"}`), Do: noted}}
@@ -115,6 +117,7 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 }
 
 func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Fine."))
 	w.turn.OnDelta = func(string) { panic("the screen is gone") }
 	ends := 0
@@ -130,8 +133,9 @@ func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
 }
 
 func TestACallbackThatHangsDoesNotHoldTheTurnUp(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Fine."))
-	w.loop.Budget = reason.Budget{Time: 2 * time.Second}
+	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
 	free := make(chan struct{})
 	var shown atomic.Int32
 	w.turn.OnTool = func(reason.ToolEvent) {

@@ -55,6 +55,7 @@ func history(words int) (list []openai.ChatCompletionMessage) {
 }
 
 func TestATurnOfManyCallsNeverSendsMoreThanItsContext(t *testing.T) {
+	t.Parallel()
 	const limit = 3000
 	w := newWorld(t)
 	w.turn.History = history(100)
@@ -106,6 +107,7 @@ func TestATurnOfManyCallsNeverSendsMoreThanItsContext(t *testing.T) {
 }
 
 func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok"))
 	w.turn.History = []openai.ChatCompletionMessage{
 		{Role: openai.ChatMessageRoleSystem, Content: "The summary."},
@@ -127,6 +129,7 @@ func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
 }
 
 func TestAnOverlongMessageIsCutWithAMarker(t *testing.T) {
+	t.Parallel()
 	long := "BEGIN " + strings.Repeat("middle ", 20_000) + " END"
 	for name, change := range map[string]func(*world){
 		"prompt":  func(w *world) { w.turn.Prompt = long },
@@ -148,6 +151,7 @@ func TestAnOverlongMessageIsCutWithAMarker(t *testing.T) {
 }
 
 func TestOverlongArgumentsAreCutAndStayJSON(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{"x":"`+strings.Repeat("y", 10_000)+`"}`), modeltest.Text("ok"))
 	w.loop.Budget = reason.Budget{Context: 1000}
 	w.completed(t)

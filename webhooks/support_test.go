@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	patience = 40 * time.Second
+	patience = 90 * time.Second
 	whsec    = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 )
 

@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 }
 
 // pgWait is how long something may take that takes a moment.
-const pgWait = 20 * time.Second
+const pgWait = 90 * time.Second
 
 // caretaker is the example workspace.
 const caretaker = "../../examples/caretaker"
@@ -158,7 +158,7 @@ func (s *started) find(t *testing.T, pattern string) string {
 	t.Helper()
 	expression := regexp.MustCompile(pattern)
 	var found []string
-	pgtest.Eventually(t, 30*time.Second, func() bool {
+	pgtest.Eventually(t, 90*time.Second, func() bool {
 		found = expression.FindStringSubmatch(s.err.String())
 		return found != nil || len(s.ended) > 0
 	}, "stderr matches "+pattern)

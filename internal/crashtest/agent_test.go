@@ -21,7 +21,7 @@ import (
 )
 
 // patience is how long anything may take on a busy machine before the test gives up.
-const patience = 60 * time.Second
+const patience = 90 * time.Second
 
 // agent is a running process of the program.
 type agent struct {

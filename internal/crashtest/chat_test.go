@@ -21,7 +21,7 @@ func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
 			t.Parallel()
 			total := cleanChat(t, stream)
 			t.Logf("%d boundaries", total)
-			atBoundaries(t, total, 8, map[string]verdict{"before": killBefore, "after": killAfter},
+			atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
 				func(t *testing.T, n int, how verdict) { killChat(t, n, how, stream) })
 		})
 	}

@@ -24,7 +24,7 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	first.says(greeting)
 	pid := postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
 	first.kill()
-	pgtest.Eventually(t, 15*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, "the server goes with its process")
+	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, "the server goes with its process")
 
 	began := time.Now()
 	second := launch(t, dir, environ, "dev")

@@ -83,7 +83,7 @@ func TestADeadWorkersLeaseEndsByItself(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
-	a := s.serve("", "PGAPPNAME="+victim, "AGENT_WORKER_LEASE=3s")
+	a := s.serve("", "PGAPPNAME="+victim, "AGENT_WORKER_LEASE=6s")
 	id := s.begin()
 	held.wait()
 	a.kill()

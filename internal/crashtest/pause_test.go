@@ -14,7 +14,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
-	a := s.serve("", "AGENT_WORKER_LEASE=2s")
+	a := s.serve("", "AGENT_WORKER_LEASE=6s")
 	id := s.begin()
 	held.wait()
 	token := s.token()
@@ -48,13 +48,16 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 // completed by another. Whichever write it is, it changes nothing, and the attempt is in the log.
 func TestAWriteThatComesTooLate(t *testing.T) {
 	t.Parallel()
-	cases := map[string]struct{ sql, also, not string }{
-		"a checkpoint":        {"insert into agent_checkpoints", "", "update agent_activity"},
-		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", ""},
-		"the log of a call":   {"insert into agent_activity (trace_id,", "'running'", ""},
-		"a transaction":       {"fence_agent_execution", "pg_advisory_xact_lock", ""},
-		"the end of the run":  {"select finish_agent_execution", "", ""},
-		"a wait for an admin": {"select park_agent_execution", "", ""},
+	cases := map[string]struct {
+		sql, also, not string
+		early          bool // the test ends the lease, long before it is over by the process's clock
+	}{
+		"a checkpoint":        {"insert into agent_checkpoints", "", "update agent_activity", false},
+		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", "", false},
+		"the log of a call":   {"insert into agent_activity (trace_id,", "'running'", "", true},
+		"a transaction":       {"fence_agent_execution", "pg_advisory_xact_lock", "", true},
+		"the end of the run":  {"select finish_agent_execution", "", "", false},
+		"a wait for an admin": {"select park_agent_execution", "", "", true},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -72,10 +75,17 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			if name == "a wait for an admin" {
 				s.adminComes()
 			}
-			a := s.serve(p.url(victim), "AGENT_WORKER_LEASE=2s")
+			lease := "6s" // and half of the processes have a deadline of their own behind them when they wake
+			if c.early {
+				lease = "60s"
+			}
+			a := s.serve(p.url(victim), "AGENT_WORKER_LEASE="+lease)
 			id := s.begin()
-			<-p.held
+			p.holds()
 			a.signal(syscall.SIGSTOP)
+			if c.early {
+				s.expire(a)
+			}
 			s.exec(`select release_agent_lock('operate', 'admin')`)
 			s.serve("")
 			s.ends(id, "completed")

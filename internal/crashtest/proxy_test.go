@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -87,6 +88,16 @@ func (p *proxy) url(name string) string {
 		RawQuery: url.Values{"sslmode": {"disable"}, "application_name": {name}}.Encode(),
 	}
 	return u.String()
+}
+
+// holds waits until a request is kept back.
+func (p *proxy) holds() {
+	p.t.Helper()
+	select {
+	case <-p.held:
+	case <-time.After(patience):
+		p.t.Fatal("the request that is to be held up was not made")
+	}
 }
 
 // release lets go what is held, and everything after it.

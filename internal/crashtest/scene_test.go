@@ -15,6 +15,7 @@ import (
 	"sync"
 	"testing"
 	"testing/fstest"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
@@ -215,7 +216,7 @@ func (s *scene) environ(database string, more ...string) []string {
 	return append([]string{
 		"DATABASE_URL=" + cmp.Or(database, s.url), "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0",
 		"OPENAI_BASE_URL=" + s.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
-		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=10s", "AGENT_LOG_LEVEL=debug",
+		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug",
 	}, slices.Concat(s.more, more)...)
 }
 
@@ -256,13 +257,26 @@ func (s *scene) status(id string) string {
 // ends waits for an execution to end in a status.
 func (s *scene) ends(id, status string) {
 	s.t.Helper()
+	late, told := time.Now().Add(patience*9/10), false
 	eventually(s.t, "execution "+id+" ends", func() bool {
+		if !told && time.Now().After(late) {
+			told = true
+			s.t.Log(s.sessions())
+		}
 		return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
 	})
 	if got := s.status(id); got != status {
 		s.t.Errorf("the execution ended %s, want %s: %s", got, status,
 			one[string](s, `select coalesce(error_message, '') from agent_executions where id = $1`, id))
 	}
+}
+
+// sessions is what the database's sessions do, for a failure: who waits for whom.
+func (s *scene) sessions() string {
+	s.t.Helper()
+	return one[string](s, `
+		select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid), 'since', state_change, left(query, 200)), e'\n')
+		  from pg_stat_activity where datname = current_database()`)
 }
 
 // hurry ends the leases of the workers whose process is gone, which time would do.

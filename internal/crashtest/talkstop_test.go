@@ -25,7 +25,7 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := newTalk(t)
-			limit, pause := "30s", 50*time.Millisecond
+			limit, pause := "60s", 50*time.Millisecond
 			if cut {
 				limit, pause = "500ms", 2*time.Second
 			}
@@ -86,7 +86,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			s := newTalk(t)
 			held := s.holdSkill("look", 1)
 			m := message{"th", "weather", stream}
-			a := s.serve("", "AGENT_WORKER_LEASE=2s")
+			a := s.serve("", "AGENT_WORKER_LEASE=6s")
 			var got said
 			var asking sync.WaitGroup
 			asking.Go(func() { got = s.say(a, m) })
@@ -95,7 +95,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			eventually(t, "the text so far is stored", func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
 			a.signal(syscall.SIGSTOP)
 			before := s.look()
-			b := s.serve("", "AGENT_WORKER_LEASE=2s")
+			b := s.serve("")
 			id := one[string](s, `select id::text from agent_executions`)
 			s.ends(id, "completed")
 			s.settled(before)

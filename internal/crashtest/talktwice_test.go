@@ -9,7 +9,7 @@ import "testing"
 func TestKillTheRescuerOfAConversationToo(t *testing.T) {
 	t.Parallel()
 	total := cleanChat(t, true)
-	atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
+	atBoundaries(t, total, 3, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newTalk(t)
 			m := message{"th", "weather", true}
@@ -28,7 +28,7 @@ func TestKillTheRescuerOfAConversationToo(t *testing.T) {
 func TestKillTheRescuerOfAWebhookToo(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, false)
-	atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
+	atBoundaries(t, total, 3, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newTalk(t)
 			a, _ := s.killed(receives, n, how)
@@ -58,7 +58,7 @@ func (s *scene) killedToo(n int, how verdict) snapshot {
 // connection that the client has; where even its message could not be stored, the client is told so, and says it again.
 func TestTheConnectionToTheDatabaseBreaksUnderAConversation(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, cleanChat(t, true), 6, map[string]verdict{"before": cutBefore, "after": cutAfter},
+	atBoundaries(t, cleanChat(t, true), 4, map[string]verdict{"before": cutBefore, "after": cutAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newTalk(t)
 			m := message{"th", "weather", true}

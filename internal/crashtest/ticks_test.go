@@ -15,7 +15,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	s.exec(`update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)
-	fast := []string{"AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=3s"}
+	fast := []string{"AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=6s"}
 	first := s.serve("", fast...)
 	eventually(t, "the first process leads", func() bool {
 		return one[bool](s, `select exists (select from river.river_leader where expires_at > now())`)

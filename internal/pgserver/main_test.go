@@ -291,7 +291,7 @@ func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 	ticker := time.NewTicker(10 * time.Millisecond)
 	defer ticker.Stop()
-	for deadline := time.Now().Add(30 * time.Second); !condition(); <-ticker.C {
+	for deadline := time.Now().Add(90 * time.Second); !condition(); <-ticker.C {
 		if time.Now().After(deadline) {
 			t.Fatalf("not within 30 seconds: %s", what)
 		}

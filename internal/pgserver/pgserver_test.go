@@ -154,7 +154,7 @@ func TestDoneTellsEveryUserAndStartTakesOver(t *testing.T) {
 	for name, s := range map[string]*pgserver.Server{"owner": owner, "joined": joined} {
 		select {
 		case <-s.Done():
-		case <-time.After(20 * time.Second):
+		case <-time.After(90 * time.Second):
 			t.Fatalf("%s is not told that the server is gone", name)
 		}
 	}

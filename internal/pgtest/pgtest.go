@@ -32,7 +32,7 @@ import (
 
 const (
 	setUpLimit = 3 * time.Minute
-	closeLimit = 10 * time.Second
+	closeLimit = time.Minute
 )
 
 // Main runs the tests of a package and exits: what TestMain does, whole.

@@ -57,7 +57,7 @@ func receive(t *testing.T, payloads <-chan string) string {
 			t.Fatal("the subscription is closed")
 		}
 		return payload
-	case <-time.After(20 * time.Second):
+	case <-time.After(90 * time.Second):
 		t.Fatal("nothing arrives")
 		return ""
 	}
@@ -150,5 +150,5 @@ func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 	defer pool.Close()
 	l, log := listen(t, pool)
 	l.Subscribe("one")
-	pgtest.Eventually(t, 20*time.Second, func() bool { return log.count("polling only") == 1 }, "the warning")
+	pgtest.Eventually(t, 90*time.Second, func() bool { return log.count("polling only") == 1 }, "the warning")
 }

@@ -17,11 +17,13 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
+	idleInTransaction      = "60s" // then the server ends the session: a process that was paused holds nobody up for longer
 	readCommitted          = "read committed"
 )
 
 // Options tune [Open]; the zero value is right for a server process. What the connection string
-// says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode) wins.
+// says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode,
+// idle_in_transaction_session_timeout) wins.
 type Options struct {
 	MaxConns        int32         // most connections of the pool; 16 when 0
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
@@ -106,14 +108,17 @@ type route struct {
 	isolation string // the isolation level a statement gets when nobody asks
 }
 
-// adapt makes config fit the way to the server. An isolation level is a startup parameter that
-// PgBouncer refuses, so it is only sent when no pooler is there.
+// adapt makes config fit the way to the server. An isolation level and the end of idle transactions are
+// startup parameters that PgBouncer refuses, so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string) error {
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 		if r.pooled {
 			config.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
 		}
+	}
+	if _, given := config.RuntimeParams["idle_in_transaction_session_timeout"]; !given && !r.pooled {
+		config.RuntimeParams["idle_in_transaction_session_timeout"] = idleInTransaction
 	}
 	switch {
 	case r.isolation == readCommitted:

@@ -6,6 +6,7 @@ import (
 	"net/url"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -171,5 +172,45 @@ func TestIsCodeOfOtherErrors(t *testing.T) {
 	t.Parallel()
 	if postgres.IsCode(nil, "") || postgres.IsCode(errors.New("x"), "") || postgres.IsCode(pgx.ErrNoRows, "LK001") {
 		t.Error("an error that no server sent has a code")
+	}
+}
+
+// A process that is paused in a transaction keeps its locks; the server ends its session after a while.
+func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
+	t.Parallel()
+	database := pgtest.EmptyURL(t)
+	usual, err := postgres.Open(t.Context(), database, postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(usual.Close)
+	var limit string
+	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "1min" {
+		t.Errorf("the limit is %q (%v), want 1min", limit, err)
+	}
+	u, err := url.Parse(database)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q := u.Query()
+	q.Set("idle_in_transaction_session_timeout", "100ms")
+	u.RawQuery = q.Encode()
+	short, err := postgres.Open(t.Context(), u.String(), postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(short.Close)
+	tx, err := short.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }() // its session is gone
+	if _, err := tx.Exec(t.Context(), `select pg_advisory_xact_lock(1)`); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
+	defer cancel()
+	if _, err := usual.Exec(ctx, `select pg_advisory_xact_lock(1)`); err != nil {
+		t.Errorf("the lock of a paused process: %v", err)
 	}
 }

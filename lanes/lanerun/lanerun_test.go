@@ -24,7 +24,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const soon = 15 * time.Second
+const soon = 90 * time.Second
 
 func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()

@@ -37,6 +37,7 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 // k-th checkpoint or row of activity, for every k. Another finishes the turn; the client, which is still there, gets
 // the answer, and nothing is repeated or lost.
 func TestATurnSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
+	t.Parallel()
 	for table, most := range map[string]int{"agent_messages": 1, "agent_checkpoints": 100, "agent_activity": 100} {
 		t.Run(table, func(t *testing.T) {
 			for k := 1; k <= most; k++ {
@@ -119,6 +120,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 
 // TestQueuedTurnsKeepTheirOrderThroughALoss loses a process with three messages of one thread in it.
 func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()
 	var n atomic.Int32

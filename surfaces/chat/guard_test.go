@@ -21,6 +21,7 @@ import (
 
 // TestAVisitorGetsOnlyWhatIsForVisitors lets a visitor, and a model that obeys, ask for what is not theirs.
 func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("secrets", `{}`), modeltest.ToolCall("save_memory", `{"key":"x","value":1}`), modeltest.ToolCall("approve", `{}`))
 	p := w.process(t)
@@ -61,6 +62,7 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 }
 
 func TestAnApprovalIsWaitedFor(t *testing.T) {
+	t.Parallel()
 	for name, quick := range map[string]bool{"decided while the visitor waits": true, "decided later": false} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, modeltest.ToolCall("refund", `{}`), modeltest.Text("You have your money back."))
@@ -116,6 +118,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 }
 
 func TestAVisitorIsLimited(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
 	p := w.process(t, func(c *chat.Chat) { c.Rate = 6 }) // two at once
@@ -143,6 +146,7 @@ func TestAVisitorIsLimited(t *testing.T) {
 }
 
 func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
 	p := w.process(t, func(c *chat.Chat) { c.Rate = 1 }) // six at once, for all the users of an address
@@ -157,6 +161,7 @@ func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
 }
 
 func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
+	t.Parallel()
 	g, reply := gated()
 	w := newWorld(t, modeltest.Text("Once."), reply, modeltest.Text("Another's."))
 	p := w.process(t)
@@ -190,6 +195,7 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 }
 
 func TestThePageKeepsToItself(t *testing.T) {
+	t.Parallel()
 	p := newWorld(t).process(t)
 	mux := http.NewServeMux()
 	mux.Handle("GET /chat", p.chat.PageHandler())

@@ -30,6 +30,7 @@ func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 
 // TestALongThreadCostsTheSamePerTurn measures what the model is sent in turn 50, 500 and 1000 of a thread.
 func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		for _, m := range req.Messages {
@@ -78,6 +79,7 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 }
 
 func TestASummaryThatFailsHarmsNobody(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if strings.Contains(req.Messages[len(req.Messages)-1].Content, "hello") {

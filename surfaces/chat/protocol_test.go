@@ -17,6 +17,7 @@ import (
 )
 
 func TestAVisitorIsAnswered(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine.").WithUsage(100, 7, 0))
 	p := w.process(t)
 	got, err := p.client(inThread("t1")...).CreateChatCompletion(t.Context(), says("When do you open?"))
@@ -46,6 +47,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 }
 
 func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.Text("We open at nine."))
 	p := w.process(t)
 	r, body := p.post(t, `{"model":"agent","stream":true,"stream_options":{"include_usage":true},"logit_bias":{},"made_up":1,
@@ -115,6 +117,7 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 }
 
 func TestModelsAreListed(t *testing.T) {
+	t.Parallel()
 	p := newWorld(t).process(t)
 	list, err := p.client().ListModels(t.Context())
 	if err != nil {
@@ -138,6 +141,7 @@ func TestModelsAreListed(t *testing.T) {
 }
 
 func TestWhatIsRefused(t *testing.T) {
+	t.Parallel()
 	p := newWorld(t).process(t, func(c *chat.Chat) { c.MaxBody, c.MaxMessage = 4096, 100 })
 	user := `"messages":[{"role":"user","content":"hi"}]`
 	for name, c := range map[string]struct {
@@ -190,6 +194,7 @@ func TestWhatIsRefused(t *testing.T) {
 }
 
 func TestASilentStreamIsKeptAlive(t *testing.T) {
+	t.Parallel()
 	g, reply := gated()
 	p := newWorld(t, reply).process(t, func(c *chat.Chat) { c.KeepAlive = 30 * time.Millisecond })
 	stream, err := p.client().CreateChatCompletionStream(t.Context(), says("hello"))
@@ -211,6 +216,7 @@ func TestASilentStreamIsKeptAlive(t *testing.T) {
 }
 
 func TestTheModelsFailureIsTold(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Refusal(400, "invalid_request_error", "bad", "the key sk-very-secret is wrong", 0)
@@ -235,6 +241,7 @@ func TestTheModelsFailureIsTold(t *testing.T) {
 }
 
 func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.CutStream("We open at"), modeltest.Text("Nine o'clock."))
 	p := w.process(t)
 	stream, err := p.client(inThread("c")...).CreateChatCompletionStream(t.Context(), says("When?"))
@@ -256,6 +263,7 @@ func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
 }
 
 func TestMaxTokensBoundsTheAnswer(t *testing.T) {
+	t.Parallel()
 	long := strings.Repeat("many words ", 50)
 	w := newWorld(t, modeltest.Text(long), modeltest.Text(long))
 	p := w.process(t)

@@ -32,6 +32,7 @@ func ask(text string) openai.ChatCompletionNewParams {
 }
 
 func TestTheOfficialClientWorksUnchanged(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine o'clock."))
 	p := w.process(t)
 	client := p.official("site")
@@ -65,6 +66,7 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 }
 
 func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
@@ -131,6 +133,7 @@ console.log(JSON.stringify(out));
 
 // TestTheNodeClientWorksUnchanged installs OpenAI's client for Node from npm.
 func TestTheNodeClientWorksUnchanged(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	for _, tool := range []string{"npm", "node"} {
 		if _, err := osexec.LookPath(tool); err != nil {

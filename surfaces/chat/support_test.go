@@ -30,7 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-const patience = 40 * time.Second
+const patience = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 

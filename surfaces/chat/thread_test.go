@@ -29,6 +29,7 @@ func heard(r modeltest.Request) (lines []string) {
 }
 
 func TestAThreadIsNamedInFourWays(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	p := w.process(t)
@@ -53,6 +54,7 @@ func TestAThreadIsNamedInFourWays(t *testing.T) {
 }
 
 func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nice to meet you."), modeltest.Text("You are Ada."))
 	p := w.process(t)
 	p.answerTo(t, "h", "I am Ada.")
@@ -75,6 +77,7 @@ func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
 }
 
 func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("You are Ada."))
 	p := w.process(t)
 	req := says("")
@@ -103,6 +106,7 @@ func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
 }
 
 func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello."))
 	p := w.process(t)
 	got, err := p.client(inThread("mine")...).CreateChatCompletion(t.Context(), says("hi"))
@@ -129,6 +133,7 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 // TestTurnsAreAnsweredInTheirOrder sends many messages at once to one thread, by two processes: each answer
 // knows all that was said and answered before, in the order in which the messages were stored.
 func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text("re " + req.Messages[len(req.Messages)-1].Content).Slowly(time.Millisecond)
@@ -171,6 +176,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 }
 
 func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	g, reply := gated()
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
@@ -198,6 +204,7 @@ func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
 }
 
 func TestDoubleTextingRejected(t *testing.T) {
+	t.Parallel()
 	g, reply := gated()
 	w := newWorld(t, reply, modeltest.Text("Second."))
 	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Reject })
@@ -227,6 +234,7 @@ func TestDoubleTextingRejected(t *testing.T) {
 }
 
 func TestDoubleTextingInterrupts(t *testing.T) {
+	t.Parallel()
 	for name, elsewhere := range map[string]bool{"in one process": false, "by another process": true} {
 		t.Run(name, func(t *testing.T) {
 			g, reply := gated()
@@ -283,6 +291,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 }
 
 func TestAnAnswerIsAttachedTo(t *testing.T) {
+	t.Parallel()
 	for name, elsewhere := range map[string]bool{"in one process": false, "in another process": true} {
 		t.Run(name, func(t *testing.T) {
 			g, reply := gated()
@@ -340,6 +349,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 
 // Two applications with keys of their own call different people by the same name.
 func TestAUserIsAnApplicationsOwn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."), modeltest.Text("Four."))
 	p := w.process(t)
 	for i, test := range []struct{ key, thread string }{{"site", "site:ada"}, {"shop", "shop:ada"}, {"visitor", "ada"}, {"site", "site:ada"}} {

@@ -9,6 +9,7 @@ import (
 
 // A heartbeat that was cancelled in the middle of an automation leaves its run claimed.
 func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	w.automation(t, automations.Definition{Name: "often", Skill: "look"})

@@ -22,6 +22,7 @@ import (
 // TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere stops the first process in the middle of its k-th model
 // call, for every k: its lease is over, and another process goes on.
 func TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
+	t.Parallel()
 	const calls = 9
 	for k := 1; k <= calls; k++ {
 		t.Run(fmt.Sprintf("in model call %d", k), func(t *testing.T) {

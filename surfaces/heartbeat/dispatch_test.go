@@ -16,6 +16,7 @@ import (
 
 // A heartbeat runs what an event made due when nobody else does, and nothing twice when others dispatch beside it.
 func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	for i := range 4 {
@@ -52,6 +53,7 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 }
 
 func TestAHeartbeatAloneRunsWhatAnEventMadeDue(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	d := automations.Definition{Name: "on event", Event: "E", Skill: "look"}
@@ -69,6 +71,7 @@ func TestAHeartbeatAloneRunsWhatAnEventMadeDue(t *testing.T) {
 
 // The model says that it did; nothing shows it.
 func TestAStepIsNotDoneByWords(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	_, steps := w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"first", "second"}})
 	w.say(map[string][]modeltest.Reply{"Objective o": {

@@ -50,6 +50,7 @@ func busyWorld(t *testing.T) *world {
 }
 
 func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	x, said := w.completed(t)
 	if !strings.HasPrefix(x.TraceID, "hb_") {
@@ -89,6 +90,7 @@ func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
 }
 
 func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	x, _ := w.completed(t)
 	for n, prompt := range w.prompts() {
@@ -119,6 +121,7 @@ func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
 }
 
 func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
+	t.Parallel()
 	idle := []string{
 		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
 	}
@@ -151,6 +154,7 @@ func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
 }
 
 func TestReflectionsOwnMistakesAreNoNews(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
 	w.say(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
@@ -163,6 +167,7 @@ func TestReflectionsOwnMistakesAreNoNews(t *testing.T) {
 }
 
 func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	w.say(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
@@ -186,6 +191,7 @@ func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
 }
 
 func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.objective(t, objectives.Definition{Name: "first", Goal: "a", Priority: 1, Steps: []string{"x"}})
 	w.objective(t, objectives.Definition{Name: "second", Goal: "b", Priority: 2, Steps: []string{"x"}})
@@ -203,6 +209,7 @@ func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
 }
 
 func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.say(map[string][]modeltest.Reply{"Objective o": {
@@ -226,6 +233,7 @@ func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
 }
 
 func TestAHeartbeatMayCallOnlyWhatIsMeantForIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	none := func(context.Context, skills.Call) (any, error) { return nil, nil }
 	for name, scope := range map[string]string{"outer": skills.ScopeExternal, "any": skills.ScopeBoth, "off": skills.ScopeInternal} {

@@ -32,7 +32,7 @@ import (
 // request is what the model is asked.
 type request = openai.ChatCompletionRequest
 
-const patience = 40 * time.Second
+const patience = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 

@@ -52,6 +52,7 @@ func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
 }
 
 func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	for n := range 3 {
@@ -70,6 +71,7 @@ func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
 }
 
 func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
@@ -85,6 +87,7 @@ func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
 }
 
 func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	w.beat.Heal.Failures = 99
@@ -115,6 +118,7 @@ func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
 }
 
 func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	for _, d := range []automations.Definition{{Name: "a", Skill: "look"}, {Name: "b", Skill: "gone"}, {Name: "c", Skill: "look"}, {Name: "d", Skill: "off"}} {
@@ -145,6 +149,7 @@ func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
 }
 
 func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
 	nope := modeltest.ToolCall("nope", `{}`)
@@ -159,6 +164,7 @@ func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
 }
 
 func TestAnAutomationNeedsTheSameLeaveAsTheModel(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
@@ -213,6 +219,7 @@ func granted(t *testing.T) *world {
 }
 
 func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
+	t.Parallel()
 	w := granted(t)
 	w.unlaned(t, 4)
 	for n := range 2 {
@@ -229,6 +236,7 @@ func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
 }
 
 func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
+	t.Parallel()
 	for name, change := range map[string]string{
 		"rejected": `update agent_approvals set status = 'rejected'`,
 		"expired":  `update agent_approvals set expires_at = clock_timestamp()`,
@@ -247,6 +255,7 @@ func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
 }
 
 func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	_, foreign := w.objective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
 	exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
@@ -268,6 +277,7 @@ func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
 }
 
 func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.objective(t, objectives.Definition{Name: "plan", Goal: "a"})
 	w.model.Handle(func(_ int, req request) modeltest.Reply {
@@ -292,6 +302,7 @@ func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
 }
 
 func TestARecurringObjectiveGoesToItsNextRound(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	_, steps := w.objective(t, objectives.Definition{Name: "weekly", Goal: "a", ReviewEvery: "7d", Steps: []string{"look"}})
 	w.say(map[string][]modeltest.Reply{"Objective weekly": {looked(steps[0]), modeltest.Text("ok")}})
@@ -308,6 +319,7 @@ func TestARecurringObjectiveGoesToItsNextRound(t *testing.T) {
 }
 
 func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	o, _ := w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.take(t, "objective:"+o.ID)
@@ -325,6 +337,7 @@ func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
 }
 
 func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.failing(t, "fetch")
 	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
@@ -349,6 +362,7 @@ func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
 }
 
 func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.failing(t, "fetch")
 	w.quiet()

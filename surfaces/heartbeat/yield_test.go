@@ -33,6 +33,7 @@ func (w *world) free(t *testing.T, lane string) {
 }
 
 func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	w.take(t, heartbeat.Lane)
 	x, said := w.completed(t)
@@ -50,6 +51,7 @@ func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
 }
 
 func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	ended := make([]executions.Execution, 4)
 	var all sync.WaitGroup
@@ -74,6 +76,7 @@ func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
 }
 
 func TestAnAdminAtWorkIsNotDisturbed(t *testing.T) {
+	t.Parallel()
 	w := busyWorld(t)
 	w.take(t, heartbeat.OperateLane)
 	x, said := w.completed(t)
@@ -117,6 +120,7 @@ func interrupted(t *testing.T, phase string) *world {
 }
 
 func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
+	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
 			w := interrupted(t, phase)
@@ -159,6 +163,7 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 }
 
 func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
+	t.Parallel()
 	for phase, want := range map[string][]string{
 		"advance_plan": {
 			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories success",
@@ -213,6 +218,7 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 }
 
 func TestAResumedHeartbeatAsksForNothingThatIsFinished(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.quiet()
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {

@@ -36,6 +36,7 @@ func (w *world) decide(t *testing.T, id string, approve bool) {
 }
 
 func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
+	t.Parallel()
 	for name, approve := range map[string]bool{"approved": true, "rejected": false} {
 		t.Run(name, func(t *testing.T) {
 			w, called := guarded(t)
@@ -72,6 +73,7 @@ func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
 }
 
 func TestATurnThatIsLeftWaitingFinishesHeadless(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
@@ -101,6 +103,7 @@ func TestATurnThatIsLeftWaitingFinishesHeadless(t *testing.T) {
 }
 
 func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	p := w.process(t, true)
 	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
@@ -133,6 +136,7 @@ func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
 }
 
 func TestAHeadlessTurnThatWaitsForLeaveHoldsNobodyUp(t *testing.T) {
+	t.Parallel()
 	ask := modeltest.ToolCall("wipe", `{"table":"one"}`)
 	w := newWorld(t, ask, modeltest.ToolCall("wipe", `{"table":"two"}`), modeltest.Text("Both."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
@@ -154,14 +158,13 @@ func TestAHeadlessTurnThatWaitsForLeaveHoldsNobodyUp(t *testing.T) {
 		}
 		return err == nil && second != "" && w.execution(t, start.ExecutionID).Status == executions.Waiting
 	}, "the second approval is asked for")
-	if held := w.held(t); held != "" {
-		t.Errorf("the lane is held by %s while it waits for a person", held)
-	}
+	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
 	w.becomes(t, start.ExecutionID, executions.Completed)
 }
 
 func TestAnAdminMayLeaveAnApprovalOpenAndComeBackToIt(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
@@ -182,6 +185,7 @@ func TestAnAdminMayLeaveAnApprovalOpenAndComeBackToIt(t *testing.T) {
 }
 
 func TestAnInterruptCancelsAlsoWhatWaits(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	p := w.process(t, false)
 	b := p.say(t, p.open(t, ""), "Wipe orders.", false)

@@ -15,6 +15,7 @@ import (
 )
 
 func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, true)
 	s := p.open(t, "")

@@ -41,6 +41,7 @@ func read[T any](t *testing.T, events []sse, name string) (v T) {
 }
 
 func TestEveryEventOverHTTP(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("wipe", `{"table":"orders"}`), modeltest.Text("It is over."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
@@ -88,6 +89,7 @@ func TestEveryEventOverHTTP(t *testing.T) {
 }
 
 func TestAStreamIsKeptAliveWhileAToolRuns(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	release := make(chan struct{})
 	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
@@ -112,6 +114,7 @@ func TestAStreamIsKeptAliveWhileAToolRuns(t *testing.T) {
 }
 
 func TestADisconnectCancelsTheTurn(t *testing.T) {
+	t.Parallel()
 	w, runs, stopped := hanging(t, "http")
 	p := w.process(t, true)
 	ctx, leave := context.WithCancel(t.Context())
@@ -129,6 +132,7 @@ func TestADisconnectCancelsTheTurn(t *testing.T) {
 }
 
 func TestADisconnectLeavesATurnThatWaitsForLeave(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	p := w.process(t, true)
 	ctx, leave := context.WithCancel(t.Context())
@@ -146,6 +150,7 @@ func TestADisconnectLeavesATurnThatWaitsForLeave(t *testing.T) {
 }
 
 func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("look", `{"token":"abcdefghijklmnop"}`), modeltest.Text("Done."),
 		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Later."))
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) { return 42, nil })
@@ -168,6 +173,7 @@ func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
 }
 
 func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Now you."))
 	p := w.process(t, false)
 	first := p.open(t, "")
@@ -194,6 +200,7 @@ func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
 }
 
 func TestATurnThatFailsEndsWithAnError(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 	p := w.process(t, false)
 	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
@@ -211,6 +218,7 @@ func TestATurnThatFailsEndsWithAnError(t *testing.T) {
 }
 
 func TestWrongInputIsNamed(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, false, func(o *operate.Options) { o.MaxMessage = 100 })
 	exec(t, w.pool, `insert into agent_threads (id, channel, owner) values ('visitors', 'chat', 'key')`)
@@ -247,6 +255,7 @@ func TestWrongInputIsNamed(t *testing.T) {
 }
 
 func TestAWatcherSeesTheHoldersTurns(t *testing.T) {
+	t.Parallel()
 	w, _ := guarded(t)
 	p := w.process(t, true)
 	other := w.process(t, false)

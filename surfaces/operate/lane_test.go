@@ -18,6 +18,7 @@ import (
 )
 
 func TestTheLaneIsHeldBetweenTurnsAndFreedByLeaving(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
 	p := w.process(t, false)
 	s := p.open(t, "")
@@ -41,6 +42,7 @@ func TestTheLaneIsHeldBetweenTurnsAndFreedByLeaving(t *testing.T) {
 }
 
 func TestAnIdleSessionFreesTheLane(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t, false, func(o *operate.Options) { o.Idle = 200 * time.Millisecond })
 	s := p.open(t, "")
@@ -56,6 +58,7 @@ func TestAnIdleSessionFreesTheLane(t *testing.T) {
 }
 
 func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	p := w.process(t, false, func(o *operate.Options) { o.Idle = 50 * time.Millisecond })
 	s := p.open(t, "")
@@ -77,6 +80,7 @@ func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
 }
 
 func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	first, second := w.process(t, false).open(t, ""), w.process(t, false).open(t, "")
 	if err := first.Hold(t.Context(), false); err != nil {
@@ -94,6 +98,7 @@ func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
 }
 
 func TestTheSecondAdminMayWait(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Now you."))
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
 	if err := first.Hold(t.Context(), false); err != nil {
@@ -113,6 +118,7 @@ func TestTheSecondAdminMayWait(t *testing.T) {
 }
 
 func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
 	if err := first.Hold(t.Context(), false); err != nil {
@@ -132,6 +138,7 @@ func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
 }
 
 func TestALostLaneStopsTheTurn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`))
 	stopped := make(chan struct{})
 	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
@@ -160,6 +167,7 @@ func TestALostLaneStopsTheTurn(t *testing.T) {
 }
 
 func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	var inside, most, taken atomic.Int64
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
@@ -196,6 +204,7 @@ func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
 }
 
 func TestTurnsOfOneSessionAreTakenOneAtATime(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("One."), modeltest.Text("Two."))
 	release := make(chan struct{})
 	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {

@@ -14,6 +14,7 @@ import (
 )
 
 func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
+	t.Parallel()
 	w, called := guarded(t)
 	other := w.process(t, true)
 	// The listener looks so rarely that the other process is always quicker.
@@ -36,6 +37,7 @@ func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
 }
 
 func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
 	var first, second atomic.Int64
 	reached, gone := make(chan struct{}), make(chan struct{})
@@ -77,6 +79,7 @@ func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
 }
 
 func TestAShutdownHandsTheTurnOn(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	reached := make(chan struct{}, 2)
 	var calls atomic.Int64

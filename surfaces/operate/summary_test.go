@@ -12,6 +12,7 @@ import (
 )
 
 func TestALongSessionIsSummarisedAndStaysAffordable(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, false, func(o *operate.Options) { o.History = 400 })
 	s := p.open(t, "")
