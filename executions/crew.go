@@ -16,6 +16,8 @@ const (
 	unknownFor = 5 * time.Second
 	// tellEvery is how often at most other processes are told that there is more than this one can take.
 	tellEvery = 20 * time.Millisecond
+	// After so long executions are asked for again that somebody had locked; it doubles while they are.
+	shortestMiss, longestMiss = 2 * time.Millisecond, time.Second
 )
 
 // crew is this process's workers of one queue. Whenever something may be ready and workers are free, one statement
@@ -27,6 +29,7 @@ type crew struct {
 	size  int
 	wake  chan struct{} // something may be ready
 	tell  chan struct{} // others should look
+	pause time.Duration // until another try for executions that were locked; of work alone
 
 	mu   sync.Mutex
 	busy int
@@ -85,7 +88,7 @@ func (c *crew) fill(living context.Context) bool {
 		c.spread()
 		return false
 	}
-	worker, claimed, err := c.claim(living, free)
+	worker, claimed, missed, err := c.claim(living, free)
 	if err != nil {
 		c.e.log.WarnContext(living, "ready executions not claimed", "queue", c.queue, "error", err)
 		time.AfterFunc(time.Second, c.look)
@@ -93,6 +96,12 @@ func (c *crew) fill(living context.Context) bool {
 	}
 	for _, x := range claimed {
 		c.run(living, x, worker)
+	}
+	if !missed {
+		c.pause = 0
+	} else if len(claimed) < free {
+		c.pause = min(max(2*c.pause, shortestMiss), longestMiss)
+		time.AfterFunc(c.pause, c.look)
 	}
 	return len(claimed) == free
 }
@@ -200,11 +209,12 @@ type claimed struct {
 }
 
 // claim takes up to n ready executions, with their records, in one round trip and one transaction.
-func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed, err error) {
+// Missed says that there were others, which somebody had locked.
+func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed, missed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, c.e.opts.LeaseTTL)
 	defer cancel()
 	if worker, err = c.e.current(ctx); err != nil {
-		return "", nil, err
+		return "", nil, false, err
 	}
 	b := &pgx.Batch{}
 	b.Queue(`
@@ -225,10 +235,11 @@ func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed,
 		 where x.claimed_by = @worker and x.claim > 1 and x.xmin = pg_current_xact_id()::xid
 		   and a.status = 'unknown' and a.error_class = 'interrupted' and a.step <> ''`,
 		postgres.Strict{"worker": worker}).Query(func(rows pgx.Rows) error { return fileInterrupted(took, rows) })
+	b.Queue(`select coalesce(current_setting('lanekeeper.missed', true), '') = 'yes'`).QueryRow(func(row pgx.Row) error { return row.Scan(&missed) })
 	if err := c.e.pool.SendBatch(ctx, b).Close(); err != nil {
-		return "", nil, err
+		return "", nil, false, err
 	}
-	return worker, took, nil
+	return worker, took, missed, nil
 }
 
 // scanClaimed reads one claimed execution.

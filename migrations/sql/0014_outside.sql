@@ -377,6 +377,15 @@ begin
     ids := ids || c.id;
     exit when cardinality(ids) >= p_limit;
   end loop;
+  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over: the caller asks again soon.
+  if cardinality(ids) < p_limit then
+    perform set_config('lanekeeper.missed', 'yes', true)
+       from unnest(kinds, surfaces) t (flow, surface)
+      where coalesce((limits ->> ('flow ' || t.flow))::int, 1) > 0 and coalesce((limits ->> ('surface ' || t.surface))::int, 1) > 0
+        and exists (select from agent_executions x
+                     where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+                       and x.queue = p_queue and x.flow = t.flow and x.surface = t.surface and x.id <> all (ids));
+  end if;
   if ids = '{}' then
     return;
   end if;
@@ -389,7 +398,8 @@ begin
 end $$;
 comment on function claim_agent_executions is
   'Take up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, none of the flows in p_skip. One '
-  'that is held has lanes or calls of an earlier claim: recover_agent_claim comes before anything else is done with it.';
+  'that is held has lanes or calls of an earlier claim: recover_agent_claim comes before anything else is done with it. The setting '
+  'lanekeeper.missed is yes, until the transaction ends, when some were locked by others: ask again soon.';
 
 create function recover_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
