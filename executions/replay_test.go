@@ -237,3 +237,46 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
+
+// A phase under way has no record yet: a replay goes into it, to where the record ends.
+func TestAReplayGoesIntoAPhaseUnderWay(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var changed atomic.Bool
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := executions.Phase(ctx, "outer", func(ctx context.Context, _ *executions.Effect) (int, error) {
+			if _, err := executions.Step(ctx, "a", func(context.Context) (int, error) { return 1, nil }); err != nil {
+				return 0, err
+			}
+			return executions.Step(ctx, "inner", func(ctx context.Context) (int, error) {
+				name := "news"
+				if changed.Load() {
+					name = "other"
+				}
+				_, err := executions.Wait(ctx, name, executions.Event("news", 0))
+				return 1, err
+			})
+		})
+		return executions.Result{}, err
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	before := everything(t, pool, id)
+	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" || got.Steps != 1 {
+		t.Errorf("waiting: %+v, %+v", got, got.Divergence)
+	}
+	changed.Store(true)
+	if got := replay(t, p, id); got.Equal || got.Divergence.Step != "outer/inner/other" {
+		t.Errorf("changed: %+v", got.Divergence)
+	}
+	if everything(t, pool, id) != before {
+		t.Error("the replay did something")
+	}
+	changed.Store(false)
+	if _, err := p.Cancel(t.Context(), id, "test", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" && got.EndedAt != "outer/inner" {
+		t.Errorf("cancelled: %+v, %+v", got, got.Divergence)
+	}
+}

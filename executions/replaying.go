@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -136,6 +137,9 @@ func (p *replaying) missing(before time.Time) (c Checkpoint, ok bool) {
 func (p *replaying) comeTo(ctx context.Context, r *run, s spec) error {
 	point, recorded := p.points[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
+	if !recorded {
+		p.cover(s.key)
+	}
 	for {
 		p.mu.Lock()
 		if p.divergence != nil || p.endedAt != "" {
@@ -186,7 +190,8 @@ func (p *replaying) parallel(scope string) bool {
 
 // beyond is called for what the record does not have: its end, or something new.
 func (p *replaying) beyond(r *run, key string) error {
-	if !p.open || p.waitsIn != nil && *p.waitsIn != key && !strings.HasPrefix(*p.waitsIn, beforeStep(key)) {
+	if !p.open || p.waitsIn != nil && *p.waitsIn != key && !strings.HasPrefix(*p.waitsIn, beforeStep(key)) &&
+		!strings.HasPrefix(*p.waitsIn, key+"/") {
 		return p.refuse(r, key, DivergedUnrecorded, "the record has no such step: the code does something new")
 	}
 	p.mu.Lock()
@@ -269,4 +274,46 @@ func (r *run) loopReplayed(ctx context.Context, s spec) error {
 		return nil
 	}
 	return r.replay.comeTo(ctx, r, s)
+}
+
+// underWay reports a step or phase that was entered and has no record of its own yet: its function is called, for the steps
+// in it. A call is not, because it is an effect.
+func (p *replaying) underWay(s spec) bool {
+	if _, ok := p.points[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
+		return false
+	}
+	within := s.key + "/"
+	if p.waitsIn != nil && strings.HasPrefix(*p.waitsIn, within) {
+		return true
+	}
+	for _, c := range p.all {
+		if strings.HasPrefix(c.Step, within) {
+			return true
+		}
+	}
+	return false
+}
+
+// cover lets what was recorded within a step that is not entered count as come to with it.
+func (p *replaying) cover(key string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.all {
+		if strings.HasPrefix(c.Step, key+"/") {
+			p.reached[c.Step] = true
+		}
+	}
+}
+
+// enter calls the function of a step under way. What it would record as its result is beyond the record.
+func enter[T any](ctx context.Context, r *run, s spec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+	var zero T
+	_, err := protect(inside(ctx, s), &Effect{Key: r.idempotencyKey(s.key)}, fn)
+	if poison := r.poisoned(); poison != nil {
+		return zero, poison
+	}
+	if err != nil && ctx.Err() != nil {
+		return zero, context.Cause(ctx)
+	}
+	return zero, r.replay.beyond(r, s.key)
 }

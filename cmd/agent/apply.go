@@ -37,6 +37,11 @@ what changes. Applying twice changes nothing the second time. What the agent lea
 
 // apply changes the database, or only says what would change, and shows it.
 func (c *cli) apply(ctx context.Context, s *session, dir string, files workspace.Workspace, dry bool) error {
+	names, err := c.goFlows(ctx, s)
+	if err != nil {
+		return err
+	}
+	files.GoFlows = names
 	act := applyFiles
 	if dry {
 		act = workspace.Plan

@@ -22,6 +22,8 @@ func (c *cli) commands() []*cobra.Command {
 		c.activityCommand(),
 		c.lanesCommand(),
 		c.executionsCommand(),
+		c.flowsCommand(),
+		c.requestsCommand(),
 		c.skillsCommand(),
 		c.selfhealCommand(),
 		c.approvalsCommand(),

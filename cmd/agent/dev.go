@@ -132,6 +132,11 @@ func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error
 
 // runDev applies the workspace, and works until ctx ends.
 func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions) error {
+	names, err := c.goFlows(ctx, s)
+	if err != nil {
+		return err
+	}
+	files.GoFlows = names
 	diff, err := applyFiles(ctx, s.pool, files)
 	if err != nil {
 		return err

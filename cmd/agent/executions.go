@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -13,8 +14,10 @@ import (
 )
 
 func (c *cli) executionsCommand() *cobra.Command {
-	return group("executions", "See and cancel durable runs",
-		c.executionsListCommand(), c.executionsShowCommand(), c.executionsCancelCommand())
+	return group("executions", "See, start, cancel, fork and replay durable runs",
+		c.executionsListCommand(), c.executionsShowCommand(), c.executionsStartCommand(), c.executionsCancelCommand(),
+		c.executionsEventCommand(), c.executionsForkCommand(), c.executionsRetryCommand(), c.executionsReplayCommand(),
+		c.executionsStatusCommand(), c.executionsWaitingCommand(), c.executionsStuckCommand())
 }
 
 func (c *cli) executionsListCommand() *cobra.Command {
@@ -70,6 +73,9 @@ func listExecutions(ctx context.Context, s *session, f executions.Filter) (page 
 type shownExecution struct {
 	executions.Execution
 	Checkpoints []executions.Checkpoint `json:"checkpoints"`
+	Waits       []executions.WaitingRow `json:"waits"` // the one that is open
+	Children    []executions.Relative   `json:"children"`
+	Forks       []executions.Relative   `json:"forks"`
 }
 
 func (c *cli) executionsShowCommand() *cobra.Command {
@@ -84,14 +90,39 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			points := make([]executions.Checkpoint, len(recorded))
-			for i, p := range recorded {
-				points[i] = p.Redacted()
+			shown := shownExecution{
+				Execution: x.Redacted(), Checkpoints: make([]executions.Checkpoint, len(recorded)), Waits: openWaits(x.Redacted()),
+				Children: []executions.Relative{}, Forks: []executions.Relative{},
 			}
-			x = x.Redacted()
-			return c.print(shownExecution{x, points}, func(w io.Writer) error { return writeExecution(w, x, points) })
+			for i, p := range recorded {
+				shown.Checkpoints[i] = p.Redacted()
+			}
+			relatives, err := executions.Relatives(cmd.Context(), s.pool, x.ID)
+			if err != nil {
+				return err
+			}
+			for _, r := range relatives {
+				if r.Fork {
+					shown.Forks = append(shown.Forks, r)
+				} else {
+					shown.Children = append(shown.Children, r)
+				}
+			}
+			return c.print(shown, func(w io.Writer) error { return writeExecution(w, shown) })
 		}),
 	}
+}
+
+// openWaits is what an execution waits for.
+func openWaits(x executions.Execution) []executions.WaitingRow {
+	if x.Status != executions.Waiting || x.WaitingUntil == nil {
+		return []executions.WaitingRow{}
+	}
+	return []executions.WaitingRow{{
+		ID: x.ID, TraceID: x.TraceID, Surface: x.Surface, Agent: x.Agent, Flow: x.Flow, WaitingFor: deref(x.WaitingFor),
+		WaitingKey: deref(x.WaitingKey), WaitingUntil: *x.WaitingUntil, WaitingData: x.WaitingData,
+		Waited: time.Since(x.UpdatedAt).Seconds(),
+	}}
 }
 
 // notFoundHint says where ids are listed.
@@ -102,10 +133,23 @@ func notFoundHint(err error) error {
 	return err
 }
 
-func writeExecution(w io.Writer, x executions.Execution, points []executions.Checkpoint) error {
+func writeExecution(w io.Writer, x shownExecution) error {
+	until := ""
+	if x.WaitingUntil != nil {
+		until = when(*x.WaitingUntil)
+	}
+	version := ""
+	if x.FlowVersion != nil {
+		version = fmt.Sprint(*x.FlowVersion)
+	}
 	lines := [][2]string{
 		{"execution", x.ID},
 		{"flow", x.Flow},
+		{"version", version},
+		{"parent", deref(x.ParentID)},
+		{"thread", deref(x.ThreadID)},
+		{"forked from", deref(x.ForkedFrom)},
+		{"from step", deref(x.ForkedStep)},
 		{"status", string(x.Status)},
 		{"trace", x.TraceID},
 		{"surface", x.Surface},
@@ -115,6 +159,7 @@ func writeExecution(w io.Writer, x executions.Execution, points []executions.Che
 		{"worker", deref(x.ClaimedBy)},
 		{"waits for", deref(x.WaitingFor)},
 		{"key", deref(x.WaitingKey)},
+		{"until", until},
 		{"result", x.ResultSummary},
 		{"error", deref(x.ErrorMessage)},
 		{"failed step", deref(x.FailedStep)},
@@ -126,9 +171,15 @@ func writeExecution(w io.Writer, x executions.Execution, points []executions.Che
 			fmt.Fprintf(w, "%-13s %s\n", l[0], printable(l[1]))
 		}
 	}
+	for _, r := range x.Children {
+		fmt.Fprintf(w, "%-13s %s %s %s\n", "child", r.ID, printable(r.Flow), r.Status)
+	}
+	for _, r := range x.Forks {
+		fmt.Fprintf(w, "%-13s %s %s %s\n", "fork", r.ID, r.Status, printable(r.From))
+	}
 	fmt.Fprintln(w)
-	rows := make([][]string, len(points))
-	for i, p := range points {
+	rows := make([][]string, len(x.Checkpoints))
+	for i, p := range x.Checkpoints {
 		state := "ok"
 		if p.Failed {
 			state = "failed"

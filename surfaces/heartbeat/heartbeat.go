@@ -200,7 +200,8 @@ func (h *Heartbeat) adminAtWork(ctx context.Context) (string, error) {
 // skip records a heartbeat that does not take place.
 func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, error) {
 	h.Logger.WarnContext(ctx, "heartbeat skipped", "reason", why)
-	_, err := executions.Phase(ctx, Flow, func(_ context.Context, effect *executions.Effect) (string, error) {
+	// Another run of it may find another holder; it goes by the record.
+	why, err := executions.Phase(ctx, Flow, func(_ context.Context, effect *executions.Effect) (string, error) {
 		effect.Status = activity.Skipped
 		return why, nil
 	})
