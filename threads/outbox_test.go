@@ -25,8 +25,12 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 			t.Errorf("%s: %+v", m.words, s)
 		}
 	}
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute' where lane = 'thread:t'`)
 	if s := saysAs(t, db, a, "a2"); s.Queued {
 		t.Errorf("the holder's second: %+v", s)
+	}
+	if !value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks where lane = 'thread:t'`) {
+		t.Error("a send does not renew the lease")
 	}
 	ends(t, db, a, "completed")
 	flushes(t, db)
