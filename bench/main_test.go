@@ -48,3 +48,16 @@ func TestChatPriorityMeasures(t *testing.T) {
 		}
 	}
 }
+
+// TestWaitingMeasures runs the whole of it, briefly.
+func TestWaitingMeasures(t *testing.T) {
+	var out bytes.Buffer
+	if err := run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []string{`floor: .*callers: 8 \| 20 \| \d+`, `goes on, callers: 1 \| 20 \| \d+`, `memory grows by \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
+		if !regexp.MustCompile(row).MatchString(out.String()) {
+			t.Errorf("there is no %q in\n%s", row, out.String())
+		}
+	}
+}

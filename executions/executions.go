@@ -27,9 +27,12 @@
 // Why this is safe: a claim has a number that only grows, and every durable write carries it. The
 // database refuses a write under an old number (SQLSTATE LK001, ErrStale here), so a process that was
 // paused past its lease can do nothing when it wakes; what it tried is noted in the activity log. Claims
-// live as long as their worker's lease, 30 seconds renewed every 10. River carries wake-ups as hints in
-// the transaction that changes the state; the row is the truth, and a sweep every 5 seconds covers
-// whatever hint was lost.
+// live as long as their worker's lease, 30 seconds renewed every 10.
+//
+// The row is the truth about what is ready. A process that made something ready looks at the queue after its
+// commit and claims as many executions as it has free workers, in one statement, within the limits (Admission);
+// where it has too few, it tells other processes. In a transaction of the caller's River carries the hint. Every
+// process also looks by itself every 5 seconds, after a sweep, which covers whatever hint was lost.
 package executions
 
 import (
