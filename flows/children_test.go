@@ -3,6 +3,7 @@ package flows_test
 import (
 	"context"
 	"encoding/json"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -137,13 +138,21 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	until(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
 	until(t, w.pool, second.ID, executions.Completed)
+	// A fork is given its version before it begins.
+	third := value[string](t, w.pool, `select fork_agent_execution(@id, 'flow version', '{"key": "k4"}', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE')::text`,
+		postgres.Strict{"id": first})
+	exec(t, w.pool, `update agent_executions set thread_id = null where id = @id`, postgres.Strict{"id": third})
+	x := until(t, w.pool, third, executions.Failed)
+	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(deref(x.ErrorMessage), "no thread") {
+		t.Errorf("the fork runs version %v: %s", v, deref(x.ErrorMessage))
+	}
 	got := value[string](t, w.pool, `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id where x.flow = @flow`, postgres.Strict{"flow": "a"})
 	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
 		t.Errorf("said %s", got)
 	}
-	x := until(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
+	x = until(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
 	if deref(x.ErrorMessage) != "flow a: the flow was removed" {
 		t.Errorf("%q", deref(x.ErrorMessage))
 	}

@@ -190,12 +190,13 @@ actions:
     parameters:
       condition: n < 40
       actions:
-        - {actionType: set, parameters: {expressions: {n: n + 1, text: 'n % 10 == 0 ? text + string(n) : text'}}}
+        - {actionType: set, parameters: {expressions: {n: n + 1}}}
+        - {actionType: set, when: n % 10 == 0, parameters: {expressions: {text: text + string(n)}}}
         - {actionType: delay, when: n == 37, parameters: {duration: 10ms}}
 `)
 	id := w.begin(t, "a", nil)
 	got := variables(t, until(t, w.pool, id, executions.Completed))
-	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "0102030"}, got); diff != "" {
+	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "10203040"}, got); diff != "" {
 		t.Error(diff)
 	}
 	if n := value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 3 {
