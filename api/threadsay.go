@@ -17,8 +17,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// maxMessage bounds what is said in a thread, in bytes.
-const maxMessage = 64 << 10
+const (
+	maxMessage = 64 << 10          // of what is said in a thread, in bytes
+	maxIdle    = 30 * 24 * 60 * 60 // of a thread's idle time, in seconds
+)
 
 // saying is a message for a thread: of the run that a worker outside holds the lock of, or of the admin.
 type saying struct {
@@ -54,7 +56,8 @@ type opening struct {
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
 	Target      string `json:"target,omitempty"`  // of channel webhook: the outgoing target
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"` // whose visitors may speak in it: a chat key's name; empty: the first who does
+	Owner       string `json:"owner,omitempty"`        // whose visitors may speak in it: a chat key's name; empty: the first who does
+	IdleSeconds *int   `json:"idle_seconds,omitempty"` // after how long without a message of its holder others may speak; 600 when left out
 }
 
 func (o opening) check() error {
@@ -66,6 +69,8 @@ func (o opening) check() error {
 		return badBody("channel is %.60q; it can be %s", o.Channel, strings.Join(channels, ", "))
 	case (o.Channel == threads.ChannelWebhook) != (o.Target != ""):
 		return badBody("target is given with channel webhook, and only then: the name of an outgoing target")
+	case o.IdleSeconds != nil && (*o.IdleSeconds < 1 || *o.IdleSeconds > maxIdle):
+		return badBody("idle_seconds is %d; it can be 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
 	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
 		return badBody("participant and owner have at most 200 bytes of text")
 	}
@@ -86,7 +91,7 @@ func (s *server) openThread(r request) (answer, error) {
 		}
 	}
 	got, made, err := threads.Ensure(r.Context(), s.pool, threads.Thread{
-		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner,
+		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: value(o.IdleSeconds),
 	})
 	if err != nil {
 		return answer{}, err

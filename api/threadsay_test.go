@@ -42,6 +42,13 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	a.refused(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "already")
 	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
 	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
+	for _, idle := range []string{"0", "-1", "2592001"} {
+		a.refused(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
+	}
+	a.creates("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
+	if made.IdleSeconds != 20 || value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
+		t.Errorf("idle time: %+v", made)
+	}
 
 	first, lock := a.outsideRun("first")
 	second, other := a.outsideRun("second")

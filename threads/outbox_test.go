@@ -129,6 +129,41 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	}
 }
 
+// How long a thread lasts without a send is the thread's own: when it is taken, renewed, and taken by what leaves the queue.
+func TestTheIdleTimeIsTheThreads(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	got, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: "t", IdleSeconds: 20})
+	if err != nil || !made || got.IdleSeconds != 20 {
+		t.Fatalf("made %+v, %v, %v", got, made, err)
+	}
+	if got, err := threads.Open(t.Context(), db, threads.Thread{ID: "other", Channel: "chat", Owner: "site"}); err != nil || got.IdleSeconds != 600 {
+		t.Errorf("opened %+v, %v", got, err)
+	}
+	lasts := func(of, when string) {
+		t.Helper()
+		holds := value[bool](t, db, `
+			select execution_id = $1::uuid and ttl_seconds = 20 and expires_at between clock_timestamp() - interval '1 minute'
+			   and clock_timestamp() + interval '20 seconds' from agent_locks where lane = 'thread:t'`, of)
+		if !holds {
+			t.Errorf("%s: it is not held for 20 seconds", when)
+		}
+	}
+	a, b := claimed(t, db, ""), claimed(t, db, "")
+	saysAs(t, db, a, "a")
+	lasts(a, "taken")
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s', ttl_seconds = 600 where lane = 'thread:t'`)
+	saysAs(t, db, a, "more")
+	lasts(a, "renewed")
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`) // the machine may be slow
+	if s := saysAs(t, db, b, "b"); !s.Queued {
+		t.Errorf("not queued: %+v", s)
+	}
+	ends(t, db, a, "completed")
+	flushes(t, db)
+	lasts(b, "taken by what was queued")
+}
+
 func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

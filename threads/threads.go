@@ -14,7 +14,7 @@
 //
 // The right to act in a thread is the lane thread:{id} (see [Lane]). Executions speak through [Send], which takes the lane
 // or queues the message; what is queued leaves first-in-first-out when the lane frees, and the lane is the execution's whose message left.
-// A lane without a send for ten minutes is anybody's, unless its holder waits durably. What the other side says
+// A lane without a send for ten minutes (settable per thread) is anybody's, unless its holder waits durably. What the other side says
 // goes through [Receive] to who waits for it. [Post] is for those who hold the lane by other means, and does not check it. A
 // [Courier] sends the queues and carries the messages of the channels webhook and log, at least once and under one id.
 //
@@ -55,7 +55,8 @@ type Thread struct {
 	Agent          string    `json:"agent"`
 	Owner          string    `json:"owner"`
 	Participant    string    `json:"participant"`
-	NextSeq        int64     `json:"next_seq"` // 1: nothing was said yet
+	IdleSeconds    int       `json:"idle_seconds"` // how long its lane lasts without a send; 0 in what is to be made: 600
+	NextSeq        int64     `json:"next_seq"`     // 1: nothing was said yet
 	Summary        string    `json:"summary"`
 	SummaryThrough int64     `json:"summary_through"` // the last turn in the summary
 	CreatedAt      time.Time `json:"created_at"`
@@ -78,19 +79,20 @@ func CheckID(id string) error {
 	return nil
 }
 
-// Open returns the thread with an id, and makes it when there is none: then t's channel, agent, owner and
-// participant are its own. It is ErrForeign when the thread has another channel or owner.
+// Open returns the thread with an id, and makes it when there is none: then t's channel, agent, owner,
+// participant and idle time are its own. It is ErrForeign when the thread has another channel or owner.
 func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 	if err := CheckID(t.ID); err != nil {
 		return Thread{}, fmt.Errorf("open thread: %w", err)
 	}
 	rows, err := db.Query(ctx, `
-		insert into agent_threads (id, channel, target, agent, owner, participant)
-		values (@id, @channel, @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
+		insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds)
+		values (@id, @channel, @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600))
 		on conflict (id) do nothing
-		returning id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at`,
+		returning id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at`,
 		postgres.Strict{
 			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner), "participant": plain(t.Participant),
+			"idle": t.IdleSeconds,
 		})
 	if err != nil {
 		return Thread{}, fmt.Errorf("open thread: %w", err)
@@ -109,19 +111,20 @@ func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 }
 
 // Ensure returns the thread with an id whoever opened it, and makes it when there is none, with t's channel (default chat), target,
-// agent, owner and participant; made is true then. It is for those who act for the agent, such as a flow that begins a
+// agent, owner, participant and idle time; made is true then. It is for those who act for the agent, such as a flow that begins a
 // conversation. A thread without an owner becomes that of the first visitor who speaks in it, see [Adopt].
 func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
 	if err := CheckID(t.ID); err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}
 	tag, err := db.Exec(ctx, `
-		insert into agent_threads (id, channel, target, agent, owner, participant)
-		values (@id, coalesce(nullif(@channel, ''), 'chat'), @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant)
+		insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds)
+		values (@id, coalesce(nullif(@channel, ''), 'chat'), @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant,
+		        coalesce(nullif(@idle::int, 0), 600))
 		on conflict (id) do nothing`,
 		postgres.Strict{
 			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner),
-			"participant": plain(t.Participant),
+			"participant": plain(t.Participant), "idle": t.IdleSeconds,
 		})
 	if err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
@@ -145,7 +148,7 @@ func Adopt(ctx context.Context, db postgres.DB, id, channel, owner, participant 
 // Get reads one thread; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 	rows, err := db.Query(ctx, `
-		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id`, postgres.Strict{"id": plain(id)})
 	return one(rows, err)
 }
@@ -153,7 +156,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 // Lock reads a thread and keeps others from posting in it until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, `
-		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": plain(id)})
 	return one(rows, err)
 }
@@ -188,7 +191,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 		before = f.BeforeTime
 	}
 	rows, err := db.Query(ctx, `
-		select id, channel, target, agent, owner, participant, next_seq, summary, summary_through, created_at, updated_at
+		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads
 		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))

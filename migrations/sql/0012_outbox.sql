@@ -6,8 +6,8 @@
 -- depends on its channel: chat is there to be read (sent), webhook and log are carried out by a process (sending, then
 -- delivered or failed). It may be delivered twice, under one id.
 --
--- The lane of a thread is renewed by sends alone: after ten minutes without one it is anybody's, unless its holder
--- waits durably. Locks: executions by id, the lane, the thread, its messages.
+-- The lane of a thread is renewed by sends alone: after ten minutes without one (agent_threads.idle_seconds) it is anybody's,
+-- unless its holder waits durably. Locks: executions by id, the lane, the thread, its messages.
 
 alter table agent_messages
   add column target text not null default '',              -- of channel webhook: the name of an outgoing target
@@ -21,7 +21,9 @@ create index agent_messages_sending on agent_messages (thread_id, seq) where sta
 create index agent_messages_due on agent_messages (next_attempt_at) where status = 'sending' and next_attempt_at is not null;
 alter table agent_threads
   add column target text not null default '',              -- of channel webhook: where its messages go by default
+  add column idle_seconds int not null default 600 check (idle_seconds between 1 and 2592000),
   add column watched_until timestamptz not null default 'epoch';
+comment on column agent_threads.idle_seconds is 'How long its lane lasts without a send. What holds it keeps the time it was taken or renewed with.';
 comment on column agent_threads.watched_until is 'Somebody looks at this thread until then: a message notifies on agent_messages.';
 
 -- What may expire. Parking changes the key of the row anyway, so that this index costs renewals nothing.
@@ -40,6 +42,10 @@ create or replace view agent_thread_locks as
    where l.lane like 'thread:%' and l.locked_by <> '';
 
 create function agent_thread_lane(p_thread text) returns text language sql immutable as $$ select 'thread:' || p_thread $$;
+
+create function agent_thread_idle(p_thread text) returns int language sql stable as $$
+  select coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600)
+$$;
 
 create function lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
@@ -154,7 +160,7 @@ begin
     perform fence_agent_execution(p_execution_id, p_claim);
   end if;
   perform lock_agent_thread(p_thread);
-  select x.channel, x.target into t from agent_threads x where x.id = p_thread;
+  select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) else '' end;
   if p_channel not in ('chat', 'webhook', 'log') then
@@ -170,10 +176,10 @@ begin
   if live and held.execution_id = p_execution_id then
     mine := true;
     if not held.parked then
-      update agent_locks l set expires_at = clock_timestamp() + interval '10 minutes', ttl_seconds = 600 where l.lane = lane_;
+      update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_;
     end if;
   elsif live and p_execution_id is not null then
-    select b.acquired, b.lender into got from borrow_agent_lock(lane_, p_execution_id, p_claim, 600) b;
+    select b.acquired, b.lender into got from borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
     mine := got.acquired;
     lender := got.lender;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
@@ -184,7 +190,7 @@ begin
         stale_holder := held.locked_by;
         stale_ms := extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000;
       end if;
-      select a.acquired, a.lender into got from take_agent_lock(lane_, p_execution_id || '#' || p_claim, 600) a;
+      select a.acquired, a.lender into got from take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       mine := got.acquired;
       lender := got.lender;
       acquired := mine and lender is null;
@@ -258,6 +264,9 @@ begin
     live := found and held.expires_at > clock_timestamp();
     continue when head is distinct from agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
     exit when not take_agent_thread(p_thread, who, live, held.execution_id);
+    -- An answer that comes in this moment must find the wait begun, or the question not yet out.
+    exit when who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text
+      and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
     perform place_agent_message(head);
     n := n + 1;
     if who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text then
@@ -287,10 +296,10 @@ begin
          select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
       return false;                                          -- it borrows when somebody runs it
     end if;
-    if not (select b.acquired from borrow_agent_lock(lane_, p_who.id, p_who.claim, 600) b) then
+    if not (select b.acquired from borrow_agent_lock(lane_, p_who.id, p_who.claim, agent_thread_idle(p_thread)) b) then
       return false;
     end if;
-  elsif not (select a.acquired from acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, 600) a) then
+  elsif not (select a.acquired from acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, agent_thread_idle(p_thread)) a) then
     return false;
   end if;
   if p_who.status = 'waiting' then
@@ -370,6 +379,7 @@ begin
       if watched > clock_timestamp() then
         perform pg_notify('agent_messages', p_thread);
       end if;
+      perform agent_lane_freed(agent_thread_lane(p_thread)); -- a flush may have given way to this
     end if;
     return query select message, place, came.event_id, came.execution_id;
   end loop;
