@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -175,9 +176,9 @@ func retryFrom(x Execution, points []Checkpoint) string {
 		}
 	}
 	if x.Status == Timeout {
-		for i := len(points) - 1; i >= 0; i-- {
-			if timedOut(points[i]) {
-				return points[i].Step
+		for _, c := range slices.Backward(points) {
+			if timedOut(c) {
+				return c.Step
 			}
 		}
 	}
@@ -196,8 +197,7 @@ func retryFrom(x Execution, points []Checkpoint) string {
 // in it. Messages are taken from the error as they are found, so that equal ones count as often as they are there.
 func blame(message, within string, points []Checkpoint) (step string) {
 	rest, why := message, ""
-	for i := len(points) - 1; i >= 0; i-- {
-		c := points[i]
+	for _, c := range slices.Backward(points) {
 		if !c.Failed || !strings.HasPrefix(c.Step, within) {
 			continue
 		}

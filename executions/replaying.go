@@ -306,14 +306,13 @@ func (p *replaying) cover(key string) {
 }
 
 // enter calls the function of a step under way. What it would record as its result is beyond the record.
-func enter[T any](ctx context.Context, r *run, s spec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
-	var zero T
+func enter[T any](ctx context.Context, r *run, s spec, fn func(ctx context.Context, effect *Effect) (T, error)) error {
 	_, err := protect(inside(ctx, s), &Effect{Key: r.idempotencyKey(s.key)}, fn)
 	if poison := r.poisoned(); poison != nil {
-		return zero, poison
+		return poison
 	}
 	if err != nil && ctx.Err() != nil {
-		return zero, context.Cause(ctx)
+		return context.Cause(ctx)
 	}
-	return zero, r.replay.beyond(r, s.key)
+	return r.replay.beyond(r, s.key)
 }

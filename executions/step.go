@@ -163,7 +163,7 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 		return zero, err
 	}
 	if r.replay != nil && r.replay.underWay(s) {
-		return enter(ctx, r, s, fn)
+		return zero, enter(ctx, r, s, fn)
 	}
 	if done, v, err := recorded[T](ctx, r, s); done {
 		return v, err
