@@ -145,6 +145,25 @@ actions:
 	}
 }
 
+// The condition of a while may be about index from the first look on, whatever an outer loop calls so.
+func TestAWhileCountsFromZero(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: counts
+variables: {sum: 0}
+actions:
+  - {actionType: while, parameters: {condition: index < 4, actions: [{actionType: set, parameters: {expressions: {sum: sum + index}}}]}}
+  - actionType: for_each
+    parameters:
+      items: [a, b, c]
+      actions: [{actionType: while, parameters: {condition: index < 2, actions: [{actionType: set, parameters: {expressions: {sum: sum + 100}}}]}}]
+`)
+	x := until(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
+	if diff := cmp.Diff(map[string]any{"sum": 606.0}, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+}
+
 // An action that ends is the end of everything, also out of loops and branches.
 func TestAFlowEndsItself(t *testing.T) {
 	t.Parallel()

@@ -21,7 +21,12 @@ const (
 func (m *machine) decide(r ready, effect *executions.Effect) (result, error) {
 	switch r.Type {
 	case "if", "while":
-		holds, err := r.exprs["condition"].truth(m.vars)
+		vars := m.vars
+		if r.Type == "while" { // the condition may be about index, which counts from 0
+			vars = maps.Clone(vars)
+			vars["index"] = 0
+		}
+		holds, err := r.exprs["condition"].truth(vars)
 		effect.Output = map[string]any{"condition": holds}
 		branch := map[bool]string{true: "then", false: "else"}[holds]
 		return result{Branch: branch}, wrapped("condition", err)
