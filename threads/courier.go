@@ -95,7 +95,7 @@ func (c *Courier) Run(ctx context.Context) error {
 
 // lookAround does what notifications may have missed.
 func (c *Courier) lookAround(ctx context.Context) {
-	if _, err := Clean(ctx, c.Pool, c.Logger); err != nil && ctx.Err() == nil {
+	if _, err := clean(ctx, c.Pool, c.Logger, unwanted); err != nil && ctx.Err() == nil {
 		c.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 	c.flush(ctx, "")

@@ -308,8 +308,8 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
 	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
-	// Nobody wants this one; it is freed, and that is logged. Only couriers log, the sweep does not.
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	// Nobody wants this one; it is freed some time later, and that is logged. Only couriers log, the sweep does not.
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes' where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool {
 		return value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
 	}, "the thread is freed")

@@ -51,10 +51,20 @@ type Freed struct {
 	IdleSeconds int64   `json:"idle_seconds"`
 }
 
+// unwanted is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak in it. Who does
+// takes it over; meanwhile it is there to be seen.
+const unwanted = 5 * time.Minute
+
 // Clean frees the threads whose holder has ended, is gone, or has not sent anything for the time of its lease, and logs each.
 func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, error) {
+	return clean(ctx, db, log, 0)
+}
+
+// clean is Clean that leaves the silent holders of threads where nothing is queued in peace for longer.
+func clean(ctx context.Context, db postgres.DB, log *slog.Logger, longer time.Duration) ([]Freed, error) {
 	rows, err := db.Query(ctx, `
-		select thread_id, locked_by as holder, execution_id::text, idle_seconds from clean_agent_threads()`)
+		select thread_id, locked_by as holder, execution_id::text, idle_seconds
+		  from clean_agent_threads('0', make_interval(secs => @longer))`, postgres.Strict{"longer": longer.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("clean threads: %w", err)
 	}

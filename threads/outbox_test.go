@@ -176,6 +176,18 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 0 {
 		t.Errorf("freed a thread in use: %+v, %v", freed, err)
 	}
+	const lazily = `select count(*)::int from clean_agent_threads('0', interval '5 minutes')`
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
+	if n := value[int](t, db, lazily); n != 0 {
+		t.Errorf("%d threads were freed that nobody wants", n)
+	}
+	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes' where lane = 'thread:t'`)
+	if n := value[int](t, db, lazily); n != 1 {
+		t.Error("one that nobody has wanted for long was not freed")
+	}
+	saysAs(t, db, a, "again")
+	saysAs(t, db, b, "b")
 	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), db, logger)
 	if err != nil || len(freed) != 1 || freed[0].ThreadID != "t" || freed[0].IdleSeconds < 600 || *freed[0].ExecutionID != a {
@@ -184,7 +196,7 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a)
 	log.want(t, `msg="locks released"`, "count=1")
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"a", "b"}, spoken(t, db, "t")); diff != "" {
+	if diff := cmp.Diff([]string{"a", "again", "b"}, spoken(t, db, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
 	// What an ended execution still holds, whoever made that, is freed, too.

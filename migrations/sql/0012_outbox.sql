@@ -455,8 +455,8 @@ end $$;
 comment on function agent_thread_busy is
   'Whether more may come in a thread without anything from outside: an execution, or those it waits for, are at work.';
 
-create function clean_agent_threads(p_overdue interval default '0') returns table (thread_id text, locked_by text, execution_id uuid,
-                                                                                 idle_seconds bigint)
+create function clean_agent_threads(p_overdue interval default '0', p_unwanted interval default '0')
+returns table (thread_id text, locked_by text, execution_id uuid, idle_seconds bigint)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
@@ -467,6 +467,8 @@ begin
     select k.lane from agent_locks k
      where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
        and (k.expires_at <= clock_timestamp() - p_overdue
+            and (k.expires_at <= clock_timestamp() - p_unwanted or exists (
+              select from agent_messages m where m.thread_id = substr(k.lane, 8) and m.status = 'queued'))
             or k.execution_id is not null and not exists (
               select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
      order by k.lane
@@ -492,5 +494,6 @@ begin
   end loop;
 end $$;
 comment on function clean_agent_threads is
-  'Free the threads whose holder has ended, is gone, or has not sent anything for the time of the lease, and p_overdue longer. The '
-  'sweep does it, too.';
+  'Free the threads whose holder has ended, is gone, or has not sent anything for the time of the lease, and p_overdue longer; where '
+  'no message waits for that, p_unwanted longer, so that a stale thread is seen, and who sends in it next takes it over and says '
+  'so. The sweep does it, too.';

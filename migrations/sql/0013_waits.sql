@@ -515,7 +515,7 @@ begin
       jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false));
   end loop;
   -- Threads whose holder has gone, and what is queued in those that are free.
-  perform clean_agent_threads(interval '10 seconds');       -- the courier is sooner, and logs it
+  perform clean_agent_threads(interval '10 seconds', interval '5 minutes');    -- the courier is sooner, and logs it
   perform flush_agent_threads(p_limit);
   -- Whoever swept looks at the queue afterwards, so that a hint that was lost is made good.
   return query select * from ready_agent_executions(p_limit);
