@@ -446,8 +446,13 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		t.Errorf("for what had come it is %s", status)
 	}
 	for i, r := range []executions.Release{
-		{For: "response"}, {For: "agent", Key: p.external(t)}, {For: "document", Key: "d"}, {For: "signature", Key: "s"},
-		{For: "test", Key: "t"}, {For: "approval", Key: "a"}, {For: "delay", Timeout: time.Millisecond},
+		{For: "response"},
+		{For: "agent", Key: p.external(t)},
+		{For: "document", Key: "d"},
+		{For: "signature", Key: "s"},
+		{For: "test", Key: "t"},
+		{For: "approval", Key: "a"},
+		{For: "delay", Timeout: time.Millisecond},
 	} {
 		lock = p.lock(t, id, "w")
 		if status := wait(r); status != executions.Waiting {
@@ -492,11 +497,11 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 		}
 	}
 	never("new")
-	lock := p.lock(t, id, "w")
+	p.lock(t, id, "w")
 	expire(t, pool, id)
 	sweep(t, pool)
 	never("handed on")
-	lock = p.lock(t, id, "w")
+	lock := p.lock(t, id, "w")
 	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "event", Key: "k"}); err != nil {
 		t.Fatal(err)
 	}
