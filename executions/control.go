@@ -92,11 +92,13 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key s
 	return got, nil
 }
 
-// deliver is the statement, and the hints for what it woke.
+// deliver is the statement, and the hints for what it woke. The limit keeps the planner from reading the whole table,
+// since it believes that an event wakes a thousand.
 func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, hints []hint, err error) {
 	rows, err := db.Query(ctx, `
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-		  from deliver_agent_event(@event, @key, @data, @id) d left join agent_executions x on x.id = d.execution_id`, args)
+		  from deliver_agent_event(@event, @key, @data, @id) d
+		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x on true`, args)
 	if err != nil {
 		return Delivered{}, nil, err
 	}

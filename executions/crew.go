@@ -227,14 +227,12 @@ func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed,
 	// What this transaction has claimed; its later statements see everything that was recorded before.
 	b.Queue(`
 		select k.execution_id::text, k.step, k.claim, k.fingerprint, k.failed, k.output, k.created_at
-		  from agent_executions x join agent_checkpoints k on k.execution_id = x.id
-		 where x.claimed_by = @worker and x.claim > 1 and x.xmin = pg_current_xact_id()::xid`,
-		postgres.Strict{"worker": worker}).Query(func(rows pgx.Rows) error { return fileCheckpoints(took, rows) })
+		  from agent_checkpoints k
+		 where k.execution_id = any (coalesce(nullif(current_setting('lanekeeper.claimed', true), ''), '{}')::uuid[])`).Query(func(rows pgx.Rows) error { return fileCheckpoints(took, rows) })
 	b.Queue(`
-		select a.execution_id::text, a.step from agent_executions x join agent_activity a on a.execution_id = x.id
-		 where x.claimed_by = @worker and x.claim > 1 and x.xmin = pg_current_xact_id()::xid
-		   and a.status = 'unknown' and a.error_class = 'interrupted' and a.step <> ''`,
-		postgres.Strict{"worker": worker}).Query(func(rows pgx.Rows) error { return fileInterrupted(took, rows) })
+		select a.execution_id::text, a.step from agent_activity a
+		 where a.execution_id = any (coalesce(nullif(current_setting('lanekeeper.claimed', true), ''), '{}')::uuid[])
+		   and a.status = 'unknown' and a.error_class = 'interrupted' and a.step <> ''`).Query(func(rows pgx.Rows) error { return fileInterrupted(took, rows) })
 	b.Queue(`select coalesce(current_setting('lanekeeper.missed', true), '') = 'yes'`).QueryRow(func(row pgx.Row) error { return row.Scan(&missed) })
 	if err := c.e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return "", nil, false, err

@@ -271,7 +271,7 @@ end $$;
 comment on function set_agent_limits is 'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
 
 create function agent_free_places(p_kind text, p_name text, p_lock boolean) returns int
-language plpgsql volatile as $$
+language plpgsql volatile set enable_seqscan = off as $$
 declare
   most int;
 begin
@@ -299,8 +299,9 @@ end $$;
 create trigger agent_place_freed after update of status, claimed_by on agent_executions
   for each row when (old.claimed_by is not null and new.claimed_by is null) execute function agent_place_freed();
 
+-- These are planned once in a session, which may be while the table is small, and must not read all of it when it has grown.
 create function agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
-language plpgsql stable as $$
+language plpgsql stable set enable_seqscan = off as $$
 #variable_conflict use_column
 begin
   return query
@@ -320,7 +321,7 @@ comment on function agent_ready_kinds is 'The flows and surfaces of which anythi
 
 create function claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean)
-language plpgsql volatile as $$
+language plpgsql volatile set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
   kinds text[] := '{}';             -- flow, surface and how many of them: three arrays side by side
@@ -389,6 +390,7 @@ begin
   if ids = '{}' then
     return;
   end if;
+  perform set_config('lanekeeper.claimed', ids::text, true);
   return query
   update agent_executions x
      set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
@@ -398,8 +400,9 @@ begin
 end $$;
 comment on function claim_agent_executions is
   'Take up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, none of the flows in p_skip. One '
-  'that is held has lanes or calls of an earlier claim: recover_agent_claim comes before anything else is done with it. The setting '
-  'lanekeeper.missed is yes, until the transaction ends, when some were locked by others: ask again soon.';
+  'that is held has lanes or calls of an earlier claim: recover_agent_claim comes before anything else is done with it. Until '
+  'the transaction ends the setting lanekeeper.claimed has their ids, to load what they have recorded, and lanekeeper.missed is yes when some '
+  'were locked by others: ask again soon.';
 
 create function recover_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
@@ -441,7 +444,7 @@ begin
 end $$;
 
 create function ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
-language plpgsql stable as $$
+language plpgsql stable set enable_seqscan = off as $$
 #variable_conflict use_column
 begin
   return query
