@@ -84,6 +84,38 @@ func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	}
 }
 
+// The family stands in the queue, and children have ended there: what they said leaves before what their parents said after.
+func TestAParentDoesNotOvertakeItsChildren(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "t")
+	other, stranger := claimed(t, db, ""), claimed(t, db, "")
+	saysAs(t, db, other, "other")
+	parent := claimed(t, db, "")
+	saysAs(t, db, parent, "parent 1")
+	child := claimed(t, db, parent)
+	saysAs(t, db, child, "child 1")
+	grandchild := claimed(t, db, child)
+	saysAs(t, db, grandchild, "grandchild")
+	saysAs(t, db, stranger, "stranger")
+	ends(t, db, grandchild, "completed")
+	saysAs(t, db, child, "child 2")
+	ends(t, db, child, "completed")
+	exec(t, db, `update agent_executions set status = 'running', waiting_for = null, waiting_key = null, waiting_until = null where id = $1`, parent)
+	saysAs(t, db, parent, "parent 2")
+	ends(t, db, other, "completed")
+	flushes(t, db)
+	want := []string{"other", "parent 1", "child 1", "grandchild", "child 2", "parent 2"}
+	if diff := cmp.Diff(want, spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+	ends(t, db, parent, "completed")
+	flushes(t, db)
+	if diff := cmp.Diff(append(want, "stranger"), spoken(t, db, "t")); diff != "" {
+		t.Errorf("said (-want +got):\n%s", diff)
+	}
+}
+
 func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

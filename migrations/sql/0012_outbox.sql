@@ -196,8 +196,7 @@ begin
       acquired := mine and lender is null;
     end if;
   end if;
-  mine := mine and not exists (select from agent_messages m                       -- its own earlier ones leave first
-                                where m.thread_id = p_thread and m.status = 'queued' and m.execution_id = p_execution_id);
+  mine := mine and agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
   values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id,
           coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0))
@@ -221,20 +220,43 @@ comment on function send_agent_message is
   'channel it is the thread''s, or chat. lender is set when the lane was borrowed just now, stale_holder when it was taken from one '
   'whose lease had ended.';
 
+create function agent_speaks_for(p_ended uuid, p_holder uuid) returns boolean
+language sql volatile as $$
+  with recursive line as (
+    select x.parent_id, x.inherits and x.completed_at is not null as may from agent_executions x where x.id = p_ended
+    union all
+    select x.parent_id, x.inherits and x.completed_at is not null from line l join agent_executions x on x.id = l.parent_id
+     where l.may and l.parent_id <> p_holder)
+  select exists (select from line l where l.may and l.parent_id = p_holder)
+$$;
+comment on function agent_speaks_for is
+  'Whether an execution that has ended was a child that a holder had waited for, over any number of those between that have ended, '
+  'too: what it still has in the queue is said before what the holder says next.';
+
+create function agent_thread_own(p_thread text, p_holder uuid) returns uuid
+language sql volatile as $$
+  select m.id from agent_messages m left join agent_executions x on x.id = m.execution_id
+   where m.thread_id = p_thread and m.status = 'queued'
+     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and agent_speaks_for(x.id, p_holder))
+   order by m.id limit 1
+$$;
+comment on function agent_thread_own is
+  'The first queued message that leaves in the name of a holder: its own, or that of a child that it had waited for and that has ended.';
+
 create function agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
 language sql volatile as $$
   select case when not p_live then
     (select m.id from agent_messages m where m.thread_id = p_thread and m.status = 'queued' order by m.id limit 1)
   else coalesce(
-    (select m.id from agent_messages m
-      where m.thread_id = p_thread and m.status = 'queued' and m.execution_id = p_holder order by m.id limit 1),
+    agent_thread_own(p_thread, p_holder),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
         and agent_lends(x.id, p_holder, agent_thread_lane(p_thread)) order by m.id limit 1))
   end
 $$;
 comment on function agent_thread_next is
-  'The message that leaves next: of a free thread the first one; of one that is held, the first of its holder or of who may borrow from it.';
+  'The message that leaves next: of a free thread the first one; of one that is held, the first in the name of its holder, or of who '
+  'may borrow from it.';
 
 create function flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
 language plpgsql volatile as $$
@@ -290,7 +312,8 @@ begin
   if p_live and p_holder = p_who.id then
     return true;
   elsif p_who.id is null or p_who.completed_at is not null then
-    return not p_live and agent_lane_open(lane_);            -- nobody who could hold it
+    -- Nobody who could hold it: of a thread that is held it is a child's of the holder.
+    return case when p_live then agent_speaks_for(p_who.id, p_holder) else agent_lane_open(lane_) end;
   elsif p_live then
     if p_who.status = 'running' and not exists (
          select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
