@@ -210,3 +210,34 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 		t.Errorf("%d requests, %v", len(got), err)
 	}
 }
+
+// What would end the execution that waits is refused where it comes in, and changes nothing.
+func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	engine, id := asks(t, pool, requests.Request{Kind: requests.Test, Title: "sql"})
+	var key string
+	if err := pool.QueryRow(t.Context(), `select id::text from agent_requests`).Scan(&key); err != nil {
+		t.Fatal(err)
+	}
+	for event, refused := range map[string][]string{
+		"MESSAGE_RECEIVED": {`"hola"`, `[1]`, `3`}, "DOCUMENT_UPLOADED": {`["cv"]`}, "SIGNATURE_COMPLETED": {`"https://x"`},
+		"TEST_COMPLETED": {`85`, `{"score": "good"}`, `{"testScore": [1]}`, `{"test_score": "1e999"}`, `{"score": true}`},
+	} {
+		for _, data := range refused {
+			_, err := engine.Deliver(t.Context(), pool, event, key, json.RawMessage(data), "")
+			if !postgres.IsCode(err, "22023") {
+				t.Errorf("%s of %s: %v", event, data, err)
+			}
+		}
+	}
+	got, err := engine.Deliver(t.Context(), pool, "TEST_COMPLETED", key, json.RawMessage(`{"score": "-7.5e1"}`), "")
+	if err != nil || len(got.Resumed) != 1 || got.Resumed[0] != id {
+		t.Errorf("what can be read: %v, %v", got, err)
+	}
+	for _, data := range []string{`"anything"`, `[1]`} {
+		if _, err := engine.Deliver(t.Context(), pool, "EVENT_COMPLETED", "free", json.RawMessage(data), ""); err != nil {
+			t.Errorf("an event of the flow's own may have any data: %v", err)
+		}
+	}
+}

@@ -43,7 +43,7 @@ func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 			return nil, fmt.Errorf("read the data of %s: %w", out.Event, err)
 		}
 	case "response":
-		pick("lastResponse", "lastResponse", "last_response", "content")
+		pick("lastResponse", "lastResponse", "last_response", "content", "message", "text")
 	case "agent":
 		pick("triggeredExecutionId", "triggeredExecutionId", "execution_id")
 		pick("childExecutionStatus", "childExecutionStatus", "status")

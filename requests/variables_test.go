@@ -25,6 +25,7 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		"score as text":          {"test", `{"test_score": "7.5", "test_result": "passed"}`, map[string]any{"testScore": 7.5, "testResult": "passed"}},
 		"score of nothing":       {"test", `{"score": 0}`, map[string]any{"testScore": 0.0}},
 		"response":               {"response", `{"content": "hola"}`, map[string]any{"lastResponse": "hola"}},
+		"response of others":     {"response", `{"message": "hola"}`, map[string]any{"lastResponse": "hola"}},
 		"child": {"agent", `{"execution_id": "x", "status": "completed"}`, map[string]any{
 			"triggeredExecutionId": "x", "childExecutionStatus": "completed", "childExecutionSuccess": true,
 		}},

@@ -303,6 +303,22 @@ begin
   return true;
 end $$;
 
+create function check_agent_event(p_kind text, p_event text, p_data jsonb) returns void
+language plpgsql immutable as $$
+declare
+  score jsonb := coalesce(p_data -> 'testScore', p_data -> 'test_score', p_data -> 'score');
+begin
+  if p_kind in ('response', 'document', 'signature', 'test') and jsonb_typeof(p_data) <> 'object' then
+    raise exception 'the data of % is an object such as %, not %', p_event, case p_kind
+        when 'response' then '{"content": "…"}' when 'document' then '{"document": "…", "url": "…"}'
+        when 'signature' then '{"url": "…"}' else '{"score": 85}' end, left(p_data::text, 60) using errcode = '22023';
+  elsif p_kind = 'test' and jsonb_typeof(score) not in ('number', 'null')
+        and (jsonb_typeof(score) <> 'string' or score #>> '{}' !~ '^[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,2})?$') then
+    raise exception 'the score of % is a number, not %', p_event, left(score::text, 60) using errcode = '22023';
+  end if;
+end $$;
+comment on function check_agent_event is 'Refuse data that would end who waits for the event, with 22023.';
+
 create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
 returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile as $$
@@ -324,6 +340,7 @@ begin
   elsif p_id like 'completed %' then
     raise exception 'id % of an event is reserved for the end of an execution', quote_literal(p_id) using errcode = '22023';
   end if;
+  perform check_agent_event(kind, p_event, coalesce(p_data, '{}'));
   if kind in ('agent', 'document', 'signature', 'test') then
     p_key := coalesce(agent_uuid(p_key)::text, p_key);
   end if;
