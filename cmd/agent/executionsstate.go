@@ -39,7 +39,8 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 			return c.listWaiting(cmd, s, kind, false, limit, "nothing waits")
 		}),
 	}
-	cmd.Flags().StringVar(&kind, "for", "", "only this kind: response, agent, document, signature, test, event, delay, approval, lane")
+	wordFlag(cmd.Flags(), &kind, "for", "only this kind",
+		"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane")
 	limitFlag(cmd.Flags(), &limit, 50)
 	return cmd
 }

@@ -39,13 +39,18 @@ func (o *option) Set(text string) error {
 
 // statusFlag is a flag that takes one of a few states.
 func statusFlag(flags *pflag.FlagSet, into *string, about string, words ...string) {
+	wordFlag(flags, into, "status", about, words...)
+}
+
+// wordFlag is a flag that takes one of a few words.
+func wordFlag(flags *pflag.FlagSet, into *string, name, about string, words ...string) {
 	flags.Var(&option{kind: "word", parse: func(text string) error {
 		if !slices.Contains(words, text) {
 			return fmt.Errorf("not one of %s", strings.Join(words, ", "))
 		}
 		*into = text
 		return nil
-	}}, "status", about+": "+strings.Join(words, ", "))
+	}}, name, about+": "+strings.Join(words, ", "))
 }
 
 // surfaceFlag is a flag that takes a surface.
@@ -64,6 +69,18 @@ func traceFlag(flags *pflag.FlagSet, into *string) {
 		*into = string(id)
 		return err
 	}}, "trace", "only this trace")
+}
+
+// executionFlag is a flag that takes the id of an execution.
+func executionFlag(flags *pflag.FlagSet, into *string) {
+	flags.Var(&option{kind: "id", parse: func(text string) error {
+		var id pgtype.UUID
+		if err := id.Scan(text); err != nil {
+			return errors.New("not the id of an execution, which is a uuid: agent executions ls lists them")
+		}
+		*into = text
+		return nil
+	}}, "execution", "only of this execution")
 }
 
 // executionCursor is where a page of executions ended: an id.

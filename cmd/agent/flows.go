@@ -1,10 +1,12 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 
 	"github.com/spf13/cobra"
@@ -78,21 +80,54 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 				f, err = flows.Get(cmd.Context(), s.pool, args[0])
 			}
 			if errors.Is(err, flows.ErrNotFound) {
-				return hint(err, "see agent flows ls")
+				return c.noSuchFlow(cmd.Context(), s, args[0], version)
 			}
 			if err != nil {
 				return err
 			}
-			return c.print(f, func(w io.Writer) error { return writeFlow(w, f) })
+			kept, err := flows.List(cmd.Context(), s.pool, flows.Filter{Name: f.Name, Limit: 20})
+			if err != nil {
+				return err
+			}
+			return c.print(f, func(w io.Writer) error { return writeFlow(w, f, kept) })
 		}),
 	}
 	cmd.Flags().IntVar(&version, "version", 0, "this version, not the current one")
 	return cmd
 }
 
-// writeFlow shows a flow as a workspace file would have it.
-func writeFlow(w io.Writer, f flows.Flow) error {
+// noSuchFlow says what is not there: a flow that is current, or a version of one.
+func (c *cli) noSuchFlow(ctx context.Context, s *session, name string, version int) error {
+	kept, err := flows.List(ctx, s.pool, flows.Filter{Name: name, Limit: 1})
+	if err != nil {
+		return err
+	}
+	if len(kept) == 0 {
+		names, err := c.goFlows(ctx, s)
+		if err != nil {
+			return err
+		}
+		if slices.Contains(names, name) {
+			return fmt.Errorf("flow %s is Go code of this program: it has no document to show", name)
+		}
+		return hint(fmt.Errorf("there is no flow %q", name), "see agent flows ls")
+	}
+	if version > 0 {
+		return hint(fmt.Errorf("flow %s has no version %d: the latest is %d", name, version, kept[0].Version), "see agent flows show %s", name)
+	}
+	return hint(fmt.Errorf("flow %s was removed", name), "agent flows show %s --version %d shows what it was", name, kept[0].Version)
+}
+
+// writeFlow shows a flow as a workspace file would have it, and which versions of it there are.
+func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
 	fmt.Fprintf(w, "# version %d of %s, from %s\n", f.Version, when(f.CreatedAt), printable(f.Source))
+	for _, v := range kept {
+		word := ""
+		if v.Current {
+			word = ", current"
+		}
+		fmt.Fprintf(w, "#   version %d of %s%s\n", v.Version, when(v.CreatedAt), word)
+	}
 	text, err := json.Marshal(f.Definition)
 	if err != nil {
 		return fmt.Errorf("show flow %s: %w", f.Name, err)

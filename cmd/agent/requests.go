@@ -42,9 +42,9 @@ agent executions event SIGNATURE_COMPLETED ID --data '{"url": "https://…"}'`,
 		}),
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state", "pending", "completed", "closed")
-	cmd.Flags().StringVar(&f.Kind, "kind", "", "only this kind: document, signature, test")
+	wordFlag(cmd.Flags(), &f.Kind, "kind", "only this kind", requests.Document, requests.Signature, requests.Test)
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only of this thread")
-	cmd.Flags().StringVar(&f.ExecutionID, "execution", "", "only of this execution")
+	executionFlag(cmd.Flags(), &f.ExecutionID)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
