@@ -66,7 +66,7 @@ func (s *server) raiseEvent(r request) (answer, error) {
 		e.ID = keyedID(r.Request, e)
 	}
 	got, err := s.engine.Deliver(r.Context(), s.pool, e.Event, e.Key, e.Data, e.ID)
-	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023", "22P02", "22P05") {
+	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
 		return answer{}, badBody("%s", refused.Message)
 	}
 	if err != nil {

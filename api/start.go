@@ -109,6 +109,11 @@ func (s *server) startExecution(r request) (answer, error) {
 		spec.ParentID, spec.TraceID, spec.Agent = parent.ID, trace.ID(parent.TraceID), parent.Agent
 		spec.Surface = trace.Surface(parent.Surface)
 	}
+	if b.ThreadID != "" { // a run may begin a conversation: the first visitor who speaks in it makes it theirs
+		if _, _, err := threads.Ensure(r.Context(), s.pool, threads.Thread{ID: b.ThreadID, Agent: spec.Agent}); err != nil {
+			return answer{}, err
+		}
+	}
 	x, _, err := s.engine.Start(r.Context(), s.pool, spec)
 	if err != nil {
 		return answer{}, refusedValue(err)

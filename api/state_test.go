@@ -213,6 +213,7 @@ func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 		"unknown":     {`{"event":"x","key":"x"}`, "event"},
 		"no key":      {`{"event":"EVENT_COMPLETED"}`, "key"},
 		"NUL":         {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":"\u0000"}}`, ""},
+		"number":      {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":1e400000}}`, "numeric"},
 		"not UTF-8":   {"{\"event\":\"EVENT_COMPLETED\",\"key\":\"a\xff\"}", "UTF-8"},
 		"own id":      {`{"event":"EVENT_COMPLETED","key":"x","id":"completed 018f0000-0000-7000-8000-000000000000"}`, "completed"},
 		"approval id": {`{"event":"EVENT_COMPLETED","key":"x","id":"approval 018f0000-0000-7000-8000-000000000000"}`, "approval"},

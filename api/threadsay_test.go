@@ -134,3 +134,16 @@ func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
 		t.Errorf("%d messages, %v", n, ids)
 	}
 }
+
+// A run that is started with a thread that nobody has begun begins it, and the first visitor makes it theirs.
+func TestARunBeginsItsConversation(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	a.outside(`,"thread_id":"begun"`)
+	a.outside(`,"thread_id":"begun"`)
+	var got struct{ ID, Channel, Owner string }
+	a.get("/v1/threads/begun", &got)
+	if got.ID != "begun" || got.Channel != "chat" || got.Owner != "" {
+		t.Errorf("the thread is %+v", got)
+	}
+}

@@ -161,6 +161,7 @@ func TestWhatCannotBeStarted(t *testing.T) {
 		{2, "cannot be found", []string{"start", "external", "--input", "@nothing.json"}},
 		{2, "worker outside", []string{"start", "external", "--on-lost", "resume"}},
 		{2, "1 (first)", []string{"start", "external", "--priority", "9"}},
+		{2, "printable", []string{"start", "external", "--thread", "a\nb"}},
 		{2, "comes from outside", []string{"event", "AGENT_COMPLETED", "x"}},
 		{2, "the content is needed", []string{"event", "MESSAGE_RECEIVED", "x"}},
 		{1, "agent threads ls", []string{"event", "MESSAGE_RECEIVED", "x", "--data", `{"content": "hi"}`}},
@@ -177,7 +178,8 @@ func TestWhatCannotBeStarted(t *testing.T) {
 		}
 	}
 	var x struct{ ID string }
-	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1")
+	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
+	contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
 	if got := p.run("executions", "replay", x.ID); got.code != 1 || !strings.Contains(got.err, "worker outside") {
 		t.Errorf("replay of a worker's run: %d %q", got.code, got.err)

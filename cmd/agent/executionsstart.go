@@ -86,6 +86,14 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		return err
 	}
 	b.spec.Agent = s.config.Name
+	if id := b.spec.ThreadID; id != "" { // a flow may begin a conversation
+		if _, _, err := threads.Ensure(ctx, s.pool, threads.Thread{ID: id, Agent: b.spec.Agent}); err != nil {
+			if errors.Is(err, threads.ErrInvalid) {
+				return usageError("--thread: %s", threads.ErrInvalid)
+			}
+			return err
+		}
+	}
 	x, created, err := a.engine.Start(ctx, s.pool, b.spec)
 	if err != nil {
 		return err
