@@ -1,7 +1,7 @@
 // Package examples holds the example workspaces that come with the program.
 //
-// They are built into the binary, so that `agent dev` has a workspace wherever it runs. A workspace is data:
-// package workspace reads and applies it.
+// They are built into the binary, so that `agent dev` and `agent demo` have a workspace wherever they run. A workspace
+// is data: package workspace reads and applies it.
 package examples
 
 import (
@@ -9,8 +9,11 @@ import (
 	"io/fs"
 )
 
-//go:embed caretaker
+//go:embed caretaker onboarding
 var files embed.FS
 
 // Caretaker is the workspace of an agent that looks after the PostgreSQL it lives in.
 func Caretaker() (fs.FS, error) { return fs.Sub(files, "caretaker") }
+
+// Onboarding is the workspace of agents that take a candidate through their onboarding, in one thread and in Spanish.
+func Onboarding() (fs.FS, error) { return fs.Sub(files, "onboarding") }

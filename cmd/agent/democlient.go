@@ -1,0 +1,90 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+)
+
+// client is everybody outside, speaking HTTP: an admin, a worker, another system, and the candidate, who has a chat key.
+type client struct {
+	base, admin, chat string
+	http              *http.Client
+}
+
+func newClient(base string, cfg config.Config) *client {
+	return &client{
+		base: base, admin: cfg.AdminToken.Reveal(), chat: firstKey(cfg.ChatKeys),
+		http: &http.Client{Transport: &http.Transport{}, Timeout: 2 * time.Minute},
+	}
+}
+
+// get reads a route of the API.
+func (c *client) get(ctx context.Context, path string, into any) error {
+	return c.call(ctx, http.MethodGet, path, nil, into)
+}
+
+// post sends body to a route of the API and reads its answer.
+func (c *client) post(ctx context.Context, path string, body, into any) error {
+	return c.call(ctx, http.MethodPost, path, body, into)
+}
+
+func (c *client) call(ctx context.Context, method, path string, body, into any) error {
+	return c.send(ctx, method, path, http.Header{"Authorization": {"Bearer " + c.admin}}, body, into)
+}
+
+// say is what the candidate writes in the chat. The answer is what the agents then say.
+func (c *client) say(ctx context.Context, thread, words string) error {
+	type message struct {
+		Role    string `json:"role"`
+		Content string `json:"content"`
+	}
+	body := struct {
+		Model    string    `json:"model"`
+		Messages []message `json:"messages"`
+	}{"flowpilot", []message{{"user", words}}}
+	header := http.Header{"Authorization": {"Bearer " + c.chat}, "X-Thread-Id": {thread}}
+	return c.send(ctx, http.MethodPost, "/v1/chat/completions", header, body, nil)
+}
+
+func (c *client) send(ctx context.Context, method, path string, header http.Header, body, into any) error {
+	var content io.Reader
+	if body != nil {
+		encoded, err := json.Marshal(body)
+		if err != nil {
+			return fmt.Errorf("%s %s: %w", method, path, err)
+		}
+		content = bytes.NewReader(encoded)
+		header.Set("Content-Type", "application/json")
+	}
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, content)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	req.Header = header
+	answer, err := c.http.Do(req)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	defer answer.Body.Close()
+	got, err := io.ReadAll(io.LimitReader(answer.Body, 16<<20))
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	if answer.StatusCode/100 != 2 {
+		return fmt.Errorf("%s %s: status %d: %.300s", method, path, answer.StatusCode, got)
+	}
+	if into == nil {
+		return nil
+	}
+	if err := json.Unmarshal(got, into); err != nil {
+		return fmt.Errorf("%s %s: read the answer: %w", method, path, err)
+	}
+	return nil
+}
