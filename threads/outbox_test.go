@@ -101,7 +101,6 @@ func TestAParentDoesNotOvertakeItsChildren(t *testing.T) {
 	ends(t, db, grandchild, "completed")
 	saysAs(t, db, child, "child 2")
 	ends(t, db, child, "completed")
-	exec(t, db, `update agent_executions set status = 'running', waiting_for = null, waiting_key = null, waiting_until = null where id = $1`, parent)
 	saysAs(t, db, parent, "parent 2")
 	ends(t, db, other, "completed")
 	flushes(t, db)

@@ -215,7 +215,7 @@ var checks = map[string]string{
 		 where b.scope ~ '^run:(ch|op)_[0-9A-Z]{26}$' and b.tokens <> coalesce(u.tokens, 0)`,
 }
 
-func checkNames() []string { return slices.Sorted(maps.Keys(checks)) }
+func checkNames(of map[string]string) []string { return slices.Sorted(maps.Keys(of)) }
 
 // violations runs one of the checks.
 func violations(t testing.TB, db postgres.DB, query string) []string {

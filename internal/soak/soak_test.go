@@ -113,7 +113,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	l.group.Wait()
 	l.settle(first, second)
 	l.noteLanes(append(l.finished, first, second)...)
-	for _, name := range checkNames() {
+	for _, name := range checkNames(checks) {
 		for i, violation := range violations(t, w.db, checks[name]) {
 			if i == 10 {
 				t.Errorf("%s: and more", name)

@@ -51,14 +51,23 @@ const noted = `
 // newWorld makes a world whose workspace is yaml; %s in it is the address of the skills' server.
 func newWorld(t testing.TB, yaml string) *world {
 	t.Helper()
-	w := &world{t: t, url: pgtest.URL(t), model: modeltest.New(t), dir: t.TempDir()}
+	return newWorldOn(t, pgtest.URL(t), yaml, nil)
+}
+
+// newWorldOn is newWorld on a database of the caller's, which has the schema, and with the caller's own server of skills.
+func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world {
+	t.Helper()
+	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir()}
+	if skills == nil {
+		skills = w.serveSkill
+	}
 	var err error
 	if w.db, err = postgres.Open(t.Context(), w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(w.db.Close)
 	w.exec(noted)
-	served := httptest.NewServer(http.HandlerFunc(w.serveSkill))
+	served := httptest.NewServer(skills)
 	t.Cleanup(func() {
 		served.CloseClientConnections()
 		served.Close()
