@@ -87,7 +87,7 @@ func (c *cli) demo(ctx context.Context, play story, minute time.Duration) error 
 		return err
 	}
 	defer listener.Close()
-	drop, err := s.ownDatabase(ctx)
+	drop, err := s.ownDatabase(ctx, c)
 	if err != nil {
 		return err
 	}
@@ -156,7 +156,7 @@ func (c *cli) perform(ctx context.Context, s *session, listener net.Listener, st
 	return errors.Join(played, err)
 }
 
-// storyText is a story's introduction for a person.
+// intro is a story's introduction for a person.
 func (s story) intro(minute time.Duration) string {
 	return fmt.Sprintf("%s: %s. A minute lasts about %s.", s.Name, strings.TrimSuffix(s.About, "."), minute)
 }

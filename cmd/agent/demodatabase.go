@@ -14,7 +14,7 @@ import (
 
 // ownDatabase makes a database beside the one that DATABASE_URL names, and turns the session to it: what is in that one
 // stays as it is. drop removes it when the session is closed. Without DATABASE_URL there is nothing to do.
-func (s *session) ownDatabase(ctx context.Context) (drop func(ctx context.Context) error, err error) {
+func (s *session) ownDatabase(ctx context.Context, c *cli) (drop func(ctx context.Context) error, err error) {
 	if s.url == "" {
 		return func(context.Context) error { return nil }, nil
 	}
@@ -27,6 +27,7 @@ func (s *session) ownDatabase(ctx context.Context) (drop func(ctx context.Contex
 		return nil, hint(fmt.Errorf("make a database for the demo: %w", err),
 			"let the user of DATABASE_URL create databases, or unset it: then the demo runs a PostgreSQL of its own")
 	}
+	c.say("playing in the database %s on that server, dropped at the end", name)
 	address.Path = "/" + name
 	s.url = address.String()
 	return func(ctx context.Context) error {

@@ -129,7 +129,8 @@ func (c *cli) complain(code int, err error) {
 func errorLines(err error) []string {
 	var settings *config.Error
 	var files workspace.Problems
-	if errors.As(err, &settings) || errors.As(err, &files) {
+	var story *differs
+	if errors.As(err, &settings) || errors.As(err, &files) || errors.As(err, &story) {
 		return strings.Split(err.Error(), "\n")
 	}
 	return []string{err.Error()}
