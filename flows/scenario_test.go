@@ -1,0 +1,343 @@
+package flows_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// scenario is a process that plays one of the three scenarios of threads, with the flows of the example. What becomes of the
+// thread's lane and messages is kept in the table seen, in the order of the database: both are changed under the lane's lock.
+type scenario struct {
+	*world
+	log *lines
+	id  string // of the thread
+}
+
+// lines keeps what is logged.
+type lines struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+// with are the lines that have all parts.
+func (l *lines) with(parts ...string) (found []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for line := range strings.Lines(l.text.String()) {
+		all := true
+		for _, p := range parts {
+			all = all && strings.Contains(line, p)
+		}
+		if all {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// logged waits for as many lines with all parts as there have to be, and reports more.
+func (s *scenario) logged(t *testing.T, n int, parts ...string) {
+	t.Helper()
+	defer func() {
+		if t.Failed() {
+			t.Log(strings.Join(s.log.with("lane"), ""))
+		}
+	}()
+	pgtest.Eventually(t, patience, func() bool { return len(s.log.with(parts...)) >= n }, "the log has "+strings.Join(parts, " "))
+	if got := s.log.with(parts...); len(got) != n {
+		t.Errorf("%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
+	}
+}
+
+// witness writes down each state of the thread's lane, as agent_thread_locks shows it, and of its messages, as a commit leaves
+// them. An execution is called by its flow.
+const witness = `
+create table seen (n bigint generated always as identity, what text);
+create function who(p_id uuid) returns text language sql as $$
+  select coalesce((select replace(replace(flow, '_encadenado', ''), 'external:', '') from agent_executions where id = p_id), '?') $$;
+create function see_lane() returns trigger language plpgsql as $$ begin
+  insert into seen (what)
+  select coalesce((select who(v.active_execution_id) || ' has it' || case when v.parked then ', parked' else '' end
+                     from agent_thread_locks v where 'thread:' || v.thread_id = new.lane), 'free');
+  return null; end $$;
+create trigger see_lane after insert or update on agent_locks for each row when (new.lane like 'thread:%') execute function see_lane();
+create function see_message() returns trigger language plpgsql as $$ begin
+  insert into seen (what)
+  select case when m.role = 'user' then 'visitor' else who(m.execution_id) end || ' ' || m.status || ': ' || m.content
+    from agent_messages m where m.id = new.id;
+  return null; end $$;
+create constraint trigger see_message after insert or update on agent_messages deferrable initially deferred
+  for each row execute function see_message();`
+
+// playing is a process with the flows of a file of the example, and a thread.
+func playing(t *testing.T, name, participant string) *scenario {
+	t.Helper()
+	pool := pgtest.DB(t)
+	for text := range strings.SplitSeq(file(t, "../examples/onboarding/threads/"+name), "\n---\n") {
+		put(t, pool, strings.Replace(text, "kind: flow\n", "", 1))
+	}
+	exec(t, pool, witness)
+	s := &scenario{world: &world{pool: pool}, log: &lines{}, id: strings.ToLower(participant)}
+	if _, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: s.id, Participant: participant, IdleSeconds: 600}); err != nil {
+		t.Fatal(err)
+	}
+	s.serve(t, pool)
+	return s
+}
+
+func (s *scenario) serve(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	log := slog.New(logging.Handler(slog.NewTextHandler(s.log, nil)))
+	e, err := executions.New(pool, executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true, Logger: log}), SweepEvery: 100 * time.Millisecond,
+		LeaseTTL: 20 * time.Second, Logger: log,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Engine = e
+	e.Fallback((&flows.Interpreter{Pool: pool, Engine: e, Logger: log}).Find)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("engine: %v", err)
+		}
+	})
+}
+
+// starts a flow in the thread.
+func (s *scenario) starts(t *testing.T, flow string, input any) string {
+	t.Helper()
+	x, _, err := s.Start(t.Context(), s.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: s.id, Input: input})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+// happens waits until what was seen ends with a line.
+func (s *scenario) happens(t *testing.T, what string) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		seen := s.seen(t)
+		return len(seen) > 0 && seen[len(seen)-1] == what
+	}, what)
+}
+
+// seen is what has happened, in its order; what is the same as before it is left out.
+func (s *scenario) seen(t *testing.T) []string {
+	t.Helper()
+	return value[[]string](t, s.pool, `
+		select coalesce(array_agg(what order by n), '{}')
+		  from (select n, what, lag(what) over (order by n) as before from seen) x where what is distinct from before`)
+}
+
+// held is a row of agent_thread_locks: by whom, minutes, whose thread, and its marks; "" when nobody has the thread.
+func (s *scenario) held(t *testing.T) string {
+	t.Helper()
+	return value[string](t, s.pool, `
+		select coalesce((select format('%s %s min, %s%s%s, %s queued', who(active_execution_id), lock_minutes, participant_name,
+		       case when parked then ', parked' else '' end, case when stale then ', stale' else '' end, queued)
+		  from agent_thread_locks where thread_id = $1), '')`, s.id)
+}
+
+func (s *scenario) holds(t *testing.T, want string) {
+	t.Helper()
+	if got := s.held(t); got != want {
+		t.Errorf("agent_thread_locks: %q, want %q", got, want)
+	}
+}
+
+// went compares everything that happened with what should have.
+func (s *scenario) went(t *testing.T, want ...string) {
+	t.Helper()
+	if diff := cmp.Diff(want, s.seen(t)); diff != "" {
+		t.Errorf("what happened (-want +got):\n%s", diff)
+	}
+	s.holds(t, "")
+}
+
+func TestScenarioOfIndependentAgents(t *testing.T) {
+	t.Parallel()
+	s := playing(t, "independientes.yaml", "Juan")
+	a := s.starts(t, "agente_a", nil)
+	waits(t, s.pool, a, 1)
+	s.holds(t, "agente_a 0 min, Juan, parked, 0 queued")
+	exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds' where lane = 'thread:juan'`)
+
+	b := s.starts(t, "agente_b", nil)
+	until(t, s.pool, b, executions.Completed)
+	s.holds(t, "agente_a 3 min, Juan, parked, 1 queued")
+	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:juan", "owner="+a+"#1")
+	s.logged(t, 1, "level=WARN", `msg="lane busy"`, "lane=thread:juan", "owner="+b+"#1", "holder="+a+"#")
+	s.logged(t, 1, `msg="locks released"`, "count=0", "execution_id="+b)
+
+	deliver(t, s.world, "EVENT_COMPLETED", "trabajo "+a, `{}`)
+	until(t, s.pool, a, executions.Completed)
+	s.happens(t, "agente_b sent: Ahora tienes una evaluación pendiente")
+	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+a)
+	s.went(t,
+		"agente_a has it",
+		"agente_a sent: Necesito tus documentos",
+		"agente_a has it, parked",
+		"agente_b queued: Ahora tienes una evaluación pendiente",
+		"agente_a has it",
+		"free",
+		"agente_b sent: Ahora tienes una evaluación pendiente",
+	)
+}
+
+func TestScenarioOfChainedAgents(t *testing.T) {
+	t.Parallel()
+	s := playing(t, "encadenados.yaml", "Maria")
+	exec(t, s.pool, `update agent_threads set idle_seconds = 1234`)
+	parent := s.starts(t, "coordinador_encadenado", map[string]string{"pausa": "10ms", "pausa_del_recolector": "10ms"})
+	child := *waits(t, s.pool, parent, 2).WaitingKey
+	waits(t, s.pool, child, 2)
+	s.holds(t, "recolector 0 min, Maria, parked, 0 queued")
+	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
+	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
+	if x := until(t, s.pool, child, executions.Waiting); deref(x.WaitingFor) != "response" || deref(x.WaitingKey) != "maria" {
+		t.Errorf("the collector waits for %s %s", deref(x.WaitingFor), deref(x.WaitingKey))
+	}
+	if x := until(t, s.pool, parent, executions.Waiting); deref(x.WaitingFor) != "agent" {
+		t.Errorf("the coordinator waits for %s", deref(x.WaitingFor))
+	}
+	idle := value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
+	loans := value[string](t, s.pool, `select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
+	if idle != 1234 || loans != "coordinador to recolector 1234" {
+		t.Errorf("held for %d s; loans: %s", idle, loans)
+	}
+
+	exec(t, s.pool, `select * from receive_agent_message('maria', 'Aquí está mi INE')`)
+	until(t, s.pool, child, executions.Completed)
+	until(t, s.pool, parent, executions.Completed)
+	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+parent)
+	s.logged(t, 1, `msg="locks released"`, "execution_id="+child)
+	s.logged(t, 1, `msg="lane acquired"`) // the coordinator goes on with what it was given back
+	s.logged(t, 0, `msg="lane busy"`)
+	if n := value[int](t, s.pool, `select count(*)::int from agent_lock_loans`); n != 0 {
+		t.Errorf("%d loans are left", n)
+	}
+	got := s.seen(t)
+	at := func(what string) int {
+		t.Helper()
+		for i, w := range got {
+			if w == what {
+				return i
+			}
+		}
+		t.Errorf("%q did not happen: %q", what, got)
+		return -1
+	}
+	// From the coordinator's last rest on, its own waking and that of its child may come in either order.
+	before := at("recolector has it")
+	if diff := cmp.Diff([]string{
+		"coordinador has it", "coordinador sent: Iniciamos tu proceso", "coordinador has it, parked", "coordinador has it",
+	}, got[:min(4, len(got))]); diff != "" || before < 4 {
+		t.Errorf("the beginning (-want +got):\n%s", diff)
+	}
+	var rest []string
+	for _, w := range got[max(before, 0):] {
+		if !strings.HasSuffix(w, ", parked") && (len(rest) == 0 || rest[len(rest)-1] != w) {
+			rest = append(rest, w)
+		}
+	}
+	if diff := cmp.Diff([]string{
+		"recolector has it",
+		"recolector sent: Necesito tu INE",
+		"recolector has it", // after its rest, and when the answer has come
+		"visitor received: Aquí está mi INE",
+		"recolector has it",
+		"recolector sent: Documento recibido",
+		"coordinador has it",
+		"coordinador sent: Siguiente paso...",
+		"free",
+	}, rest); diff != "" {
+		t.Errorf("what happened (-want +got):\n%s", diff)
+	}
+	s.holds(t, "")
+}
+
+func TestScenarioOfAHungAgent(t *testing.T) {
+	t.Parallel()
+	s := playing(t, "independientes.yaml", "Pedro")
+	a := s.starts(t, "external:agente_a", nil)
+	lock, err := s.LockRun(t.Context(), a, "worker", 10*time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sent := s.speaks(t, a, lock.LockID, "Necesito tus documentos"); sent.Queued {
+		t.Errorf("agente_a: %+v", sent)
+	}
+	s.holds(t, "agente_a 0 min, Pedro, 0 queued")
+
+	// Eleven minutes pass without a word. It lives.
+	exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds' where lane = 'thread:pedro'`)
+	if beat, err := s.BeatRun(t.Context(), a, lock.LockID); err != nil || !beat.Live {
+		t.Errorf("the beat: %+v, %v", beat, err)
+	}
+	s.holds(t, "agente_a 11 min, Pedro, stale, 0 queued")
+
+	b := s.starts(t, "agente_b", nil)
+	until(t, s.pool, b, executions.Completed)
+	s.happens(t, "free")
+	s.logged(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:pedro", "holder="+a+"#1", "age=11m1", "execution_id="+b)
+	s.logged(t, 1, `msg="lane acquired"`, "owner="+b+"#1")
+	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+b)
+	s.went(t,
+		"agente_a has it",
+		"agente_a sent: Necesito tus documentos",
+		"agente_a has it",
+		"agente_b has it",
+		"agente_b sent: Ahora tienes una evaluación pendiente",
+		"free",
+	)
+	if x := until(t, s.pool, a, executions.Running); x.Status != executions.Running {
+		t.Errorf("agente_a is %s", x.Status)
+	}
+}
+
+// speaks is what a worker outside says.
+func (s *scenario) speaks(t *testing.T, id, lock, words string) (sent threads.SendResult) {
+	t.Helper()
+	claim, err := s.LockClaim(t.Context(), id, lock)
+	if err == nil {
+		err = postgres.InTx(t.Context(), s.pool, func(tx pgx.Tx) (err error) {
+			sent, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: s.id, Content: words, ExecutionID: id, Claim: claim})
+			return err
+		})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sent
+}
