@@ -57,6 +57,26 @@ actions:
 	}
 }
 
+// Whom a cancelled execution waits for is cancelled with it, however deep, and for the reason that was given.
+func TestCancellingReachesGrandchildren(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
+		flow("middle", "  - {actionType: trigger_agent, parameters: {flow: bottom}}"),
+		flow("bottom", "  - {actionType: wait_for_event, parameters: {key: never}}"))
+	top := w.begin(t, "top", nil)
+	middle := *waits(t, w.pool, top, 1).WaitingKey
+	bottom := *waits(t, w.pool, middle, 1).WaitingKey
+	waits(t, w.pool, bottom, 1)
+	if _, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion"); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []string{middle, bottom} {
+		if x := until(t, w.pool, id, executions.Cancelled); deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
+			t.Errorf("cancelled because of %q", deref(x.CancelReason))
+		}
+	}
+}
+
 func TestAChildsFailureIsTheParentsToHandle(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("broken", `

@@ -404,7 +404,8 @@ begin
     select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'agent' and x.waiting_key = new.id::text)
   on conflict do nothing;
   if new.status = 'cancelled' and exists (select from agent_executions x where x.parent_id = new.id and x.awaited) then
-    perform cancel_agent_execution(c.id, new.cancelled_by, 'its parent was cancelled: ' || coalesce(new.cancel_reason, ''))
+    perform cancel_agent_execution(c.id, new.cancelled_by, case when new.cancel_reason like 'its parent was cancelled: %'
+        then new.cancel_reason else 'its parent was cancelled: ' || coalesce(new.cancel_reason, '') end)
        from (select x.id from agent_executions x
               where x.parent_id = new.id and x.awaited and x.status in ('pending', 'running', 'waiting')
               order by x.id) c;
