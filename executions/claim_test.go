@@ -263,8 +263,9 @@ func TestAClaimWithoutARunIsHandedBack(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
-	id := pending(t, pool)
-	mustClaim(t, pool, id, value[string](t, pool, `select id::text from agent_workers`))
+	id := value[string](t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
+		select agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
 	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
 		t.Errorf("attempt %d", got.Attempt)
 	}

@@ -160,6 +160,9 @@ func (p *replaying) comeTo(ctx context.Context, r *run, s spec) error {
 		moved := p.moved
 		p.mu.Unlock()
 		if alike, _ := split(earlier.Step); alike == scope || !waited(ctx, moved) {
+			if alike != scope && ctx.Err() != nil {
+				return context.Cause(ctx) // another branch has ended this one
+			}
 			if recorded {
 				return p.refuse(r, s.key, DivergedOrder, fmt.Sprintf("the code comes to it before step %q, which was recorded earlier", earlier.Step))
 			}
@@ -172,7 +175,34 @@ func (p *replaying) comeTo(ctx context.Context, r *run, s spec) error {
 	if !p.open && p.parallel(scope) && !waited(ctx, nil) && ctx.Err() != nil {
 		return context.Cause(ctx) // another branch has ended this one, as it did then
 	}
+	if err := p.asideOf(ctx, s.key); err != nil {
+		return err
+	}
 	return p.beyond(r, s.key)
+}
+
+// asideOf holds a step up that the record does not have while another branch has yet to come to the wait in which the
+// record ends: it was under way then.
+func (p *replaying) asideOf(ctx context.Context, key string) error {
+	if !p.open || p.waitsIn == nil {
+		return nil
+	}
+	mine, _ := split(key)
+	other, _ := split(*p.waitsIn)
+	if strings.HasPrefix(mine, other) || strings.HasPrefix(other, mine) {
+		return nil
+	}
+	for {
+		p.mu.Lock()
+		over, moved := p.divergence != nil || p.endedAt != "", p.moved
+		p.mu.Unlock()
+		if over {
+			return ErrParked
+		}
+		if !waited(ctx, moved) {
+			return context.Cause(ctx) // nil when nothing moves any more
+		}
+	}
 }
 
 // parallel reports whether steps of other branches than that of a scope were come to.
@@ -218,6 +248,11 @@ func waited(ctx context.Context, moved <-chan struct{}) bool {
 		return true
 	case <-timer.C:
 	case <-ctx.Done():
+		select {
+		case <-moved: // what ended ctx was come to first
+			return true
+		default:
+		}
 	}
 	return false
 }

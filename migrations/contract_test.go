@@ -102,7 +102,7 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		"wait without key":   `select park_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
 		"wait with no key":   `select park_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
 		"wait without step":  `select park_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
-		"wait for ever":      `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', null, null)`,
+		"wait for ever":      `select park_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
 		"wait into the past": `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
 		"wait too long":      `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
 		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
