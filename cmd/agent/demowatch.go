@@ -126,7 +126,7 @@ func (w *watcher) run(ctx context.Context) error {
 	look := time.NewTicker(demoLook)
 	defer look.Stop()
 	for {
-		if err := w.look(ctx); err != nil {
+		if err := w.look(ctx); err != nil && ctx.Err() == nil {
 			return err
 		}
 		select {
@@ -144,7 +144,7 @@ func (w *watcher) look(ctx context.Context) error {
 		Messages []seenMessage `json:"messages"`
 	}
 	if err := w.client.get(ctx, "/v1/threads/"+url.PathEscape(w.thread)+"?limit=200", &thread); err != nil {
-		return ignoreEnd(ctx, err)
+		return fmt.Errorf("look at the story: %w", err)
 	}
 	slices.SortFunc(thread.Messages, func(a, b seenMessage) int { return strings.Compare(a.ID, b.ID) })
 	for _, m := range thread.Messages {
@@ -158,22 +158,15 @@ func (w *watcher) look(ctx context.Context) error {
 			Items []seenRun `json:"items"`
 		}
 		if err := w.client.get(ctx, "/v1/executions?limit=200&trace_id="+url.QueryEscape(root), &page); err != nil {
-			return ignoreEnd(ctx, err)
+			return fmt.Errorf("look at the story: %w", err)
 		}
 		slices.SortFunc(page.Items, func(a, b seenRun) int { return strings.Compare(a.ID, b.ID) })
 		for _, x := range page.Items {
 			w.execution(x)
 		}
 	}
-	return w.flush(ctx)
-}
-
-// ignoreEnd is an error, unless it comes of the end of ctx.
-func ignoreEnd(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return nil
-	}
-	return fmt.Errorf("look at the story: %w", err)
+	w.flush(ctx)
+	return nil
 }
 
 func (w *watcher) saw(at time.Time, ready func() []moment) {
@@ -291,7 +284,7 @@ func (w *watcher) end(x seenRun) []moment {
 }
 
 // flush tells what is certain: what was seen in an earlier look, and what came before that.
-func (w *watcher) flush(ctx context.Context) error {
+func (w *watcher) flush(ctx context.Context) {
 	slices.SortStableFunc(w.pending, func(a, b sighting) int { return a.at.Compare(b.at) })
 	last := -1
 	for i, s := range w.pending {
@@ -302,16 +295,15 @@ func (w *watcher) flush(ctx context.Context) error {
 	for ; last >= 0; last-- {
 		got := w.pending[0].ready()
 		if got == nil {
-			return nil // nothing later is told before it
+			return // nothing later is told before it
 		}
 		w.pending = w.pending[1:]
 		for _, m := range got {
 			select {
 			case w.tell <- m:
 			case <-ctx.Done():
-				return nil
+				return
 			}
 		}
 	}
-	return nil
 }
