@@ -134,6 +134,7 @@ func (p *people) settleFlows(size flowSoak) {
 	t := p.world.t
 	t.Helper()
 	began := time.Now()
+	told := began
 	limit := 4*patience + size.lasts
 	quiet := func() bool {
 		if err := p.lookOut(t.Context()); err != nil {
@@ -142,7 +143,12 @@ func (p *people) settleFlows(size flowSoak) {
 		p.mu.Lock()
 		begun := len(p.runs) == p.total
 		p.mu.Unlock()
-		return begun && len(violations(t, p.db, underWay)) == 0
+		left := violations(t, p.db, underWay)
+		if time.Since(told) > 10*time.Second {
+			told = time.Now()
+			t.Logf("under way after %s: %s", time.Since(began).Round(time.Second), strings.Join(left, "; "))
+		}
+		return begun && len(left) == 0
 	}
 	t.Cleanup(func() {
 		if t.Failed() {

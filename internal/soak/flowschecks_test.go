@@ -201,7 +201,7 @@ var flowChecks = map[string]string{
 		union all
 		select format('a draft of %s is left', execution_id) from agent_message_drafts
 		union all
-		select format('worker %s is left', id) from agent_workers`,
+		select format('worker %s lives', id) from agent_workers where expires_at > clock_timestamp()`,
 }
 
 // underWay lists what has not come to its end.

@@ -297,7 +297,7 @@ func (p *people) cancel(ctx context.Context) error {
 			}
 			p.jobs.Go(func() error {
 				p.insist("cancel", func(ctx context.Context) error {
-					_, err := p.post(ctx, "/v1/executions/"+x[0]+"/cancel", "cancel "+x[0], map[string]any{"reason": "no longer wanted"})
+					_, err := p.post(ctx, "/v1/executions/"+x[0]+"/cancel", "", map[string]any{"reason": "no longer wanted"})
 					return err
 				})
 				return nil

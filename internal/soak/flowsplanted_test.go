@@ -141,7 +141,7 @@ var plantedFlows = map[string][]string{
 		`insert into agent_activity_open (activity_id, kind) values (id('x'), 'call')`, `update agent_activity set status = 'running' where idempotency_key = 'k2'`,
 		`update agent_activity set finished_at = null where idempotency_key = 'k2'`,
 		`insert into agent_message_drafts (execution_id, claim, content) values (id('talk'), 1, 'So')`,
-		`insert into agent_workers (name, expires_at) values ('w', now())`,
+		`insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`,
 	},
 }
 
