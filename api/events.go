@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -9,9 +10,13 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/requests"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // Bounds of an event, in bytes.
@@ -65,7 +70,7 @@ func (s *server) raiseEvent(r request) (answer, error) {
 	if e.ID == "" {
 		e.ID = keyedID(r.Request, e)
 	}
-	got, err := s.engine.Deliver(r.Context(), s.pool, e.Event, e.Key, e.Data, e.ID)
+	got, err := s.deliver(r.Context(), e)
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
 		return answer{}, badBody("%s", refused.Message)
 	}
@@ -76,6 +81,44 @@ func (s *server) raiseEvent(r request) (answer, error) {
 		got.Resumed = []string{}
 	}
 	return answer{body: delivered(got), status: http.StatusAccepted}, nil
+}
+
+// deliver raises an event. A message for a conversation that there is becomes a message of it, as when its visitor had said it.
+func (s *server) deliver(ctx context.Context, e event) (executions.Delivered, error) {
+	data, content := said(e)
+	if content == "" {
+		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
+	}
+	var arrived threads.Arrived
+	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) (err error) {
+		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{ThreadID: e.Key, Content: content, Data: data, ID: e.ID})
+		return err
+	})
+	if errors.Is(err, threads.ErrNotFound) { // a wait need not be about a conversation that is kept here
+		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
+	}
+	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
+}
+
+// said is what a message says, under the names that a wait for a response reads; "" of other events and of what is no text.
+func said(e event) (data map[string]any, content string) {
+	var members map[string]json.RawMessage // as they came, also long numbers
+	if e.Event != "MESSAGE_RECEIVED" || json.Unmarshal(e.Data, &members) != nil {
+		return nil, ""
+	}
+	vars, err := requests.Variables("response", executions.Outcome{Event: e.Event, Data: e.Data})
+	if err != nil {
+		return nil, ""
+	}
+	content, _ = vars["lastResponse"].(string)
+	if len(content) > maxMessage || strings.TrimSpace(content) == "" {
+		return nil, ""
+	}
+	data = map[string]any{}
+	for name, value := range members {
+		data[name] = value
+	}
+	return data, content
 }
 
 // keyedID makes the event an effect of its Idempotency-Key, so that it counts once also when the process

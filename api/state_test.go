@@ -203,6 +203,30 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 	}
 }
 
+// What a visitor says is in the conversation, whichever way it came; a wait need not be about one that is kept here.
+func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
+	a := start(t)
+	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
+		t.Fatal(err)
+	}
+	first, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
+	if again, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin()); again != first {
+		t.Errorf("again: %s, not %s", again, first)
+	}
+	a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
+	a.raise(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
+	said := value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+	if said != "ana user received yes" {
+		t.Errorf("said: %s", said)
+	}
+	if data := value[string](t, a.pool, `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`); data != "yes 12345678901234567890" {
+		t.Errorf("the event's data: %s", data)
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`); n != 3 {
+		t.Errorf("%d events", n)
+	}
+}
+
 func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 	a := start(t)
 	for name, test := range map[string]struct{ body, words string }{
