@@ -91,6 +91,12 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 			[]string{`{"document": "photo", "url": "u2"}`, `{"document": "cv", "url": "u1"}`},
 			map[string]any{"documentUrls": []any{"u1", "u2"}},
 		},
+		"all documents at once, in their order": {
+			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "cv"}},
+			"DOCUMENT_UPLOADED",
+			[]string{`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`, `{"documentUrls": ["u2", "u1"]}`},
+			map[string]any{"documentUrls": []any{"u2", "u1"}},
+		},
 		"signature": {
 			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}},
 			"SIGNATURE_COMPLETED",

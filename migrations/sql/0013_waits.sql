@@ -52,6 +52,7 @@ language plpgsql volatile as $$
 declare
   r agent_requests;
   doc jsonb;
+  urls jsonb;
   name_ text;
 begin
   select x.* into r from agent_requests x where x.id = agent_uuid(p_key) and x.kind = p_kind for update;
@@ -59,6 +60,11 @@ begin
     return r.execution_id;
   end if;
   if p_kind = 'document' then
+    urls := coalesce(p_data -> 'documentUrls', p_data -> 'document_urls');
+    if jsonb_typeof(urls) = 'array' and jsonb_array_length(urls) = cardinality(r.items) and not p_data ?| array['documents', 'document', 'name'] then
+      p_data := jsonb_build_object('documents', (select jsonb_agg(jsonb_build_object('document', i, 'url', urls -> (n::int - 1)) order by n)
+                                                   from unnest(r.items) with ordinality u (i, n)));
+    end if;
     for doc in select * from jsonb_array_elements(
         case when jsonb_typeof(p_data -> 'documents') = 'array' then p_data -> 'documents' else jsonb_build_array(p_data) end) loop
       continue when jsonb_typeof(doc) <> 'object';
@@ -86,7 +92,8 @@ begin
 end $$;
 comment on function answer_agent_request is
   'Note what came for a request; the execution that made it, or null when the key is not that of a request. A document is '
-  '{document, url}, several are {documents: [{document, url}]}; the request is answered when all that were asked for are there. A '
+  '{document, url}, several are {documents: [{document, url}]}, all of them in the order of the request {documentUrls: [url]}; the '
+  'request is answered when all that were asked for are there. A '
   'signature or a test is answered by its first event. What comes after the answer changes nothing.';
 
 create function agent_request_outcome(p_kind text, p_key text) returns jsonb
