@@ -89,6 +89,7 @@ type Action struct {
 	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, of event, resume and flow; the body when empty
 	Automation string         `yaml:"automation" json:"automation,omitempty"` // its name
 	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // its name; it is started with the data as input, once for a delivery
+	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template, of flow: the conversation that it speaks in, begun when there is none
 	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
 	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the skills that the model is offered; external when empty
 }
@@ -257,6 +258,11 @@ func (a Action) checkEvent() []error {
 		problems = append(problems, fmt.Errorf("flow: %q must be a letter, then letters, digits and _ . : -", a.Flow))
 	case err != nil:
 		problems = append(problems, fmt.Errorf("key: %w", err))
+	}
+	if err := checkTemplate(a.Thread); err != nil {
+		problems = append(problems, fmt.Errorf("thread: %w", err))
+	} else if a.Thread != "" && a.Flow == "" {
+		problems = append(problems, errors.New("thread: only a flow has one"))
 	}
 	for field, path := range a.Data {
 		text, _ := path.(string)

@@ -16,7 +16,7 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 	w := newWorld(t)
 	w.fail.Store(1) // so that the delivery has a second attempt
 	w.endpoint(t, webhooks.EndpointDefinition{Name: "hire", Actions: []webhooks.Action{
-		{Flow: "onboarding", Data: map[string]any{"name": "body.candidate.name"}},
+		{Flow: "onboarding", Data: map[string]any{"name": "body.candidate.name"}, Thread: "candidate {body.candidate.name}"},
 		{Flow: "archive"},
 		{Automation: "work"},
 	}})
@@ -49,6 +49,14 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 		if !same {
 			t.Errorf("%s was not started as it should be", flow)
 		}
+	}
+	if n := value[int](t, w.pool, `
+		select count(*) from agent_executions x join agent_threads t on t.id = x.thread_id
+		 where x.flow = 'onboarding' and t.id = 'candidate Ana' and t.channel = 'chat'`); n != 1 {
+		t.Errorf("%d runs of onboarding in the thread that was begun for it", n)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {
+		t.Error("archive has a thread that nobody gave it")
 	}
 	if d := w.until(t, "msg_2", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), `there is no flow "nothing"`) {
 		t.Errorf("error %q", deref(d.ErrorMessage))
