@@ -70,7 +70,14 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 
 // writeThread shows a conversation to a person.
 func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) error {
-	fmt.Fprintf(w, "%s  %s, %s of %s\n", printable(t.ID), printable(t.Channel), printable(t.Participant), printable(t.Owner))
+	about := printable(t.Channel)
+	if t.Participant != "" {
+		about += ", " + printable(t.Participant)
+	}
+	if t.Owner != "" {
+		about += " of " + printable(t.Owner)
+	}
+	fmt.Fprintf(w, "%s  %s\n", printable(t.ID), about)
 	if t.Summary != "" {
 		fmt.Fprintf(w, "\nsummary up to %d:\n%s\n", t.SummaryThrough, speech(t.Summary))
 	}

@@ -28,7 +28,7 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 		contains(t, locks, want)
 	}
 	contains(t, p.must("threads", "locks", "--stale"), "no thread is held")
-	contains(t, p.must("threads", "show", "maria"), "queued")
+	contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	if _, err := db.Exec(t.Context(), `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`); err != nil {
 		t.Fatal(err)
 	}
