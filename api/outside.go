@@ -139,6 +139,8 @@ func (r releasing) check() error {
 		return badBody("result_summary and error_message have at most %d bytes", maxSummary)
 	case !keepable(r.ResultSummary) || !keepable(r.ErrorMessage) || !storable(r.WaitingKey):
 		return badBody("result_summary, error_message or waiting_key has characters that cannot be kept")
+	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
+		return badBody("waiting_key is %.60q; of agent it is the id of an execution", r.WaitingKey)
 	}
 	_, err := timeout(r.Timeout)
 	return err
