@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -53,6 +54,33 @@ func (c Child) work() (any, error) {
 	return map[string]any{"flow": c.Flow, "input": input, "thread_id": c.ThreadID, "wait": c.Wait}, nil
 }
 
+// Deepest is how many executions may be nested as children of children. Flows that start one another without end are
+// stopped there.
+const Deepest = 32
+
+// ClassNesting is the class of a child that would be nested too deep.
+const ClassNesting = "nesting"
+
+// depth fails where an execution has Deepest ancestors already.
+func depth(ctx context.Context, tx pgx.Tx, id string) error {
+	var above int
+	err := tx.QueryRow(ctx, `
+		with recursive line (id, parent_id, above) as (
+		  select x.id, x.parent_id, 0 from agent_executions x where x.id = @id
+		  union all
+		  select x.id, x.parent_id, line.above + 1 from line join agent_executions x on x.id = line.parent_id
+		   where line.above < @deepest::int)
+		select max(above) from line`, postgres.Strict{"id": id, "deepest": Deepest}).Scan(&above)
+	if err != nil {
+		return fmt.Errorf("count the ancestors of execution %s: %w", id, err)
+	}
+	if above >= Deepest-1 {
+		return &StepError{Class: ClassNesting, Message: fmt.Sprintf(
+			"executions are nested %d deep, which is the most: do they start one another without end?", Deepest)}
+	}
+	return nil
+}
+
 // Trigger starts a child execution of the same trace and, if asked to, waits for its end. A child that failed is a
 // result, not an error. While the parent waits the child may act in the lanes that the parent holds.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
@@ -68,6 +96,9 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 		thread := c.ThreadID
 		if thread == "" && r.exec.ThreadID != nil {
 			thread = *r.exec.ThreadID
+		}
+		if err := depth(ctx, tx, r.exec.ID); err != nil {
+			return "", err
 		}
 		child, _, err := r.e.StartTx(ctx, tx, Spec{
 			Flow: c.Flow, Surface: trace.Surface(r.exec.Surface), TraceID: trace.ID(r.exec.TraceID), Agent: r.exec.Agent,

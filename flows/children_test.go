@@ -177,3 +177,22 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		t.Errorf("%q", deref(x.ErrorMessage))
 	}
 }
+
+// Flows that start one another are stopped: the deepest fails, and the trace has no more executions than may be nested.
+func TestFlowsThatStartOneAnotherAreStopped(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: again
+actions:
+  - {id: next, actionType: trigger_agent, parameters: {flow: again, waitForCompletion: false}}
+`)
+	first := w.begin(t, "again", nil)
+	until(t, w.pool, first, executions.Completed)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
+	}, "one of them fails")
+	got := value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed' and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
+	if got != "32 1" {
+		t.Errorf("executions, and those that were refused a child: %s", got)
+	}
+}

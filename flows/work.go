@@ -122,6 +122,9 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		for _, name := range list {
 			names = append(names, inText(name))
 		}
+		if err := m.known(ctx, names); err != nil {
+			return result{}, err
+		}
 		turn.Scopes = []string{skills.ScopeInternal, skills.ScopeExternal}
 		turn = turn.Using(names...)
 	}
@@ -133,6 +136,21 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		return result{}, failure(out.Ended, "the model came to no answer: %s", out.Text)
 	}
 	return result{Set: map[string]any{orElse(r.save, "answer"): out.Text}}, nil
+}
+
+// known fails for the name of a skill that there is none of: a model that lacks a tool answers all the same.
+func (m *machine) known(ctx context.Context, names []string) error {
+	_, err := executions.Step(ctx, "skills", func(ctx context.Context) (int, error) {
+		for _, name := range names {
+			if _, err := skills.Get(ctx, m.in.Pool, name); errors.Is(err, skills.ErrNotFound) {
+				return 0, failure("unknown_skill", "skills: there is no skill %q", name)
+			} else if err != nil {
+				return 0, err
+			}
+		}
+		return len(names), nil
+	})
+	return err
 }
 
 // trigger starts another flow.

@@ -139,6 +139,17 @@ func TestTheModelIsAsked(t *testing.T) {
 	}
 }
 
+// A model that lacks a tool answers all the same, so a name that is wrong is told before it is asked.
+func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
+	t.Parallel()
+	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
+  - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
+	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	if !strings.Contains(deref(x.ErrorMessage), `there is no skill "nonexistent"`) {
+		t.Errorf("error %q", deref(x.ErrorMessage))
+	}
+}
+
 func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("a", `
