@@ -15,7 +15,6 @@ import (
 // statements are checked like all.
 var composed = map[string]string{
 	"cmd/agent/demodatabase.go":     "names a database",
-	"cmd/agent/demodatabase.go":     "names a database",
 	"internal/pgserver/ready.go":    "names a database",
 	"internal/pgtest/server.go":     "names databases",
 	"internal/pgtest/template.go":   "names databases",
