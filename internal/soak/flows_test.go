@@ -87,6 +87,7 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	}
 	p := &people{world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{}, given: map[string]given{}}
 	p.jobs.SetLimit(16)
+	t.Cleanup(func() { _ = p.jobs.Wait() }) // none fails; they end with the test
 	n.begin(processes)
 	p.bear(size)
 	p.settleFlows(size)
