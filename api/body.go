@@ -70,12 +70,33 @@ func decode(raw []byte, into any) error {
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
+		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
+			return badBody("%s cannot be a JSON %s: it takes %s", wrong.Field, wrong.Value, takes(wrong.Type))
+		}
 		return badBody("%s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return badBody("there is more in the body after the JSON object")
 	}
 	return nil
+}
+
+// takes says in words what a field of a type takes.
+func takes(t reflect.Type) string {
+	switch t.Kind() {
+	case reflect.Bool:
+		return "true or false"
+	case reflect.String:
+		return "a text"
+	case reflect.Slice, reflect.Array:
+		return "a list"
+	case reflect.Struct, reflect.Map, reflect.Pointer:
+		return "an object"
+	case reflect.Float32, reflect.Float64:
+		return "a number"
+	default:
+		return "a whole number"
+	}
 }
 
 func badBody(format string, args ...any) *problem.Problem {

@@ -399,3 +399,14 @@ func TestAFollowerSeesEveryStatusAndComesBackWithoutAGap(t *testing.T) {
 		t.Errorf("who is new sees %v", again)
 	}
 }
+
+func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for body, words := range map[string]string{
+		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds cannot be a JSON number 1.5: it takes a whole number",
+		`{"flow": 7}`: "flow cannot be a JSON number: it takes a text",
+	} {
+		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
+	}
+}
