@@ -56,7 +56,8 @@ func restartFlows(stay func(ctx context.Context) error) map[string]executions.Fu
 	}
 }
 
-// doomed is the process that is killed: it begins everything, says so, and works until then.
+// doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare, for those
+// that come to their wait when all that run are in their step.
 func doomed(url string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
@@ -65,7 +66,7 @@ func doomed(url string) error {
 		return err
 	}
 	defer pool.Close()
-	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), Workers: many})
+	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), Workers: many + 16})
 	if err != nil {
 		return err
 	}
