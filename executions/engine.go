@@ -131,7 +131,11 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 // within StopTimeout, hands unfinished executions back and returns nil. A database that goes away does
 // not end it; it says so and goes on when it is back.
 func (e *Engine) Run(ctx context.Context) error {
-	if err := e.enlist(ctx); err != nil {
+	switch err := e.enlist(ctx); {
+	case ctx.Err() != nil:
+		e.retire(context.WithoutCancel(ctx)) // it was told to stop before it had begun
+		return nil
+	case err != nil:
 		return err
 	}
 	// River and the lease outlive ctx for as long as the shutdown takes.
@@ -172,7 +176,11 @@ func (e *Engine) enlist(ctx context.Context) error {
 // Beat keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
 // only calls RunNow. It returns when the lease has been given back.
 func (e *Engine) Beat(ctx context.Context) error {
-	if _, err := e.current(ctx); err != nil {
+	switch _, err := e.current(ctx); {
+	case ctx.Err() != nil:
+		e.retire(context.WithoutCancel(ctx))
+		return nil
+	case err != nil:
 		return err
 	}
 	group, beating := errgroup.WithContext(ctx)

@@ -118,3 +118,26 @@ func TestAFinishedStepIsNotRepeatedWhenTheRunIsClaimedAgain(t *testing.T) {
 		t.Errorf("first ran %d times, second %d times; result %s %q", first.Load(), second.Load(), got.Result, got.ResultSummary)
 	}
 }
+
+// Told to stop before it has begun, an engine has worked until then: that is no error, and leaves no lease.
+func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	for name, run := range map[string]func(*executions.Engine) error{
+		"run":  func(e *executions.Engine) error { return e.Run(ended) },
+		"beat": func(e *executions.Engine) error { return e.Beat(ended) },
+	} {
+		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := run(e); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
+		t.Errorf("%d leases are left", n)
+	}
+}
