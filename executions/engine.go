@@ -132,7 +132,7 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 // not end it; it says so and goes on when it is back.
 func (e *Engine) Run(ctx context.Context) error {
 	switch err := e.enlist(ctx); {
-	case ctx.Err() != nil:
+	case over(ctx):
 		e.retire(context.WithoutCancel(ctx)) // it was told to stop before it had begun
 		return nil
 	case err != nil:
@@ -159,6 +159,16 @@ func (e *Engine) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
+// over reports that ctx has ended, which is how an engine is told to stop.
+func over(ctx context.Context) bool {
+	select {
+	case <-ctx.Done():
+		return true
+	default:
+		return false
+	}
+}
+
 // enlist begins the worker's lease, also when the database goes away in that moment.
 func (e *Engine) enlist(ctx context.Context) error {
 	for {
@@ -177,7 +187,7 @@ func (e *Engine) enlist(ctx context.Context) error {
 // only calls RunNow. It returns when the lease has been given back.
 func (e *Engine) Beat(ctx context.Context) error {
 	switch _, err := e.current(ctx); {
-	case ctx.Err() != nil:
+	case over(ctx):
 		e.retire(context.WithoutCancel(ctx))
 		return nil
 	case err != nil:
