@@ -34,15 +34,23 @@ func (e *Engine) register(ctx context.Context) error {
 	return nil
 }
 
+// lease is the worker's lease and when it ends unless it is renewed; nil when there is none.
+func (e *Engine) lease() (w *worker, until time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.worker != nil {
+		until = e.worker.deadline
+	}
+	return e.worker, until
+}
+
 // current returns the live lease's id, registering one when there is none.
 func (e *Engine) current(ctx context.Context) (string, error) {
 	e.registering.Lock()
 	defer e.registering.Unlock()
 	for range 2 {
-		e.mu.Lock()
-		w := e.worker
-		e.mu.Unlock()
-		if w != nil && time.Now().Before(w.deadline) {
+		w, until := e.lease()
+		if w != nil && time.Now().Before(until) {
 			return w.id, nil
 		}
 		e.lose(w)
@@ -115,15 +123,13 @@ func (e *Engine) untilDeadline(wait time.Duration) time.Duration {
 // renew prolongs the lease and learns in the same statement which runs are still ours, so that a cancel
 // or a takeover is noticed where no notification came through.
 func (e *Engine) renew(ctx context.Context) error {
-	e.mu.Lock()
-	w := e.worker
-	e.mu.Unlock()
-	if w == nil || !time.Now().Before(w.deadline) {
+	w, until := e.lease()
+	if w == nil || !time.Now().Before(until) {
 		_, err := e.current(ctx)
 		return err
 	}
 	began := time.Now()
-	timed, cancel := context.WithDeadline(ctx, w.deadline)
+	timed, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	var alive bool
 	var mine []string
