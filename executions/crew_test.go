@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -163,17 +165,24 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(nothing), never)
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	locked := pending(t, pool)
-	exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
-	until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked
-	if got := get(t, pool, locked); got.Status != executions.Pending {
-		t.Skipf("it was taken before it was locked: %s", got.Status)
-	}
+	var tx pgx.Tx
+	var locked string
+	pgtest.Eventually(t, patience, func() bool { // a worker may take it before it is locked
+		var err error
+		if tx, err = pool.Begin(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		locked = pending(t, pool)
+		exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
+		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked
+		if get(t, pool, locked).Status == executions.Pending {
+			return true
+		}
+		if err := tx.Rollback(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return false
+	}, "a ready execution is locked before a worker takes it")
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
