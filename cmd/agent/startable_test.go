@@ -2,10 +2,13 @@ package main
 
 import (
 	"io"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -30,5 +33,12 @@ func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
 	body, err := io.ReadAll(got.Body)
 	if err != nil || got.StatusCode != http.StatusUnprocessableEntity || !strings.Contains(string(body), "(known: external)") {
 		t.Errorf("%d %s, %v", got.StatusCode, body, err)
+	}
+}
+
+// The command line and HTTP refuse the same flows, each with the way that it has.
+func TestReservedFlowsAreTheSameEverywhere(t *testing.T) {
+	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, api.ReservedFlows()) {
+		t.Errorf("the command line has %v, HTTP has %v", here, api.ReservedFlows())
 	}
 }

@@ -62,9 +62,10 @@ What is said is recorded.`,
 
 func (c *cli) threadsCleanCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "clean", Short: "Free the threads whose holder has ended, is gone, or has been silent for ten minutes",
-		Long: `Free the threads whose holder has ended, is gone, or has not sent anything for ten minutes, and send what is queued in
-them. A running agent does this by itself, every few seconds. The threads of waiting executions stay theirs.`,
+		Use: "clean", Short: "Free the threads whose holder has ended, is gone, or has been silent for too long",
+		Long: `Free the threads whose holder has ended, is gone, or has not sent anything for the thread's idle time (ten minutes
+unless it was set otherwise), and send what is queued in them. A running agent does this by itself: at once where
+something is queued, after five more minutes elsewhere. The threads of waiting executions stay theirs.`,
 		Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			freed, err := threads.Clean(cmd.Context(), s.pool, slog.New(slog.DiscardHandler))
