@@ -1,0 +1,2 @@
+// What the pages do beyond reading: see engineroom.go.
+"use strict";

@@ -1,0 +1,87 @@
+// Package engineroom is the admin's view in a browser: what the agent is doing right now, whether it works,
+// what it costs, and what needs a person.
+//
+// A page is a list of parts. A part is a query and a template: the first answer, every later update and the
+// page without JavaScript are the same render, so they cannot tell different stories. While somebody looks at
+// a page, its parts are read again, once for all who look at the same URL, and only what came out otherwise is
+// sent, over one event stream per page. What is sent is the state of a part, not a change to it, so a
+// connection that broke resumes by state: nothing is missing and nothing is there twice.
+//
+// It promises:
+//
+//   - It only reads. What an admin changes goes through the routes of package api, as every other client's
+//     change does, with the same checks and the same audit.
+//   - No part does work that grows with the tables: each query is bounded by an index and a limit, and where a
+//     number has a bound it says so ("1,000+"). Sums over the activity log are those of activity.Counted.
+//   - What outsiders and models wrote is shown as text: escaped, control characters and marks that turn the
+//     direction of writing made visible, long values cut, with their length told.
+//   - Nothing is loaded from another host, and the Content-Security-Policy allows no inline script or style.
+//   - A part that cannot be read says so in its place; the others are shown.
+//   - Every page can be read with JavaScript off, and every lever pulled.
+//
+// Who may enter is decided before a handler of this package is called.
+package engineroom
+
+import (
+	"errors"
+	"fmt"
+	"html/template"
+	"log/slog"
+	"net/http"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// Options are what the Engine Room stands on.
+type Options struct {
+	Pool *pgxpool.Pool // required
+	// API is the handler of the /v1 routes, through which levers are pulled; nil when there are none. A request
+	// that reaches a handler of this package carries what API asks for.
+	API func() http.Handler
+	// Logger is told what went wrong behind a part; nil for none.
+	Logger *slog.Logger
+	// Agent is the agent's name, shown in every title.
+	Agent string
+}
+
+// Room serves the pages. Its methods are safe for concurrent use.
+type Room struct {
+	Options
+	pages     []page
+	templates *template.Template
+}
+
+// Route is a handler and where it is to be reached.
+type Route struct {
+	Method, Path string // as http.ServeMux has them
+	Stream       bool   // has no end
+	Public       bool   // needs no login
+	Handler      http.Handler
+}
+
+// New makes the room. It does not touch the database.
+func New(o Options) (*Room, error) {
+	if o.Pool == nil {
+		return nil, errors.New("make the Engine Room: a pool is required")
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	room := &Room{Options: o}
+	room.pages = room.all()
+	parsed, err := parseTemplates()
+	if err != nil {
+		return nil, fmt.Errorf("make the Engine Room: %w", err)
+	}
+	room.templates = parsed
+	return room, nil
+}
+
+// Routes are all handlers of the room.
+func (room *Room) Routes() []Route {
+	routes := []Route{{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)}}
+	for _, p := range room.pages {
+		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
+	}
+	return routes
+}
