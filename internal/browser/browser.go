@@ -1,0 +1,280 @@
+// Package browser drives a real Chromium in tests: pages are opened, clicked and typed into as a person would,
+// and whatever the browser complains about is kept.
+//
+// One process of the browser serves a test binary; every Page has a profile of its own, so cookies and storage
+// of one are not another's. The browser may reach loopback only: every other host is refused and counted as a
+// problem, as are errors on the console, exceptions nobody caught and violations of the Content-Security-Policy.
+//
+// The browser is Debian's package chromium. As root it is installed when it is missing; else the test stops and
+// says which command to run.
+package browser
+
+import (
+	"context"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/chromedp/cdproto/cdp"
+	"github.com/chromedp/cdproto/emulation"
+	cdplog "github.com/chromedp/cdproto/log"
+	"github.com/chromedp/cdproto/network"
+	"github.com/chromedp/cdproto/runtime"
+	"github.com/chromedp/cdproto/target"
+	"github.com/chromedp/chromedp"
+)
+
+// patience is how long a step may take before the test fails: machines that test are slow and shared.
+const patience = 60 * time.Second
+
+// Look is how a page is looked at.
+type Look struct {
+	Width, Height int64 // of the window in CSS pixels; 1280 by 900 when 0
+	Dark          bool  // the reader prefers dark
+	Still         bool  // the reader prefers reduced motion
+	NoScript      bool  // JavaScript is off
+}
+
+// Page is a tab with a profile of its own. Its methods fail the test when a step cannot be done in time. It is
+// for one goroutine at a time.
+type Page struct {
+	tb  testing.TB
+	ctx context.Context //nolint:containedctx // chromedp keeps the tab in it
+
+	mu       sync.Mutex
+	problems []string
+	expected []string
+}
+
+// Open opens an empty page; it closes with the test.
+func Open(tb testing.TB, look Look) *Page {
+	tb.Helper()
+	if look.Width == 0 {
+		look.Width, look.Height = 1280, 900
+	}
+	ctx, cancel := chromedp.NewContext(process(tb), chromedp.WithTargetID(newTab(tb)))
+	tb.Cleanup(cancel)
+	p := &Page{tb: tb, ctx: ctx}
+	chromedp.ListenTarget(ctx, p.hear)
+	if err := chromedp.Run(ctx); err != nil {
+		tb.Fatalf("open a page: %v", err)
+	}
+	scheme, motion := "light", "no-preference"
+	if look.Dark {
+		scheme = "dark"
+	}
+	if look.Still {
+		motion = "reduce"
+	}
+	p.do("prepare the page", network.Enable(), cdplog.Enable(),
+		emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
+		emulation.SetScriptExecutionDisabled(look.NoScript),
+		emulation.SetEmulatedMedia().WithFeatures([]*emulation.MediaFeature{
+			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},
+		}))
+	return p
+}
+
+// newTab opens a window with a profile of its own; a tab alone a browser without a window refuses.
+func newTab(tb testing.TB) target.ID {
+	tb.Helper()
+	browser := chromedp.FromContext(process(tb)).Browser
+	ctx, cancel := context.WithTimeout(process(tb), patience)
+	defer cancel()
+	ctx = cdp.WithExecutor(ctx, browser)
+	profile, err := target.CreateBrowserContext().WithDisposeOnDetach(false).Do(ctx)
+	if err != nil {
+		tb.Fatalf("make a profile: %v", err)
+	}
+	tb.Cleanup(func() { // after the page is closed
+		if err := target.DisposeBrowserContext(profile).Do(cdp.WithExecutor(process(tb), browser)); err != nil {
+			tb.Logf("forget a profile: %v", err)
+		}
+	})
+	tab, err := target.CreateTarget("about:blank").WithBrowserContextID(profile).WithNewWindow(true).Do(ctx)
+	if err != nil {
+		tb.Fatalf("open a window: %v", err)
+	}
+	return tab
+}
+
+// do runs steps within the time they may take.
+func (p *Page) do(what string, steps ...chromedp.Action) {
+	p.tb.Helper()
+	ctx, cancel := context.WithTimeout(p.ctx, patience)
+	defer cancel()
+	if err := chromedp.Run(ctx, steps...); err != nil {
+		p.tb.Fatalf("%s: %v\n%s", what, err, p.where())
+	}
+}
+
+// where tells what the page shows, for a failing test.
+func (p *Page) where() string {
+	ctx, cancel := context.WithTimeout(p.ctx, 5*time.Second)
+	defer cancel()
+	var at, text string
+	err := chromedp.Run(ctx, chromedp.Location(&at), chromedp.Evaluate(`document.body ? document.body.innerText.slice(0, 3000) : ""`, &text))
+	if err != nil {
+		return fmt.Sprintf("(the page does not answer: %v)", err)
+	}
+	return at + ":\n" + text
+}
+
+// Go opens a URL and waits until it has loaded.
+func (p *Page) Go(address string) {
+	p.tb.Helper()
+	p.do("open "+address, chromedp.Navigate(address))
+}
+
+// URL is where the page is.
+func (p *Page) URL() string {
+	p.tb.Helper()
+	var at string
+	p.do("read the address", chromedp.Location(&at))
+	return at
+}
+
+// Click clicks what a CSS selector finds, as soon as it can be seen.
+func (p *Page) Click(selector string) {
+	p.tb.Helper()
+	p.do("click "+selector, chromedp.Click(selector, chromedp.ByQuery, chromedp.NodeVisible))
+}
+
+// Type types into what a CSS selector finds.
+func (p *Page) Type(selector, text string) {
+	p.tb.Helper()
+	p.do("type into "+selector, chromedp.SendKeys(selector, text, chromedp.ByQuery, chromedp.NodeVisible))
+}
+
+// Press presses keys, wherever the focus is; special ones are those of chromedp/kb.
+func (p *Page) Press(keys string) {
+	p.tb.Helper()
+	p.do("press keys", chromedp.KeyEvent(keys))
+}
+
+// Text is the text that a CSS selector's first element shows.
+func (p *Page) Text(selector string) string {
+	p.tb.Helper()
+	var text string
+	p.do("read "+selector, chromedp.Text(selector, &text, chromedp.ByQuery, chromedp.NodeReady))
+	return text
+}
+
+// Eval evaluates JavaScript into out, which is what JSON can be read into. A promise is awaited.
+func (p *Page) Eval(script string, out any) {
+	p.tb.Helper()
+	p.do("evaluate "+script[:min(len(script), 80)], chromedp.Evaluate(script, out,
+		func(e *runtime.EvaluateParams) *runtime.EvaluateParams { return e.WithAwaitPromise(true) }))
+}
+
+// Until waits until a JavaScript expression is true.
+func (p *Page) Until(what, condition string) {
+	p.tb.Helper()
+	p.do("wait until "+what, chromedp.Poll("("+condition+")", nil, chromedp.WithPollingInterval(100*time.Millisecond), chromedp.WithPollingTimeout(patience)))
+}
+
+// Shows waits until the page's text has words.
+func (p *Page) Shows(words string) {
+	p.tb.Helper()
+	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
+}
+
+// Offline cuts the page off from the network, or connects it again.
+func (p *Page) Offline(off bool) {
+	p.tb.Helper()
+	p.do("change the network", network.OverrideNetworkState(off, 0, -1, -1))
+}
+
+// Screenshot writes the window, or with whole the whole page, as PNG.
+func (p *Page) Screenshot(path string, whole bool) {
+	p.tb.Helper()
+	var picture []byte
+	if whole {
+		p.do("take a picture", chromedp.FullScreenshot(&picture, 100))
+	} else {
+		p.do("take a picture", chromedp.CaptureScreenshot(&picture))
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		p.tb.Fatal(err)
+	}
+	if err := os.WriteFile(path, picture, 0o644); err != nil { //nolint:gosec // a picture for everybody
+		p.tb.Fatal(err)
+	}
+}
+
+// Expect says that a complaint with these words is part of the test.
+func (p *Page) Expect(words string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.expected = append(p.expected, words)
+}
+
+// Problems are what the browser complained about, but for what was expected.
+func (p *Page) Problems() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var list []string
+	for _, problem := range p.problems {
+		if !p.isExpected(problem) {
+			list = append(list, problem)
+		}
+	}
+	return list
+}
+
+func (p *Page) isExpected(problem string) bool {
+	for _, words := range p.expected {
+		if strings.Contains(problem, words) {
+			return true
+		}
+	}
+	return false
+}
+
+// hear keeps what the browser complains about.
+func (p *Page) hear(event any) {
+	problem := ""
+	switch e := event.(type) {
+	case *runtime.EventExceptionThrown:
+		problem = "exception: " + e.ExceptionDetails.Error()
+	case *runtime.EventConsoleAPICalled:
+		if e.Type == runtime.APITypeError || e.Type == runtime.APITypeWarning || e.Type == runtime.APITypeAssert {
+			problem = "console: " + words(e.Args)
+		}
+	case *cdplog.EventEntryAdded:
+		if e.Entry.Level == cdplog.LevelError || e.Entry.Level == cdplog.LevelWarning {
+			problem = fmt.Sprintf("%s: %s %s", e.Entry.Source, e.Entry.Text, e.Entry.URL)
+		}
+	case *network.EventRequestWillBeSent:
+		if at, err := url.Parse(e.Request.URL); err == nil && foreign(at) {
+			problem = "request to another host: " + e.Request.URL
+		}
+	}
+	if problem == "" {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.problems = append(p.problems, problem)
+}
+
+func foreign(at *url.URL) bool {
+	switch at.Hostname() {
+	case "", "127.0.0.1", "localhost", "::1":
+		return false
+	}
+	return true
+}
+
+func words(args []*runtime.RemoteObject) string {
+	list := make([]string, 0, len(args))
+	for _, a := range args {
+		list = append(list, string(a.Value)+a.Description)
+	}
+	return strings.Join(list, " ")
+}

@@ -1,0 +1,77 @@
+package browser_test
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/browser"
+)
+
+func TestMain(m *testing.M) { os.Exit(browser.Main(m.Run)) }
+
+// serving is a server that answers every path with its page.
+func serving(t *testing.T, pages map[string]string) string {
+	t.Helper()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/html; charset=utf-8")
+		w.Header().Set("Content-Security-Policy", "default-src 'none'; img-src 'self' http://elsewhere.example")
+		if _, err := w.Write([]byte(pages[r.URL.Path])); err != nil {
+			t.Error(err)
+		}
+	}))
+	t.Cleanup(server.Close)
+	return server.URL
+}
+
+const page = `<!doctype html><html lang="en"><head><title>t</title><link rel="icon" href="/icon"></head><body><main><h1>A page</h1>`
+
+func TestWhatTheBrowserComplainsAboutIsKept(t *testing.T) {
+	t.Parallel()
+	base := serving(t, map[string]string{
+		"/good":    page + `<p>Well</p></main></body></html>`,
+		"/inline":  page + `<script>document.title = "no"</script></main></body></html>`,
+		"/foreign": page + `<img alt="x" src="http://elsewhere.example/x.png"></main></body></html>`,
+	})
+	for path, complaint := range map[string]string{"/inline": "Content Security Policy", "/foreign": "another host"} {
+		p := browser.Open(t, browser.Look{})
+		p.Go(base + path)
+		p.Shows("A page")
+		if list := strings.Join(p.Problems(), "\n"); !strings.Contains(list, complaint) {
+			t.Errorf("%s: no complaint about %s, but %q", path, complaint, list)
+		}
+	}
+}
+
+func TestAxeFindsWhatIsInaccessible(t *testing.T) {
+	t.Parallel()
+	base := serving(t, map[string]string{
+		"/good": page + `<p>Well</p></main></body></html>`,
+		"/bad":  page + `<input></main></body></html>`,
+	})
+	p := browser.Open(t, browser.Look{})
+	p.Go(base + "/good")
+	if list := p.Inaccessible(); len(list) != 0 {
+		t.Errorf("an accessible page has faults: %s", list)
+	}
+	p.Go(base + "/bad")
+	if list := strings.Join(p.Inaccessible(), "\n"); !strings.Contains(list, "label") {
+		t.Errorf("an input without a label was not found: %q", list)
+	}
+}
+
+func TestPagesDoNotShareCookies(t *testing.T) {
+	t.Parallel()
+	base := serving(t, map[string]string{"/": page + `</main></body></html>`})
+	one, other := browser.Open(t, browser.Look{}), browser.Open(t, browser.Look{})
+	one.Go(base)
+	other.Go(base)
+	one.Eval(`document.cookie = "a=1"; 1`, new(int))
+	var cookie string
+	other.Eval(`document.cookie`, &cookie)
+	if cookie != "" {
+		t.Errorf("another profile has the cookie %q", cookie)
+	}
+}
