@@ -2,6 +2,7 @@
 //
 //	go run ./bench chat-priority
 //	go run ./bench waiting
+//	go run ./bench engine-room
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
@@ -42,7 +43,9 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return chatPriority(ctx, args[1:], out, errw)
 		case "waiting":
 			return waiting(ctx, args[1:], out, errw)
+		case "engine-room":
+			return engineRoom(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room")
 }
