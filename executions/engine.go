@@ -68,6 +68,7 @@ type Engine struct {
 	alarm       chan struct{} // a timer is due sooner than was known
 	crews       map[string]*crew
 	due         dueTime
+	paused      pauseWatch
 }
 
 // New makes an engine. It does not touch the database yet.
@@ -148,6 +149,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	group.Go(func() error { e.renewLoop(living); return nil })
 	group.Go(func() error { e.sweepLoop(ctx); return nil })
 	group.Go(func() error { e.listenLoop(living); return nil })
+	group.Go(func() error { e.watchPause(living); return nil })
 	var working sync.WaitGroup
 	for _, c := range e.crews {
 		group.Go(func() error { c.tellLoop(living); return nil })
@@ -196,6 +198,7 @@ func (e *Engine) Beat(ctx context.Context) error {
 	group, beating := errgroup.WithContext(ctx)
 	group.Go(func() error { e.renewLoop(beating); return nil })
 	group.Go(func() error { e.listenLoop(beating); return nil })
+	group.Go(func() error { e.watchPause(beating); return nil })
 	err := group.Wait()
 	e.retire(context.WithoutCancel(ctx))
 	return err

@@ -9,7 +9,8 @@ import (
 
 // RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
 // until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
-// for. When ctx ends first, the execution is cancelled. If the process dies, another resumes it.
+// for. When ctx ends first, the execution is cancelled. If the process dies, another resumes it. ErrPaused when the
+// agent is paused and the surface is not an attended one: then nothing was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.RunClaimed)
 }
@@ -38,7 +39,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Cont
 	claimed, created, err := s.insert(heard, e.pool, "running", worker)
 	cancel()
 	if err != nil {
-		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, refusedByPause(ctx, e.pool, err))
 	}
 	if !created {
 		return claimed, nil

@@ -75,7 +75,7 @@ type RunLock struct {
 // seconds, up to a day) has passed without a beat. One that is over already is settled first: the run fails or is handed
 // on, as its on_lost says.
 //
-// Errors: ErrNotFound, ErrNotOutside, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrMalformed.
+// Errors: ErrNotFound, ErrNotOutside, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
 	var got RunLock
 	var refused error
@@ -83,6 +83,9 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
 		return err // a refusal commits: what the end of the last lock meant is settled all the same
 	})
+	if held, paused := errors.AsType[*PausedError](refusedByPause(ctx, e.pool, err)); paused {
+		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it when that is over"}
+	}
 	switch {
 	case err != nil:
 		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, malformed(err))

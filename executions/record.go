@@ -17,7 +17,7 @@ import (
 )
 
 // recorded returns the result of an earlier run of this step, if there is one. Before anything new is
-// begun, it also looks whether the process shuts down.
+// begun, it also looks whether the process shuts down, or the agent is paused.
 func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	var value T
 	if r.replay != nil {
@@ -32,6 +32,10 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 		if r.e.stopping() {
 			r.stop(ErrDraining)
 			return true, value, ErrDraining
+		}
+		if err := r.heldBack(ctx); err != nil {
+			r.stop(err)
+			return true, value, err
 		}
 		return false, value, nil
 	}

@@ -77,7 +77,8 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 }
 
 // Tick starts what has become due: one execution per schedule, keyed by the time it was due, in the
-// transaction that moves the schedule on. Many may tick at once; each due time is started once. A
+// transaction that moves the schedule on. Many may tick at once; each due time is started once. While
+// the agent is paused a tick is recorded as skipped instead. A
 // schedule that cannot be started (somebody wrote its row by hand) is reported and tried again in a
 // minute; the others do not wait for it.
 func (e *Engine) Tick(ctx context.Context) error {
@@ -88,8 +89,17 @@ func (e *Engine) Tick(ctx context.Context) error {
 			return err
 		}
 		broken = nil
+		pause, err := CurrentPause(ctx, tx)
+		if err != nil {
+			return err
+		}
 		for _, d := range due {
-			err := postgres.InTx(ctx, tx, func(tx pgx.Tx) error { return e.start(ctx, tx, d.schedule(), d.NextRunAt) })
+			err := postgres.InTx(ctx, tx, func(tx pgx.Tx) error {
+				if pause.Paused {
+					return skipTick(ctx, tx, d.schedule(), d.NextRunAt, pause)
+				}
+				return e.start(ctx, tx, d.schedule(), d.NextRunAt)
+			})
 			if err == nil {
 				continue
 			}

@@ -48,6 +48,8 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):
 		return New(http.StatusServiceUnavailable, "the request was given up"), false
+	case is(err, executions.ErrPaused): // before ErrDraining, which it is to the engine
+		return New(http.StatusConflict, "%s", err).Kind("paused", "Autonomous work is paused"), false
 	case is(err, executions.ErrDraining):
 		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
 	case Away(err):
@@ -74,6 +76,8 @@ func ofRun(err *executions.RunError) *Problem {
 		return p.Kind("run-waits", "Run waits")
 	case is(err, executions.ErrEnded):
 		return p.Kind("run-ended", "Run ended")
+	case is(err, executions.ErrPaused):
+		return p.Kind("paused", "Autonomous work is paused")
 	}
 	return p.Kind("not-outside", "Not for workers outside")
 }

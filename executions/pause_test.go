@@ -1,0 +1,455 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func pause(t *testing.T, db postgres.DB) executions.PauseChange {
+	t.Helper()
+	got, err := executions.PauseAll(t.Context(), db, "ana", "prices look wrong")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func resume(t *testing.T, db postgres.DB) executions.PauseChange {
+	t.Helper()
+	got, err := executions.ResumeAll(t.Context(), db, "ben", "they were right")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// twoSteps is a flow whose first step waits at a gate; it counts how often each is done.
+func twoSteps(first *gate, counts *[2]atomic.Int32) body {
+	return func(ctx context.Context) (executions.Result, error) {
+		for i, name := range []string{"first", "second"} {
+			_, err := executions.Step(ctx, name, func(ctx context.Context) (int32, error) {
+				if i == 0 {
+					first.pass(ctx)
+				}
+				return counts[i].Add(1), nil
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+		}
+		return executions.Result{}, nil
+	}
+}
+
+func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	heard := listener(t, pool)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
+	}), func(o *executions.Options) { never(o); o.Listener, o.Workers = heard, 2 })
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	if got := pause(t, pool); !got.Changed || !got.Paused || got.PausedBy != "ana" || got.ActivityID == "" {
+		t.Fatalf("pause: %+v", got)
+	}
+	var held []string
+	for range 9 { // more than the workers could look at
+		held = append(held, p.begin(t, "flow"))
+	}
+	for _, surface := range []trace.Surface{trace.Heartbeat, trace.Webhook} {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, x.ID)
+	}
+	for _, surface := range []trace.Surface{trace.Chat, trace.Operate} {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 4})
+		if err != nil {
+			t.Fatal(err)
+		}
+		until(t, pool, x.ID, executions.Completed)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
+		t.Fatalf("%d of %d are as they were", n, len(held))
+	}
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from ready_agent_executions(100)`); n != 0 {
+		t.Errorf("%d are handed out as ready", n)
+	}
+	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
+		t.Fatalf("resume: %+v", got)
+	}
+	for _, id := range held { // without a sweep
+		until(t, pool, id, executions.Completed)
+	}
+}
+
+func TestAPausedRunStopsBeforeItsNextStepAndGoesOnAfterwards(t *testing.T) {
+	t.Parallel()
+	for _, told := range []bool{true, false} {
+		t.Run(map[bool]string{true: "told", false: "found"}[told], func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			first := newGate(t)
+			var counts [2]atomic.Int32
+			with := func(*executions.Options) {}
+			if told {
+				heard := listener(t, pool)
+				with = func(o *executions.Options) { never(o); o.Listener = heard }
+			}
+			p := start(t, pool, flow(twoSteps(first, &counts)), with)
+			p.begin(t, "flow")
+			id := first.arrival(t)
+			pause(t, pool)
+			pgtest.Eventually(t, patience, p.Paused, "the process knows")
+			first.open()
+			pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
+			got := get(t, pool, id)
+			points, err := executions.Checkpoints(t.Context(), pool, id)
+			if got.Status != executions.Running || got.Attempt != 0 || err != nil || len(points) != 1 || counts[1].Load() != 0 {
+				t.Fatalf("status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status, got.Attempt, points, err, counts[1].Load())
+			}
+			resume(t, pool)
+			until(t, pool, id, executions.Completed)
+			if counts[0].Load() != 1 || counts[1].Load() != 1 {
+				t.Errorf("the steps ran %d and %d times", counts[0].Load(), counts[1].Load())
+			}
+		})
+	}
+}
+
+func TestAttendedRunsGoOnWhilePaused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first := newGate(t)
+	var counts [2]atomic.Int32
+	p := start(t, pool, flow(twoSteps(first, &counts)))
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first.arrival(t)
+	pause(t, pool)
+	pgtest.Eventually(t, patience, p.Paused, "the process knows")
+	first.open()
+	until(t, pool, x.ID, executions.Completed)
+}
+
+// A claim that is being made is either before the pause, which waits for it, or not made at all.
+func TestAClaimIsBeforeThePauseOrIsNotMade(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	before, after := pending(t, pool), pending(t, pool)
+	inTx := func(sql string, args ...any) (tx pgx.Tx) {
+		tx, err := pool.Begin(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+		exec(t, tx, sql, args...)
+		return tx
+	}
+	claiming := inTx(`select claim_agent_execution(@id, @worker)`, postgres.Strict{"id": before, "worker": w})
+	if value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
+		t.Error("a pause would not wait for the claim")
+	}
+	if err := claiming.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	pausing := inTx(`select pause_agent('prices look wrong')`)
+	if n, err := claim(t.Context(), pool, after, w); n != 0 || err != nil {
+		t.Errorf("claimed while a pause was made: %d, %v", n, err)
+	}
+	if ids := claimReady(t, pool, w, 5); len(ids) != 0 {
+		t.Errorf("claimed while a pause was made: %v", ids)
+	}
+	if err := pausing.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	mustClaim(t, pool, after, w)
+}
+
+func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	workers := make([]string, 4)
+	for i := range workers {
+		workers[i] = worker(t, pool)
+	}
+	for range 5 {
+		exec(t, pool, `delete from agent_executions`)
+		exec(t, pool, `
+			insert into agent_executions (trace_id, surface, flow) select agent_trace_id('fl'), 'flow', 'flow' from generate_series(1, 200)`)
+		stop := make(chan struct{})
+		halt := sync.OnceFunc(func() { close(stop) })
+		group, ctx := errgroup.WithContext(t.Context())
+		for _, w := range workers {
+			group.Go(func() error {
+				for {
+					select {
+					case <-stop:
+						return nil
+					default:
+					}
+					if _, err := tryReady(ctx, pool, w, 3); err != nil {
+						return err
+					}
+				}
+			})
+		}
+		pause(t, pool)
+		claimed := func() int { return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) }
+		then := claimed()
+		exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
+		now := claimed()
+		halt()
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if now != then {
+			t.Fatalf("%d were claimed when the pause had returned, then %d", then, now)
+		}
+		resume(t, pool)
+	}
+}
+
+func TestTwoPausesAtOnceAreOne(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	several := func(fn func(ctx context.Context) (executions.PauseChange, error)) (changed int, all []executions.PauseChange) {
+		var mu sync.Mutex
+		group, ctx := errgroup.WithContext(t.Context())
+		for range 6 {
+			group.Go(func() error {
+				got, err := fn(ctx)
+				mu.Lock()
+				defer mu.Unlock()
+				all = append(all, got)
+				if got.Changed {
+					changed++
+				}
+				return err
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		return changed, all
+	}
+	n, all := several(func(ctx context.Context) (executions.PauseChange, error) { return executions.PauseAll(ctx, pool, "ana", "why") })
+	for _, got := range all {
+		if n != 1 || got.TraceID != all[0].TraceID || !got.Paused {
+			t.Fatalf("%d paused it: %+v", n, all)
+		}
+	}
+	n, _ = several(func(ctx context.Context) (executions.PauseChange, error) { return executions.ResumeAll(ctx, pool, "ana", "") })
+	if n != 1 {
+		t.Errorf("%d resumed it", n)
+	}
+	rows := value[string](t, pool, `
+		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity where skill_name in ('pause_agent', 'resume_agent')`)
+	if rows != "pause_agent ana why, resume_agent ana " {
+		t.Errorf("recorded: %s", rows)
+	}
+}
+
+func TestAPauseOutlivesEveryProcess(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first := newGate(t)
+	var counts [2]atomic.Int32
+	p := start(t, pool, flow(twoSteps(first, &counts)))
+	p.begin(t, "flow")
+	id := first.arrival(t)
+	pause(t, pool)
+	expire(t, pool, id) // the process is killed in the middle of its step
+	second := start(t, pool, flow(twoSteps(first, &counts)))
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	for range 3 {
+		if err := second.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := get(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
+		t.Fatalf("status %s, claimed by %q", got.Status, str(got.ClaimedBy))
+	}
+	first.open()
+	resume(t, pool)
+	until(t, pool, id, executions.Completed)
+}
+
+func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	err := p.Put(t.Context(), executions.Schedule{Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "*/30 * * * *"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	due := func() { exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`) }
+	was := pause(t, pool)
+	for range 2 {
+		due()
+		for range 2 { // the second finds nothing due
+			if err := p.Tick(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	said := value[string](t, pool, `
+		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id, 3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
+		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
+	if !strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") || !strings.HasSuffix(said, "by ana: "+was.Reason) {
+		t.Errorf("recorded: %s", said)
+	}
+	resume(t, pool)
+	if err := p.Tick(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+		t.Errorf("%d were started for ticks of the pause", n)
+	}
+	due()
+	if err := p.Tick(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 1 {
+		t.Errorf("%d were started afterwards", n)
+	}
+}
+
+func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	pause(t, pool)
+	_, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
+	var refused *executions.PausedError
+	if !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) || refused.Pause.PausedBy != "ana" {
+		t.Errorf("run: %v", err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+		t.Errorf("%d were inserted", n)
+	}
+	x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
+	if err != nil || x.Status != executions.Completed {
+		t.Errorf("attended: %s, %v", x.Status, err)
+	}
+}
+
+func TestWorkersOutsideGetNoNewLockWhilePaused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	begin := func() string {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: executions.External, Surface: trace.Flow})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return x.ID
+	}
+	running, waiting := begin(), begin()
+	lock, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pause(t, pool)
+	var refused *executions.RunError
+	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) ||
+		!strings.Contains(refused.Detail, "by ana: prices look wrong") {
+		t.Errorf("lock: %v", err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_workers`); n != 1 {
+		t.Errorf("%d locks", n)
+	}
+	// Who has a lock goes on.
+	again, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
+	if err != nil || again.LockID != lock.LockID {
+		t.Errorf("the same lock: %v", err)
+	}
+	if _, _, err := p.CheckpointRun(t.Context(), running, lock.LockID, "step", []byte(`1`)); err != nil {
+		t.Error(err)
+	}
+	resume(t, pool)
+	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestWhatArrivesWhilePausedIsKept(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, map[string]executions.Func{
+		"event": waitsOnce(executions.Event("order 7", 0)), "timer": waitsOnce(executions.Delay(time.Hour)),
+	})
+	event := p.begin(t, "event")
+	timer := p.begin(t, "timer")
+	until(t, pool, event, executions.Waiting)
+	until(t, pool, timer, executions.Waiting)
+	pause(t, pool)
+	pgtest.Eventually(t, patience, p.Paused, "the process knows")
+	exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	for what, id := range map[string]string{"event": event, "timer": timer} {
+		until(t, pool, id, executions.Running)
+		if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
+			t.Errorf("%s: status %s, claimed by %q", what, got.Status, str(got.ClaimedBy))
+		}
+	}
+	resume(t, pool)
+	until(t, pool, event, executions.Completed)
+	until(t, pool, timer, executions.Completed)
+}
+
+// waitsOnce is a flow that waits for one thing.
+func waitsOnce(w executions.WaitFor) executions.Func {
+	return func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return ends(executions.Wait(ctx, "wait", w))
+	}
+}
+
+func TestAPauseSaysWhyAndWho(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, sql := range map[string]string{
+		"no reason": `select pause_agent(null)`, "a blank one": `select pause_agent(E' \n')`, "a long one": `select pause_agent(repeat('x', 1001))`,
+		"a control character": `select pause_agent(E'a\x07')`, "nobody": `select pause_agent('why', '')`, "nobody resumes": `select resume_agent(' ')`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if value[bool](t, pool, `select agent_autonomous_paused()`) {
+		t.Error("it is paused all the same")
+	}
+	for surface, attended := range map[trace.Surface]bool{
+		trace.Operate: true, trace.Chat: true, trace.Heartbeat: false, trace.Webhook: false, trace.Flow: false,
+	} {
+		if executions.Attended(surface) != attended || value[bool](t, pool, `select agent_attended(@surface)`, postgres.Strict{"surface": string(surface)}) != attended {
+			t.Errorf("%s: attended is not %v", surface, attended)
+		}
+	}
+}
