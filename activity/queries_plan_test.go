@@ -2,6 +2,7 @@ package activity_test
 
 import (
 	"context"
+	"errors"
 	"regexp"
 	"strings"
 	"testing"
@@ -86,6 +87,12 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 			return err
 		}
 	}
+	lines := func(f activity.Filter) func(postgres.DB) error {
+		return func(db postgres.DB) error {
+			_, err := activity.Lines(t.Context(), db, f)
+			return err
+		}
+	}
 	traces := func(f activity.TraceFilter) func(postgres.DB) error {
 		return func(db postgres.DB) error {
 			_, _, err := activity.Traces(t.Context(), db, f)
@@ -93,6 +100,17 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 		}
 	}
 	for name, query := range map[string]func(postgres.DB) error{
+		"lines":            lines(activity.Filter{}),
+		"lines of a lane":  lines(activity.Filter{Lane: "none"}),
+		"lines of a trace": lines(activity.Filter{TraceID: "hb_00000000000000000000000042"}),
+		"lines of a skill": lines(activity.Filter{Skill: "skill_3", Status: activity.Error}),
+		"unfold": func(db postgres.DB) error {
+			_, err := activity.Unfold(t.Context(), db, "018f0000-0000-7000-8000-000000000000")
+			if errors.Is(err, activity.ErrNoRow) {
+				err = nil
+			}
+			return err
+		},
 		"newest":  recent(activity.Filter{}),
 		"trace":   recent(activity.Filter{TraceID: trace.ID("hb_00000000000000000000000042").OTel()}),
 		"skill":   recent(activity.Filter{Skill: "skill_3"}),

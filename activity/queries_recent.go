@@ -38,6 +38,9 @@ type Filter struct {
 // last one. A page does not shift when new rows arrive. The error wraps ErrCursor or trace.ErrInvalid
 // where the caller's input is at fault.
 func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next string, err error) {
+	if f.scans() && f.Since.IsZero() {
+		f.Since = time.Now().Add(-lookBack)
+	}
 	args, err := f.arguments(ctx, db)
 	if err != nil {
 		return nil, "", fmt.Errorf("list activities: %w", err)
@@ -94,9 +97,6 @@ func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict,
 	open, err := f.open(ctx, db)
 	if err != nil {
 		return nil, err
-	}
-	if f.scans() && f.Since.IsZero() {
-		f.Since = time.Now().Add(-lookBack)
 	}
 	return postgres.Strict{
 		"trace_ids": traces, "skill": f.Skill, "open": open, "since": moment(f.Since), "until": moment(f.Until),

@@ -1,0 +1,187 @@
+package activity
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Window is how many rows [Lines] looks at for one page.
+const Window = 10_000
+
+// ErrNoRow reports an id without a row.
+var ErrNoRow = errors.New("no such activity")
+
+// Line is a row as a listing shows it: without input and output, its texts cut at 300 characters. Times are UTC.
+type Line struct {
+	ID           string
+	TraceID      string
+	ExecutionID  *string
+	Kind         Kind
+	Agent        string
+	Surface      string
+	SkillName    string
+	Purpose      string
+	Step         string
+	Status       Status
+	ErrorMessage string
+	ErrorClass   string
+	Model        string
+	Tokens       int64 // zero on everything but model calls
+	CostUSD      float64
+	DurationMS   *int64 // nil while it runs
+	ThreadID     string
+	Lane         string
+	CreatedAt    time.Time
+	FinishedAt   *time.Time
+}
+
+// Listing is a page of lines.
+type Listing struct {
+	Lines []Line
+	Next  string // cursor of the next page; empty when nothing is left
+	// Partial says that the page is short because Window rows were looked at: Next goes on behind them.
+	Partial bool
+}
+
+// What an index answers, and what is looked at row by row.
+const (
+	indexed = `
+		       (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
+		   and (@skill::text = '' or a.skill_name = @skill)
+		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
+		   and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
+		   and (@until::timestamptz is null or (a.id < agent_uuid7_floor(@until) and a.created_at < @until))
+		   and (@before::text is null or a.id < @before::text::uuid)`
+	narrowed = `
+		       (@surface::text = '' or a.surface = @surface)
+		   and (@status::text = '' or a.status = @status)
+		   and (@lane::text = '' or a.lane = @lane)
+		   and (@agent::text = '' or a.agent = @agent)
+		   and (@kinds::text[] is null or a.kind = any (@kinds))`
+)
+
+// Lines lists activities, newest first, for somebody who looks at the list itself: the rows are light, and a page
+// costs the same however large the log is and however rare what the filter asks for, because it looks at Window
+// rows at most. Filters do not look back 30 days only, as those of [Recent] do: who finds nothing yet goes on
+// with Next. Errors are those of Recent.
+func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
+	args, err := f.arguments(ctx, db)
+	if err != nil {
+		return Listing{}, fmt.Errorf("list activities: %w", err)
+	}
+	args["window"] = Window
+	rows, err := db.Query(ctx, `
+		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300) as surface,
+		       left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose, left(a.step, 300) as step, a.status,
+		       coalesce(left(a.error_message, 300), '') as error_message, left(a.error_class, 300) as error_class,
+		       left(a.model, 300) as model, agent_tokens(a.token_usage, 'total_tokens') as tokens,
+		       a.cost_usd::float8 as cost_usd, a.duration_ms, coalesce(left(a.thread_id, 300), '') as thread_id,
+		       left(a.lane, 300) as lane, a.created_at, a.finished_at
+		  from (select * from agent_activity a where`+indexed+`
+		         order by a.id desc limit @window::int) a
+		 where`+narrowed+`
+		 order by a.id desc limit @limit::int + 1`,
+		perQuery, args)
+	lines, err := collectLines(rows, err, "list activities")
+	if err != nil {
+		return Listing{}, err
+	}
+	if size := pageSize(f.Limit); len(lines) > size {
+		lines = lines[:size]
+		return Listing{Lines: lines, Next: cursor(lines[size-1].ID)}, nil
+	}
+	return f.further(ctx, db, lines, args)
+}
+
+// further is a short page: short because nothing is left, or because enough was looked at.
+func (f Filter) further(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
+	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 {
+		return Listing{Lines: lines}, nil // every row that was looked at is on it
+	}
+	rows, err := db.Query(ctx, `
+		select a.id::text
+		  from agent_activity a where`+indexed+`
+		 order by a.id desc offset @window::int - 1 limit 1`,
+		perQuery, postgres.Strict{
+			"trace_ids": args["trace_ids"], "skill": args["skill"], "open": args["open"], "since": args["since"], "until": args["until"],
+			"before": args["before"], "window": args["window"],
+		})
+	if err != nil {
+		return Listing{}, fmt.Errorf("list activities: %w", err)
+	}
+	last, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return Listing{}, fmt.Errorf("list activities: %w", err)
+	}
+	if len(last) == 0 {
+		return Listing{Lines: lines}, nil
+	}
+	// What was written since may have moved the end of the window up, but not past a line that is shown.
+	end := last[0]
+	if n := len(lines); n > 0 {
+		end = min(end, lines[n-1].ID)
+	}
+	return Listing{Lines: lines, Next: cursor(end), Partial: true}, nil
+}
+
+// collectLines reads lines and puts their times into UTC.
+func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Line])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	for i := range list {
+		list[i].CreatedAt = list[i].CreatedAt.UTC()
+		list[i].FinishedAt = utc(list[i].FinishedAt)
+	}
+	return list, nil
+}
+
+// Unfolded is what a line leaves out: as stored, which is redacted, each value cut at 4,000 characters.
+type Unfolded struct {
+	ID           string
+	Input        string // JSON
+	InputSize    int64  // characters
+	Output       string // JSON; empty when there is none
+	OutputSize   int64
+	ErrorMessage string
+	ErrorSize    int64
+	ParentID     *string
+	Claim        *int64
+	Step         string
+	Key          string // the idempotency key
+	PromptTokens int64
+	AnswerTokens int64
+}
+
+// Unfold reads what the line of an id leaves out; [ErrNoRow] when there is none.
+func Unfold(ctx context.Context, db postgres.DB, id string) (Unfolded, error) {
+	rows, err := db.Query(ctx, `
+		select a.id::text, left(a.input::text, 4000) as input, length(a.input::text) as input_size,
+		       coalesce(left(a.output::text, 4000), '') as output, coalesce(length(a.output::text), 0) as output_size,
+		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(length(a.error_message), 0) as error_size,
+		       a.parent_id::text, a.claim, left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
+		       agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
+		       agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
+		  from agent_activity a where a.id = agent_uuid(@id)`, postgres.Strict{"id": id})
+	if err != nil {
+		return Unfolded{}, fmt.Errorf("read activity: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Unfolded])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNoRow
+	}
+	if err != nil {
+		return Unfolded{}, fmt.Errorf("read activity %.60q: %w", id, err)
+	}
+	return got, nil
+}
