@@ -147,6 +147,8 @@ type protection struct {
 	log  *slog.Logger
 	end  context.CancelCauseFunc
 	hold *executions.Hold // headless, while it is held
+	// headless is of a run that no session covers. What it has taken in an earlier claim is still the execution's.
+	headless bool
 }
 
 // protect returns a context that ends when the lane is lost, and in which nothing is done without it.
@@ -160,6 +162,7 @@ func (o *Operate) protect(ctx context.Context, listener *live) (context.Context,
 			return ctx, p
 		}
 	}
+	p.headless = true
 	return executions.Gate(ctx, p.take), p
 }
 
@@ -191,12 +194,23 @@ func (p *protection) take(ctx context.Context) error {
 }
 
 // lend frees the lane of a headless run that is about to wait for an approval: it may take days. A lease of
-// a session stays: its admin is there, or leaves and frees it.
+// a session stays: its admin is there, or leaves and frees it. A run that was handed on may come here without having
+// taken a step of its own; the lane that its predecessor took is the execution's still, and is asked for to be freed.
 func (p *protection) lend(ctx context.Context) {
-	if p.hold == nil {
+	if !p.headless {
 		return
 	}
-	if err := p.hold.Release(ctx); err != nil {
+	var err error
+	if p.hold == nil {
+		p.hold, err = executions.Lane(ctx, Lane)
+	}
+	if errors.Is(err, lanes.ErrBusy) {
+		return // it is somebody else's
+	}
+	if err == nil {
+		err = p.hold.Release(ctx)
+	}
+	if err != nil {
 		p.log.WarnContext(ctx, "lane not freed, it ends with its lease", "lane", Lane, "error", err)
 	}
 	p.hold = nil
