@@ -23,6 +23,7 @@
 package engineroom
 
 import (
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"html/template"
@@ -42,6 +43,9 @@ type Options struct {
 	Logger *slog.Logger
 	// Agent is the agent's name, shown in every title.
 	Agent string
+	// Key signs what the room leaves with a browser until the next page; all processes of an agent need the same. One
+	// of its own when nil.
+	Key []byte
 }
 
 // Room serves the pages. Its methods are safe for concurrent use.
@@ -49,6 +53,7 @@ type Room struct {
 	Options
 	pages     []page
 	templates *template.Template
+	hub       *hub
 }
 
 // Route is a handler and where it is to be reached.
@@ -67,7 +72,11 @@ func New(o Options) (*Room, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
+	if o.Key == nil {
+		o.Key = []byte(rand.Text())
+	}
 	room := &Room{Options: o}
+	room.hub = newHub(room)
 	room.pages = room.all()
 	parsed, err := parseTemplates()
 	if err != nil {
@@ -77,11 +86,20 @@ func New(o Options) (*Room, error) {
 	return room, nil
 }
 
-// Routes are all handlers of the room.
+// Routes are all handlers of the room. Who pulls a lever or watches a page is let in by the same check as who reads it.
 func (room *Room) Routes() []Route {
-	routes := []Route{{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)}}
+	routes := []Route{
+		{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)},
+		{Method: http.MethodGet, Path: "/login", Public: true, Handler: http.HandlerFunc(room.login)},
+	}
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
+		if len(p.live()) > 0 {
+			routes = append(routes, Route{Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true, Handler: room.live(p)})
+		}
+	}
+	for _, l := range levers() {
+		routes = append(routes, Route{Method: http.MethodPost, Path: "/act" + l.path, Handler: room.act(l)})
 	}
 	return routes
 }

@@ -21,7 +21,7 @@ func parseTemplates() (*template.Template, error) {
 func funcs() template.FuncMap {
 	return template.FuncMap{
 		"cut": cut, "thousands": thousands, "money": money, "millis": millis, "at": at, "since": since, "until": until,
-		"tone": tone, "shape": shape, "words": words, "class": class,
+		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
 	}
 }

@@ -3,10 +3,14 @@ package engineroom
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/base64"
 	"fmt"
 	"html/template"
 	"net/http"
 	"net/url"
+	"regexp"
+	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -37,7 +41,7 @@ type part struct {
 type visit struct {
 	path  func(name string) string // value of a wildcard of the page's path
 	Query url.Values               // of the URL
-	URL   string                   // path and query
+	URL   string                   // path and query, in one order however they were asked for
 	About any                      // what open found
 }
 
@@ -48,9 +52,18 @@ type show struct {
 	Title string
 	Page  page
 	Nav   []page
+	Flash *flash // what came of the lever that was pulled last; shown once
+	// Live is where the page's updates are streamed, empty when there are none; Seen names the state of its parts.
+	Live, Seen string
 	// Arrangement is the page's own template, executed.
 	Arrangement template.HTML
 	parts       map[string]template.HTML
+}
+
+// keys are the letters after g that lead to a page.
+var keys = map[string]string{
+	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p", "/skills": "s",
+	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c", "/lanes": "l", "/operate": "r",
 }
 
 // NavWord is the page's word in the navigation; empty for none.
@@ -58,6 +71,28 @@ func (p page) NavWord() string { return p.nav }
 
 // Path is where the page is.
 func (p page) Path() string { return p.path }
+
+// Key is the letter that leads to the page; empty for none.
+func (p page) Key() string { return keys[p.path] }
+
+// live are the parts that change while somebody looks.
+func (p page) live() []part {
+	var all []part
+	for _, one := range p.parts {
+		if one.every > 0 {
+			all = append(all, one)
+		}
+	}
+	return all
+}
+
+// Here reports whether the page that is shown is other, or is reached through it.
+func (s show) Here(other page) bool {
+	return s.Page.path == other.path || other.path != "/" && strings.HasPrefix(s.Page.path, other.path+"/")
+}
+
+// Now is the server's time in milliseconds: the page's script counts by it where the reader's clock is wrong.
+func (s show) Now() int64 { return time.Now().UnixMilli() }
 
 // Part is a rendered part.
 func (s show) Part(name string) (template.HTML, error) {
@@ -79,8 +114,8 @@ func (p page) pattern() string {
 // serve answers with a page.
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		v := &visit{path: r.PathValue, Query: r.URL.Query(), URL: r.URL.RequestURI()}
-		body, err := room.render(r.Context(), p, v)
+		s := show{visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r)}
+		body, err := room.render(r.Context(), p, s)
 		if err != nil {
 			room.Refuse(w, r, err)
 			return
@@ -89,22 +124,42 @@ func (room *Room) serve(p page) http.Handler {
 	})
 }
 
-// render is a whole page.
-func (room *Room) render(ctx context.Context, p page, v *visit) ([]byte, error) {
-	s := show{visit: v, Agent: room.Agent, Title: p.title, Page: p, Nav: room.pages, parts: map[string]template.HTML{}}
-	if p.open != nil {
-		title, err := p.open(ctx, v)
-		if err != nil {
-			return nil, err
-		}
-		s.Title = title
+// newVisit is what a request asks for, below prefix.
+func newVisit(r *http.Request, p page, prefix string) *visit {
+	wild := map[string]string{}
+	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
+		wild[m[1]] = r.PathValue(m[1])
 	}
+	query := r.URL.Query()
+	if prefix != "" {
+		query.Del("seen")
+	}
+	address := url.URL{Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix), RawQuery: query.Encode()}
+	return &visit{path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI()}
+}
+
+// wildcard finds the names in a path.
+var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
+
+// render is a whole page.
+func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
+	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string]template.HTML{}
+	if err := s.find(ctx, p); err != nil {
+		return nil, err
+	}
+	var seen []string
 	for _, one := range p.parts {
-		text, err := room.renderPart(ctx, p, one, v)
+		text, err := room.renderPart(ctx, p, one, s.visit)
 		if err != nil {
 			return nil, err
 		}
 		s.parts[one.name] = template.HTML(text) //nolint:gosec // made by a template of this package
+		if one.every > 0 {
+			seen = append(seen, digest(text))
+		}
+	}
+	if len(seen) > 0 {
+		s.Live, s.Seen = "/live"+s.URL, strings.Join(seen, ".")
 	}
 	arranged, err := room.execute(p.name, s)
 	if err != nil {
@@ -114,17 +169,40 @@ func (room *Room) render(ctx context.Context, p page, v *visit) ([]byte, error) 
 	return room.execute("layout", s)
 }
 
+// find asks what the page is about.
+func (s *show) find(ctx context.Context, p page) error {
+	if p.open == nil {
+		return nil
+	}
+	title, err := p.open(ctx, s.visit)
+	if err == nil && title != "" {
+		s.Title = title
+	}
+	return err
+}
+
 // renderPart is one part; what it cannot read it says in its place.
 func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([]byte, error) {
 	data, err := one.load(ctx, v)
 	if err != nil {
-		told, news := problem.Of(err)
-		if news {
-			room.Logger.ErrorContext(ctx, "part of a page not read", "page", p.name, "part", one.name, "error", err)
-		}
-		return room.execute("trouble", map[string]any{"Name": one.name, "Detail": told.Detail})
+		return room.renderTrouble(ctx, p, one, err)
 	}
 	return room.execute(p.name+"/"+one.name, data)
+}
+
+// renderTrouble says that a part could not be read.
+func (room *Room) renderTrouble(ctx context.Context, p page, one part, err error) ([]byte, error) {
+	told, news := problem.Of(err)
+	if news {
+		room.Logger.ErrorContext(ctx, "part of a page not read", "page", p.name, "part", one.name, "error", err)
+	}
+	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": told.Detail})
+}
+
+// digest tells two renders apart.
+func digest(text []byte) string {
+	sum := sha256.Sum256(text)
+	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
 // execute runs a template and makes visible what would change how the text around it reads.

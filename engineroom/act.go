@@ -1,0 +1,191 @@
+package engineroom
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// backField says where the form was; it is not sent on.
+const backField = "back"
+
+// act pulls a lever: it calls the route of the API as the one who sent the form, and goes back to where the form
+// was with a message of what came of it.
+func (room *Room) act(l lever) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := r.ParseForm(); err != nil {
+			room.Refuse(w, r, problem.New(http.StatusBadRequest, "this is not the form of a lever"))
+			return
+		}
+		back := whereFrom(r)
+		body, err := l.body(r.PostForm)
+		if err != nil {
+			room.goBack(w, r, back, flash{Text: err.Error(), Bad: true})
+			return
+		}
+		status, header, said := room.call(r, l, body)
+		switch {
+		case status == http.StatusUnauthorized:
+			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
+		case status >= http.StatusOK && status < http.StatusMultipleChoices:
+			room.goBack(w, r, back, flash{Text: l.told(r), Trace: header.Get("X-Trace-Id")})
+		default:
+			room.goBack(w, r, back, flash{Text: detail(status, said), Bad: true, Trace: header.Get("X-Trace-Id")})
+		}
+	})
+}
+
+// goBack leaves a message and shows the page again.
+func (room *Room) goBack(w http.ResponseWriter, r *http.Request, back string, f flash) {
+	room.setFlash(w, r, f)
+	guard(w.Header())
+	http.Redirect(w, r, back, http.StatusSeeOther)
+}
+
+// whereFrom is the page that the form was on.
+func whereFrom(r *http.Request) string {
+	if given := r.PostForm.Get(backField); given != "" {
+		return local.Path(given)
+	}
+	from, err := url.Parse(r.Referer())
+	if err != nil || from.Host != r.Host {
+		return "/"
+	}
+	return local.Path(from.RequestURI())
+}
+
+// call sends the body to the route, in this process.
+func (room *Room) call(r *http.Request, l lever, body []byte) (status int, header http.Header, said []byte) {
+	target := *r.URL
+	target.Path, target.RawPath, target.RawQuery = strings.TrimPrefix(target.Path, "/act"), strings.TrimPrefix(target.RawPath, "/act"), ""
+	inner, err := http.NewRequestWithContext(r.Context(), l.method, target.RequestURI(), bytes.NewReader(body))
+	if err != nil || room.API == nil {
+		room.Logger.ErrorContext(r.Context(), "lever not pulled: there is no API", "error", err)
+		return http.StatusInternalServerError, http.Header{}, nil
+	}
+	inner.RequestURI, inner.Host, inner.RemoteAddr, inner.TLS = target.RequestURI(), r.Host, r.RemoteAddr, r.TLS
+	inner.Header.Set("Content-Type", "application/json")
+	for _, name := range []string{"Authorization", "Cookie"} {
+		if given, has := r.Header[name]; has {
+			inner.Header[name] = given
+		}
+	}
+	answer := &answered{header: http.Header{}}
+	room.API().ServeHTTP(answer, inner)
+	return max(answer.status, http.StatusOK), answer.header, answer.body.Bytes()
+}
+
+// body is the JSON that the route reads.
+func (l lever) body(form url.Values) ([]byte, error) {
+	kinds := map[string]kind{}
+	for _, f := range l.fields {
+		kinds[f.name] = f.kind
+	}
+	object := map[string]any{}
+	for _, name := range slices.Sorted(maps.Keys(form)) {
+		k, known := kinds[name]
+		if !known && name != backField {
+			return nil, fmt.Errorf("the form has a field %.60q, which this lever does not take", name)
+		}
+		if !known {
+			continue
+		}
+		value, given, err := k.read(form[name])
+		if err != nil {
+			return nil, fmt.Errorf("%s %w", name, err)
+		}
+		if given {
+			object[name] = value
+		}
+	}
+	return json.Marshal(object)
+}
+
+// read makes a value of what a form has. given is false for a field that was left empty.
+func (k kind) read(values []string) (value any, given bool, err error) {
+	last := values[len(values)-1]
+	if strings.TrimSpace(last) == "" && k != asList {
+		return nil, false, nil
+	}
+	switch k {
+	case asText:
+		return strings.ReplaceAll(last, "\r\n", "\n"), true, nil
+	case asList:
+		list := []string{}
+		for _, v := range values {
+			for line := range strings.Lines(v) {
+				if line = strings.TrimSpace(line); line != "" {
+					list = append(list, line)
+				}
+			}
+		}
+		return list, len(list) > 0, nil
+	case asFlag:
+		if last == "on" {
+			return true, true, nil
+		}
+		on, err := strconv.ParseBool(last)
+		if err != nil {
+			return nil, false, fmt.Errorf("is %.60q; it can be true or false", last)
+		}
+		return on, true, nil
+	case asNumber:
+		if _, err := strconv.ParseFloat(strings.TrimSpace(last), 64); err != nil || !json.Valid([]byte(strings.TrimSpace(last))) {
+			return nil, false, fmt.Errorf("is %.60q; it has to be a number", last)
+		}
+		return json.Number(strings.TrimSpace(last)), true, nil
+	case asJSON:
+		if !json.Valid([]byte(last)) {
+			return nil, false, fmt.Errorf("is not JSON; a text is written in quotation marks")
+		}
+		return json.RawMessage(last), true, nil
+	}
+	return nil, false, fmt.Errorf("cannot be read")
+}
+
+// told is what the page says when it worked.
+func (l lever) told(r *http.Request) string {
+	text := l.done
+	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
+		text = strings.ReplaceAll(text, m[0], cut(120, r.PathValue(m[1])))
+	}
+	return text
+}
+
+// detail is what a problem says.
+func detail(status int, body []byte) string {
+	var p problem.Problem
+	if json.Unmarshal(body, &p) != nil || p.Detail == "" {
+		return fmt.Sprintf("It did not work: status %d. The log has the cause.", status)
+	}
+	return p.Detail
+}
+
+// answered keeps what a handler answers.
+type answered struct {
+	header http.Header
+	status int
+	body   bytes.Buffer
+}
+
+func (a *answered) Header() http.Header { return a.header }
+
+func (a *answered) WriteHeader(status int) {
+	if a.status == 0 {
+		a.status = status
+	}
+}
+
+func (a *answered) Write(b []byte) (int, error) {
+	a.WriteHeader(http.StatusOK)
+	return a.body.Write(b)
+}

@@ -1,0 +1,52 @@
+package engineroom
+
+// lever is a route of the API that a form may call, and the fields that it may send.
+type lever struct {
+	method string // of the route; the form always posts
+	path   string // of the route, as http.ServeMux has it
+	fields []field
+	done   string // what the page says when it worked; {name} is what the path has there
+}
+
+// field is one of the body.
+type field struct {
+	name string
+	kind kind
+}
+
+// kind is what a field of a form becomes in the body.
+type kind int
+
+const (
+	asText   kind = iota // a text
+	asList               // every value that was given, and every line of each
+	asFlag               // true for "true", "on" and "1", false for "false", "0" and nothing
+	asNumber             // a number
+	asJSON               // what was written, which has to be JSON
+)
+
+// why is the body of most levers.
+var why = []field{{"reason", asText}}
+
+// levers are all that the room can pull. A route that is not here cannot be called through it.
+func levers() []lever {
+	return []lever{
+		{"POST", "/v1/executions/{id}/cancel", why, "The execution is cancelled."},
+		{"POST", "/v1/executions/{id}/retry", nil, "A new execution does again what failed."},
+		{"POST", "/v1/executions/{id}/fork", []field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}}, "A new execution goes on from there."},
+		{"POST", "/v1/executions/{id}/replay", nil, "The execution was replayed against its record."},
+		{"POST", "/v1/skills/{name}/enable", why, "Skill {name} is in service."},
+		{"POST", "/v1/skills/{name}/disable", why, "Skill {name} is out of service."},
+		{"POST", "/v1/lanes/{lane}/break", why, "Lane {lane} was taken from its holder."},
+		{"POST", "/v1/approvals/{id}", []field{{"decision", asText}, {"reason", asText}}, "The decision is recorded; who waited for it goes on."},
+		{"POST", "/v1/events", []field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}}, "The event was raised."},
+		{"POST", "/v1/objectives/{id}/accept", why, "The objective {id} is accepted."},
+		{"POST", "/v1/objectives/{id}/reject", why, "The objective {id} is rejected."},
+		{"POST", "/v1/automations/{id}/enable", why, "Automation {id} is in service."},
+		{"POST", "/v1/automations/{id}/disable", why, "Automation {id} is out of service."},
+		{"POST", "/v1/automations/{id}/accept", why, "Automation {id} is accepted."},
+		{"POST", "/v1/automations/{id}/run", why, "Automation {id} runs now."},
+		{"POST", "/v1/webhooks/deliveries/{id}/replay", []field{{"replays", asNumber}}, "The delivery is handled again."},
+		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
+	}
+}

@@ -1,0 +1,28 @@
+// Package local tells addresses of this server from those that lead away.
+//
+// What a form or a link says about where to go next comes from the browser, and may have been put there by somebody
+// else. Path lets through what is a path of this server to every browser, which read "//host", "/\host" and a
+// path with a tab in it as another host.
+package local
+
+import (
+	"net/url"
+	"strings"
+)
+
+// Path is address when it is a path of this server, with its query and without a fragment, and else "/".
+func Path(address string) string {
+	odd := func(r rune) bool { return r <= ' ' || r == 0x7f || r == '\\' }
+	if !strings.HasPrefix(address, "/") || strings.HasPrefix(address, "//") || strings.ContainsFunc(address, odd) || len(address) > 4000 {
+		return "/"
+	}
+	u, err := url.Parse(address)
+	if err != nil || u.Scheme != "" || u.Host != "" || u.User != nil {
+		return "/"
+	}
+	u.Fragment, u.RawFragment = "", ""
+	if strings.HasPrefix(u.EscapedPath(), "//") {
+		return "/"
+	}
+	return u.RequestURI()
+}

@@ -1,0 +1,30 @@
+package local_test
+
+import (
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
+)
+
+func TestPath(t *testing.T) {
+	t.Parallel()
+	for given, want := range map[string]string{
+		"/":                         "/",
+		"/traces?status=error&x=1":  "/traces?status=error&x=1",
+		"/memory/a%2Fb#notes":       "/memory/a%2Fb",
+		"":                          "/",
+		"traces":                    "/",
+		"https://evil.example/":     "/",
+		"//evil.example/":           "/",
+		"/\\evil.example":           "/",
+		"/\t/evil.example":          "/",
+		"/ /evil.example":           "/",
+		"/%zz":                      "/",
+		"javascript:alert(1)":       "/",
+		"/a?next=https://b.example": "/a?next=https://b.example",
+	} {
+		if got := local.Path(given); got != want {
+			t.Errorf("Path(%q) = %q, want %q", given, got, want)
+		}
+	}
+}
