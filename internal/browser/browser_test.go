@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 )
 
-func TestMain(m *testing.M) { os.Exit(browser.Main(m.Run)) }
+func TestMain(m *testing.M) { os.Exit(browser.Tests{M: m}.Run()) }
 
 // serving is a server that answers every path with its page.
 func serving(t *testing.T, pages map[string]string) string {

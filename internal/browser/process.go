@@ -22,9 +22,12 @@ var started struct {
 	err  error
 }
 
-// Main runs the tests of a package that opens pages: call it from TestMain around m.Run. It ends the browser.
-func Main(run func() int) int {
-	code := run()
+// Tests are those of a package that opens pages: wrap testing.M in it in TestMain.
+type Tests struct{ M interface{ Run() int } }
+
+// Run runs the tests and then ends the browser.
+func (t Tests) Run() int {
+	code := t.M.Run()
 	if started.stop != nil {
 		started.stop()
 	}

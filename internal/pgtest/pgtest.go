@@ -36,7 +36,7 @@ const (
 )
 
 // Main runs the tests of a package and exits: what TestMain does, whole.
-func Main(m *testing.M) {
+func Main(m interface{ Run() int }) {
 	pgserver.GuardMain()
 	theServer.allowed.Store(true)
 	code := m.Run()
