@@ -1,0 +1,159 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	mostAutomations = 50
+	mostProposals   = 20 // as many as the agent may leave undecided
+	mostDead        = 20
+	upcomingTimes   = 3
+)
+
+// automationsPage lists what the agent does on its own.
+func (room *Room) automationsPage() page {
+	return page{
+		path: "/automations", name: "automations", nav: "Automations", title: "Automations",
+		open: func(_ context.Context, v *visit) (string, error) {
+			state, err := v.oneOf("state", "", "enabled", "disabled")
+			if err != nil {
+				return "", err
+			}
+			before, err := v.uuidFilter("before")
+			v.About = automationsWanted{state, before}
+			return "Automations", err
+		},
+		parts: []part{
+			{name: "proposals", every: 5 * time.Second, load: room.automationProposals},
+			{name: "list", every: 5 * time.Second, load: room.automationsList},
+			{name: "dead", every: 5 * time.Second, load: room.automationsDead},
+		},
+	}
+}
+
+// automationsWanted is what the address of the list asks for.
+type automationsWanted struct{ State, Before string }
+
+// automationRow is an automation in a list, with its last run.
+type automationRow struct {
+	ID, Name, Description, Trigger, Cron, Timezone, Event, Signal, SkillName, Prompt, Flow string
+	Enabled                                                                                bool
+	DisabledBy, DisabledReason, PausedFor, ProposedBy, LastTraceID                         string
+	DisabledAt, NextRunAt                                                                  *time.Time
+	CreatedAt                                                                              time.Time
+	RunStatus, RunTrace, RunError                                                          string
+	RunAt                                                                                  *time.Time
+}
+
+// State is the word for whether it is in service.
+func (a automationRow) State() string {
+	switch {
+	case a.Enabled:
+		return "enabled"
+	case a.DisabledBy == automations.Proposal:
+		return "proposed"
+	case a.PausedFor != "":
+		return "paused"
+	}
+	return "disabled"
+}
+
+// Upcoming are the next times of a schedule. They follow from the row alone.
+func (a automationRow) Upcoming() []time.Time {
+	return automations.Automation{
+		Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Enabled: a.Enabled, NextRunAt: a.NextRunAt,
+	}.Upcoming(upcomingTimes)
+}
+
+const automationColumns = `a.id::text, a.name, left(a.description, 300) as description, a.trigger, a.cron, a.timezone, a.event,
+	left(a.signal, 300) as signal, a.skill_name, left(a.prompt, 300) as prompt, a.flow, a.enabled, a.disabled_by,
+	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, a.paused_for, a.proposed_by, a.last_trace_id, a.next_run_at, a.created_at,
+	coalesce(r.status, '') as run_status, coalesce(r.trace_id, '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
+	r.claimed_at as run_at`
+
+func collectAutomations(rows pgx.Rows, err error) ([]automationRow, error) {
+	if err != nil {
+		return nil, fmt.Errorf("list automations: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[automationRow])
+	if err != nil {
+		return nil, fmt.Errorf("list automations: %w", err)
+	}
+	return list, nil
+}
+
+func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(automationsWanted)
+	all, err := collectAutomations(room.Pool.Query(ctx, `
+		select `+automationColumns+`
+		  from agent_automations a
+		  left join lateral (
+		    select x.status, x.trace_id, x.error_message, x.claimed_at from agent_automation_runs x
+		     where x.automation_id = a.id order by x.id desc limit 1) r on true
+		 where a.disabled_by <> 'proposal' and (@state = '' or a.enabled = (@state = 'enabled'))
+		   and (@before = '' or a.id < nullif(@before, '')::uuid)
+		 order by a.id desc limit @most + 1`,
+		freshPlan, postgres.Strict{"state": want.State, "before": want.Before, "most": mostAutomations}))
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(all, mostAutomations)
+	older := ""
+	if more {
+		older = v.at("before", list[len(list)-1].ID)
+	}
+	return map[string]any{"Automations": list, "State": want.State, "Older": older, "First": want.Before == ""}, nil
+}
+
+func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error) {
+	return collectAutomations(room.Pool.Query(ctx, `
+		select `+automationColumns+`
+		  from agent_automations a left join agent_automation_runs r on false
+		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": mostProposals}))
+}
+
+// automationRun is one run of an automation.
+type automationRun struct {
+	ID, Automation, Cause, Status, TraceID, Error, Output string
+	Attempt                                               int
+	ScheduledFor, CreatedAt                               time.Time
+	RetryAt, FinishedAt                                   *time.Time
+	ExecutionID                                           *string
+}
+
+const runColumns = `r.id::text, a.name as automation, r.cause, r.status, r.trace_id, coalesce(left(r.error_message, 1000), '') as error,
+	coalesce(left(r.output::text, 2000), '') as output, r.attempt, r.scheduled_for, r.created_at, r.retry_at, r.finished_at,
+	r.execution_id::text`
+
+func collectAutomationRuns(rows pgx.Rows, err error) ([]automationRun, error) {
+	if err != nil {
+		return nil, fmt.Errorf("list runs: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[automationRun])
+	if err != nil {
+		return nil, fmt.Errorf("list runs: %w", err)
+	}
+	return list, nil
+}
+
+// automationsDead are the newest dead letters of all automations.
+func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
+	all, err := collectAutomationRuns(room.Pool.Query(ctx, `
+		select `+runColumns+`
+		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @most + 1) r
+		  join agent_automations a on a.id = r.automation_id
+		 order by r.id desc`, postgres.Strict{"most": mostDead}))
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(all, mostDead)
+	return map[string]any{"Runs": list, "More": more}, nil
+}
