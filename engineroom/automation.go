@@ -76,12 +76,12 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 	if err != nil {
 		return nil, fmt.Errorf("read automation: %w", err)
 	}
-	a.Arguments = shownJSON(a.Arguments)
+	a.Arguments = argumentsShown(a.Arguments)
 	return a, nil
 }
 
-// shownJSON is JSON, or the beginning of some, without secrets and in lines.
-func shownJSON(text string) string {
+// argumentsShown is JSON, or the beginning of some, without secrets and in lines.
+func argumentsShown(text string) string {
 	if !json.Valid([]byte(text)) {
 		return redact.Text(text, mostShown)
 	}
