@@ -150,7 +150,7 @@ func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
 type Unfolded struct {
 	ID           string
 	Input        string // JSON
-	InputSize    int64  // characters
+	InputSize    int64  // bytes
 	Output       string // JSON; empty when there is none
 	OutputSize   int64
 	ErrorMessage string
@@ -166,9 +166,9 @@ type Unfolded struct {
 // Unfold reads what the line of an id leaves out; [ErrNoRow] when there is none.
 func Unfold(ctx context.Context, db postgres.DB, id string) (Unfolded, error) {
 	rows, err := db.Query(ctx, `
-		select a.id::text, left(a.input::text, 4000) as input, length(a.input::text) as input_size,
-		       coalesce(left(a.output::text, 4000), '') as output, coalesce(length(a.output::text), 0) as output_size,
-		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(length(a.error_message), 0) as error_size,
+		select a.id::text, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
+		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
+		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0) as error_size,
 		       a.parent_id::text, a.claim, left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
 		       agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens

@@ -196,6 +196,15 @@ func (s *server) deciding() []route {
 			method: "POST", path: "/v1/objectives/{id}/reject", body: because{}, answer: change{}, handle: s.rejectObjective,
 			conflicts: true, about: "Reject an objective that the agent proposed. 409 when it is none, or was decided.",
 		}, {
+			method: "POST", path: "/v1/objectives/{id}/pause", body: because{}, answer: change{}, handle: s.pauseObjective,
+			conflicts: true, about: "Leave an active objective alone until it is resumed. 409 when it is not active.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/resume", body: because{}, answer: change{}, handle: s.resumeObjective,
+			conflicts: true, about: "Work on a paused objective again. 409 when it is not paused.",
+		}, {
+			method: "POST", path: "/v1/memory/{id}/forget", body: because{}, answer: change{}, handle: s.forgetMemory,
+			about: "Delete an entry of the memory for good, by its id.",
+		}, {
 			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, answer: change{}, handle: s.enableAutomation,
 			about: "Put an automation into service, by its name.",
 		}, {

@@ -1,0 +1,59 @@
+package api
+
+import (
+	"net/http"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func (s *server) pauseObjective(r request) (answer, error) {
+	return s.setObjective(r, "pause_objective", objectives.Active, objectives.Paused)
+}
+
+func (s *server) resumeObjective(r request) (answer, error) {
+	return s.setObjective(r, "resume_objective", objectives.Paused, objectives.Active)
+}
+
+// setObjective moves an objective from one status to another; it is refused when it has a third.
+func (s *server) setObjective(r request, action, from, to string) (answer, error) {
+	return s.pull(r, action, "objective", objectives.ErrNotFound, func(tx pgx.Tx, name, _ string) (bool, error) {
+		o, err := objectives.Get(r.Context(), tx, name)
+		if err != nil {
+			return false, err
+		}
+		changed, err := objectives.SetStatus(r.Context(), tx, o.ID, from, to)
+		if err == nil && !changed {
+			err = problem.New(http.StatusConflict, "objective %s is %s, not %s", o.Name, o.Status, from)
+		}
+		return changed, err
+	})
+}
+
+// forgetMemory deletes an entry. The record has its category and key, and not its value: what is forgotten is gone.
+func (s *server) forgetMemory(r request) (answer, error) {
+	reason := r.body.(because).Reason
+	done := change{Changed: true, TraceID: string(trace.New(trace.Operate))}
+	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
+		gone, err := memory.ForgetID(r.Context(), tx, r.PathValue("id"))
+		if err != nil {
+			return err
+		}
+		done.Name = gone.Key
+		done.ActivityID, err = activity.Note(r.Context(), tx, activity.Entry{
+			TraceID: done.TraceID, Surface: string(trace.Operate), Agent: admin, Skill: "forget_memory", Purpose: reason,
+			Input: map[string]string{"id": gone.ID, "category": gone.Category, "key": gone.Key, "reason": reason},
+		}, activity.Outcome{Output: map[string]bool{"changed": true}})
+		return err
+	})
+	if err != nil {
+		return answer{}, err
+	}
+	return answer{body: done, trace: done.TraceID}, nil
+}
