@@ -4,7 +4,7 @@
 // All routes are one table: those of this package (routes.go) and the endpoints that the surfaces bring
 // (see Endpoint). A row names method, path, who may call it, query parameters, body and answer, and
 // everything else follows from it: the routing, what is refused, limits, and the OpenAPI 3.1 document at
-// /openapi.json. So none can be reached that is not documented, and a route of this package accepts nothing
+// /openapi.json. So none but pages can be reached that is not documented, and a route of this package accepts nothing
 // that it does not document. Its handler reads the request, calls one function of the package that owns
 // the subject, and returns a value.
 //
@@ -14,7 +14,12 @@
 //     key, both as "Authorization: Bearer", compared by digest and in constant time over all keys; neither
 //     opens the other's routes. Under /v1 that holds also to learn that a route does not exist. Without a
 //     configured token or key nobody enters.
-//   - What a browser sends from a page of another origin is refused, except at webhooks.
+//   - A browser that has logged in with the admin token (see login.go) has a cookie in its place, which scripts
+//     cannot read, other sites' pages cannot make it send, and which ends after twelve hours or with the token.
+//   - What a browser sends from a page of another origin is refused, except at webhooks; with the cookie of a
+//     login that holds for reading too.
+//   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
+//     document, and what is refused is refused with a page.
 //   - A body is read whole, within its limit and within time, before its route sees it. An ordinary request
 //     and its answer end in time, whatever the client does; a stream lasts as long as its client reads, and
 //     ends at shutdown with the cause executions.ErrDraining.
@@ -56,6 +61,9 @@ type Options struct {
 	ChatKeys map[string]string
 	// Endpoints are the routes of the surfaces.
 	Endpoints []Endpoint
+	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
+	// as programs are.
+	Pages Pages
 	// Stopping is closed when the process shuts down: streams end then. Nil for never.
 	Stopping <-chan struct{}
 	Logger   *slog.Logger // nil for none
@@ -76,7 +84,7 @@ func New(o Options) (http.Handler, error) {
 	}
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, stopping: o.Stopping, limits: usual(), log: o.Logger,
-		watch: &watch{db: o.Pool, log: o.Logger},
+		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, brake: newBrake(),
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -93,5 +101,7 @@ type server struct {
 	stopping <-chan struct{}
 	limits   limits
 	watch    *watch
+	pages    Pages // nil for none
+	brake    *brake
 	log      *slog.Logger
 }

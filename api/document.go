@@ -18,6 +18,9 @@ func document(table []route) object {
 	s := &schemas{components: object{}}
 	paths := object{}
 	for _, rt := range table {
+		if rt.page {
+			continue
+		}
 		path := plainPath(rt.path)
 		at, known := paths[path].(object)
 		if !known {

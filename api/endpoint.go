@@ -46,7 +46,10 @@ type Endpoint struct {
 	MaxBody int64
 	// Idempotent honours Idempotency-Key. It needs a caller that is known, so not Public.
 	Idempotent bool
-	Handler    http.Handler
+	// Page is for people: it is left out of the document, refusals are pages (see Options.Pages), and who has not
+	// logged in is led to the login and back. A stream of a page is refused as other streams are.
+	Page    bool
+	Handler http.Handler
 }
 
 // webhooks is where other systems post to, and browsers too if they like: a signature says who it is.
@@ -68,7 +71,7 @@ func (e Endpoint) route() (route, error) {
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, answer: e.Answer, status: e.Status,
 		contentType: e.ContentType, stream: e.Stream, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
-		foreign: strings.HasPrefix(e.Path, webhooks), handler: e.Handler,
+		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {
 		rt.params = append(rt.params, text(name, e.Query[name]))

@@ -112,6 +112,11 @@ func (s *server) timed(rt route, next http.Handler) http.Handler {
 		}
 		ctx, leave := s.untilStopped(r.Context())
 		defer leave()
+		if who, _ := ctx.Value(callerKey{}).(caller); !who.until.IsZero() {
+			var end context.CancelFunc
+			ctx, end = context.WithDeadline(ctx, who.until)
+			defer end()
+		}
 		next.ServeHTTP(&flow{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
 	})
 }

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -20,6 +21,8 @@ type gate struct {
 	admin [32]byte
 	keys  []chatKey
 	cross http.CrossOriginProtection
+
+	sessions sessions
 }
 
 // chatKey is the digest of a key and what it is called.
@@ -30,6 +33,10 @@ type chatKey struct {
 
 func newGate(token string, keys map[string]string) (*gate, error) {
 	g := &gate{open: token != "", admin: digest(token)}
+	var err error
+	if g.sessions, err = newSessions(token); err != nil {
+		return nil, err
+	}
 	for _, name := range slices.Sorted(maps.Keys(keys)) {
 		key := chatKey{name, digest(keys[name])}
 		switch {
@@ -57,11 +64,25 @@ func bearer(r *http.Request) (given [32]byte, has bool) {
 	return digest(token), strings.EqualFold(scheme, "Bearer") && token != ""
 }
 
-// isAdmin reports whether a request has the admin token.
-func (g *gate) isAdmin(r *http.Request) bool {
+// isToken reports whether a text is the admin token.
+func (g *gate) isToken(token string) bool {
+	given := digest(token)
+	return subtle.ConstantTimeCompare(given[:], g.admin[:]) == 1 && g.open
+}
+
+// admit lets the admin in: with the token or, where no header is sent that says otherwise, with the cookie of a login.
+func (g *gate) admit(w http.ResponseWriter, r *http.Request, rt route) (caller, error) {
+	if r.Header.Get("Authorization") == "" {
+		if until, valid := g.sessions.of(r); valid {
+			return caller{admin: true, until: until}, sameOrigin(r, rt)
+		}
+	}
 	given, has := bearer(r)
 	same := subtle.ConstantTimeCompare(given[:], g.admin[:]) == 1
-	return has && same && g.open
+	if !has || !same || !g.open {
+		return caller{}, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+	}
+	return caller{admin: true}, nil
 }
 
 // visitor is the name of the chat key that a request has. Every key is looked at, whichever it is.
@@ -80,7 +101,8 @@ func (g *gate) visitor(r *http.Request) (name string, is bool) {
 // caller is who made a request that has passed the gate.
 type caller struct {
 	admin   bool
-	visitor string // name of the chat key
+	visitor string    // name of the chat key
+	until   time.Time // when the login ends; zero for who has no login but the token
 }
 
 type callerKey struct{}
@@ -93,6 +115,9 @@ func VisitorFrom(ctx context.Context) (name string, ok bool) {
 
 // pass asks for what a route asks for, and returns the request of a caller who is known.
 func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Request, error) {
+	if rt.access != Public {
+		w.Header().Add("Vary", "Authorization, Cookie")
+	}
 	switch rt.access {
 	case Public:
 	case Visitor:
@@ -102,14 +127,14 @@ func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Req
 		}
 		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, caller{visitor: name}))
 	default:
-		if !g.isAdmin(r) {
-			return r, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+		who, err := g.admit(w, r, rt)
+		if err != nil {
+			return r, err
 		}
-		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, caller{admin: true}))
+		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, who))
 	}
 	if err := g.cross.Check(r); err != nil && !rt.foreign {
-		return r, problem.New(http.StatusForbidden, "a page of another origin may not send this").
-			Kind("cross-origin", "Cross-origin request")
+		return r, crossOrigin()
 	}
 	return r, nil
 }

@@ -36,7 +36,7 @@ func (s *server) handler(table []route) (http.Handler, error) {
 	}
 	mux.Handle("/v1/", s.noRouteInV1())
 	if _, taken := paths["/"]; !taken {
-		mux.Handle("/", s.enter(route{access: Public}, s.refusing(route{}, noRoute)))
+		mux.Handle("/", s.enter(route{access: Public}, s.noRouteAtAll()))
 	}
 	return s.wrap(mux), nil
 }
@@ -71,7 +71,7 @@ func (s *server) wrongMethod(rows []route) http.Handler {
 		}
 	}
 	allow := strings.Join(methods, ", ")
-	closed := route{access: guarded.access, openAI: guarded.openAI, foreign: true}
+	closed := route{access: guarded.access, openAI: guarded.openAI, page: guarded.page, foreign: true}
 	return s.enter(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
 		s.refuse(w, r, closed, problem.New(http.StatusMethodNotAllowed, "%.20s is not possible here; use %s", r.Method, allow), "")
@@ -89,6 +89,17 @@ func (s *server) noRouteInV1() http.Handler {
 			return
 		}
 		toAdmin.ServeHTTP(w, r)
+	})
+}
+
+// noRouteAtAll tells a person with a page, and a program with a problem.
+func (s *server) noRouteAtAll() http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if wantsPage(r) && s.pages != nil {
+			s.pages.Refuse(w, r, problem.New(http.StatusNotFound, "there is no page %.200s", r.URL.Path))
+			return
+		}
+		s.refuse(w, r, route{}, noRoute(r), "")
 	})
 }
 

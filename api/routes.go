@@ -31,6 +31,7 @@ type route struct {
 	stream       bool                          // has no deadline
 	openAI       bool                          // is refused in OpenAI's format
 	foreign      bool                          // takes what a browser sends from another origin
+	page         bool                          // for people: not in the document, refused with a page
 	idempotent   bool                          // honours Idempotency-Key
 	maxBody      int64                         // bytes
 	handle       func(request) (answer, error) // of this package's routes
@@ -46,13 +47,13 @@ type answer struct {
 
 // table is all routes: the own ones, then the endpoints.
 func (s *server) table(endpoints []Endpoint) ([]route, error) {
-	table := slices.Concat(s.probes(), s.reading(), s.state(), s.acting(), s.running(), s.travelling(), s.flowing(), s.deciding(), s.speaking())
+	table := slices.Concat(s.probes(), s.reading(), s.state(), s.acting(), s.running(), s.travelling(), s.flowing(), s.deciding(), s.speaking(), s.hooking(), s.loggingIn())
 	for i := range table {
 		if table[i].access == 0 {
 			table[i].access = Admin
 		}
 		table[i].maxBody = maxBody
-		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable
+		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page
 	}
 	for _, e := range endpoints {
 		rt, err := e.route()
@@ -216,6 +217,10 @@ func (s *server) deciding() []route {
 		}, {
 			method: "POST", path: "/v1/automations/{id}/run", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,
 			handle: s.runAutomation, about: "Run an automation now, also one that is out of service. It runs under the trace that is answered.",
+		}, {
+			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,
+			handle: s.redriveRun, conflicts: true,
+			about: "Give a dead letter, a run whose attempts are used up, one more. 409 when it is not dead.",
 		},
 	}
 }

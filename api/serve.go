@@ -68,6 +68,10 @@ func (s *server) refuse(w http.ResponseWriter, r *http.Request, rt route, err er
 		problem.WriteOpenAI(w, r, err, traceID, s.log)
 		return
 	}
+	if rt.page && !rt.stream && s.pages != nil {
+		s.refusePage(w, r, err)
+		return
+	}
 	problem.Write(w, r, err, traceID, s.log)
 }
 
@@ -124,6 +128,7 @@ func secure(h http.Header) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("X-Frame-Options", "DENY")
 	h.Set("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
+	h.Set("Cross-Origin-Resource-Policy", "same-origin")
 	h.Set("Referrer-Policy", "no-referrer")
 	h.Set("Cache-Control", "no-store")
 }

@@ -1,0 +1,153 @@
+package api
+
+import (
+	"fmt"
+	"hash/maphash"
+	"math"
+	"mime"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// Pages answer people, who come with a browser, where programs are answered with problems.
+type Pages interface {
+	// LogIn answers with the page that asks for the admin token. next is where to go then, a path of this server;
+	// wrong says what was wrong with what was given, empty when nothing was.
+	LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string)
+	// Refuse answers with an error.
+	Refuse(w http.ResponseWriter, r *http.Request, err error)
+}
+
+// loggingIn is how a browser gets its cookie, and gives it back. The page with the form is an endpoint.
+func (s *server) loggingIn() []route {
+	if s.pages == nil {
+		return nil
+	}
+	return []route{
+		{method: "POST", path: "/login", access: Public, page: true, handler: http.HandlerFunc(s.logIn), about: "Log in, with the form of GET /login."},
+		{method: "POST", path: "/logout", access: Public, page: true, handler: http.HandlerFunc(s.logOut), about: "Forget the login."},
+	}
+}
+
+// logIn gives a cookie for the token.
+func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
+	kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err == nil && kind == "application/x-www-form-urlencoded" {
+		err = r.ParseForm()
+	}
+	if err != nil || kind != "application/x-www-form-urlencoded" {
+		s.pages.Refuse(w, r, problem.New(http.StatusUnsupportedMediaType, "this is not the form of GET /login"))
+		return
+	}
+	next := afterLogin(r.PostForm.Get("next"))
+	right, wait := s.brake.try(r, func() bool { return s.gate.isToken(strings.TrimSpace(r.PostForm.Get("token"))) })
+	switch {
+	case wait > 0:
+		seconds := int(math.Ceil(wait.Seconds()))
+		w.Header().Set("Retry-After", strconv.Itoa(seconds))
+		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens came from here. Try again in %d s.", seconds))
+	case !right:
+		s.log.WarnContext(r.Context(), "login refused", "remote", r.RemoteAddr)
+		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
+	default:
+		http.SetCookie(w, s.gate.sessions.begin(r))
+		http.Redirect(w, r, next, http.StatusSeeOther)
+	}
+}
+
+// logOut takes the cookie away. The login itself ends in time, or with the token.
+func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
+	http.SetCookie(w, s.gate.sessions.end(r))
+	http.Redirect(w, r, "/login", http.StatusSeeOther)
+}
+
+// afterLogin is where to go with a login: a path of this server that is none of the login's own.
+func afterLogin(next string) string {
+	next = local.Path(next)
+	if path, _, _ := strings.Cut(next, "?"); path == "/login" || path == "/logout" {
+		return "/"
+	}
+	return next
+}
+
+// refusePage answers a person: who has to log in first is shown how.
+func (s *server) refusePage(w http.ResponseWriter, r *http.Request, err error) {
+	told, _ := problem.Of(err)
+	if told.Status != http.StatusUnauthorized {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	w.Header().Del("WWW-Authenticate")
+	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+		s.pages.Refuse(w, r, problem.New(http.StatusUnauthorized, "nobody is logged in here, or no longer; log in, and do it again"))
+		return
+	}
+	to := "/login"
+	if next := afterLogin(r.URL.RequestURI()); next != "/" {
+		to += "?next=" + url.QueryEscape(next)
+	}
+	http.Redirect(w, r, to, http.StatusSeeOther)
+}
+
+// wantsPage reports a browser that shows what it gets.
+func wantsPage(r *http.Request) bool { return strings.Contains(r.Header.Get("Accept"), "text/html") }
+
+const (
+	// free is how many wrong tokens in a row cost nothing.
+	free = 5
+	// mostWait is the longest that an address has to wait after another.
+	mostWait = 30 * time.Second
+	// forget is after how long without a wrong token an address begins anew.
+	forget = 10 * time.Minute
+)
+
+// brake slows down guessing at the login. It has a slot for many addresses together, so that its memory is bounded:
+// two that share one also share the wait, which is short.
+type brake struct {
+	now  func() time.Time
+	seed maphash.Seed
+
+	mu    sync.Mutex
+	slots [512]guesses
+}
+
+type guesses struct {
+	wrong       int
+	last, until time.Time
+}
+
+func newBrake() *brake { return &brake{now: time.Now, seed: maphash.MakeSeed()} }
+
+// try asks whether the token is right, unless the address has to wait; then it does not ask.
+func (b *brake) try(r *http.Request, right func() bool) (is bool, wait time.Duration) {
+	host, _, err := net.SplitHostPort(r.RemoteAddr)
+	if err != nil {
+		host = r.RemoteAddr
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	now, slot := b.now(), &b.slots[maphash.String(b.seed, host)%uint64(len(b.slots))]
+	if wait = slot.until.Sub(now); wait > 0 {
+		return false, wait
+	}
+	if now.Sub(slot.last) > forget {
+		*slot = guesses{}
+	}
+	if right() {
+		*slot = guesses{}
+		return true, 0
+	}
+	slot.wrong, slot.last = slot.wrong+1, now
+	if over := slot.wrong - free; over >= 0 {
+		slot.until = now.Add(min(mostWait, time.Second<<min(over, 10)))
+	}
+	return false, 0
+}
