@@ -216,7 +216,9 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 			})
 		}
 		pause(t, pool)
-		claimed := func() int { return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) }
+		claimed := func() int {
+			return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
+		}
 		then := claimed()
 		exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
 		now := claimed()
@@ -254,13 +256,17 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 		}
 		return changed, all
 	}
-	n, all := several(func(ctx context.Context) (executions.PauseChange, error) { return executions.PauseAll(ctx, pool, "ana", "why") })
+	n, all := several(func(ctx context.Context) (executions.PauseChange, error) {
+		return executions.PauseAll(ctx, pool, "ana", "why")
+	})
 	for _, got := range all {
 		if n != 1 || got.TraceID != all[0].TraceID || !got.Paused {
 			t.Fatalf("%d paused it: %+v", n, all)
 		}
 	}
-	n, _ = several(func(ctx context.Context) (executions.PauseChange, error) { return executions.ResumeAll(ctx, pool, "ana", "") })
+	n, _ = several(func(ctx context.Context) (executions.PauseChange, error) {
+		return executions.ResumeAll(ctx, pool, "ana", "")
+	})
 	if n != 1 {
 		t.Errorf("%d resumed it", n)
 	}
@@ -269,6 +275,71 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 	if rows != "pause_agent ana why, resume_agent ana " {
 		t.Errorf("recorded: %s", rows)
 	}
+}
+
+func TestARunIsNotHandedBackForAPauseThatIsOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pause(t, pool)
+	first := newGate(t)
+	first.open()
+	var counts [2]atomic.Int32
+	p := start(t, pool, flow(twoSteps(first, &counts)), never)
+	pgtest.Eventually(t, patience, p.Paused, "the process knows of the pause")
+	resume(t, pool) // of which it hears within the hour
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	if !p.Paused() {
+		t.Error("it has heard of it")
+	}
+}
+
+// The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses are told
+// of the end of one.
+func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	second := newGate(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		for _, name := range []string{"one", "two"} {
+			_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
+				if name == "two" {
+					second.pass(ctx)
+				}
+				return name, nil
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	p.begin(t, "flow")
+	id := second.arrival(t)
+	exec(t, pool, `
+		create or replace function agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
+		language sql as $$ select 'flow', 'flow' where p_queue = 'background' $$`)
+	pause(t, pool)
+	expire(t, pool, id)
+	second.open()
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	for range 3 {
+		if err := p.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	conn, err := pool.Acquire(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Release()
+	exec(t, conn, `listen agent_ready`)
+	resume(t, pool)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if _, err := conn.Conn().WaitForNotification(ctx); err != nil {
+		t.Errorf("nobody is told: %v", err)
+	}
+	until(t, pool, id, executions.Completed)
 }
 
 func TestAPauseOutlivesEveryProcess(t *testing.T) {
@@ -304,7 +375,9 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	due := func() { exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`) }
+	due := func() {
+		exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
+	}
 	was := pause(t, pool)
 	for range 2 {
 		due()

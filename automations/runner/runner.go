@@ -138,10 +138,18 @@ func (r *Runner) all(ctx context.Context) error {
 	}
 }
 
-// Dispatch starts what is ready, once, and returns how many runs this caller started.
+// Dispatch starts what is ready, once, and returns how many runs this caller started. While the agent is paused it starts
+// nothing: times of schedules that come are recorded as skipped, and what else is ready stays so.
 func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err := SettleAbandoned(ctx, r.Pool, r.Logger); err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
+	}
+	pause, err := executions.CurrentPause(ctx, r.Pool)
+	switch {
+	case err != nil:
+		return 0, fmt.Errorf("dispatch automations: %w", err)
+	case pause.Paused:
+		return 0, skipDue(ctx, r.Pool, r.Agent, pause)
 	}
 	ready, err := Ready(ctx, r.Pool, r.Logger, batch)
 	if err != nil {
@@ -168,7 +176,11 @@ func (r *Runner) start(ctx context.Context, run automations.Run) (bool, error) {
 		run.TraceID = "" // another attempt is another piece of work
 	}
 	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
-		x, _, err := r.Engine.StartTx(ctx, tx, Spec(r.Agent, run))
+		s := Spec(r.Agent, run)
+		if s.Surface == trace.Operate {
+			s.Surface = trace.Flow // nobody waits for what an admin's turn has caused
+		}
+		x, _, err := r.Engine.StartTx(ctx, tx, s)
 		if err != nil {
 			return err
 		}

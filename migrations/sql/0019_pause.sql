@@ -97,7 +97,7 @@ begin
           clock_timestamp(), 0)
   returning a.id into note_;
   perform pg_notify('agent_pause', 'resumed');
-  perform pg_notify('agent_ready', '');
+  perform pg_notify('agent_ready', '');                     -- for processes that know nothing of pauses
   perform pg_notify('agent_automations', '');
   return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
@@ -105,10 +105,12 @@ comment on function resume_agent is 'End the pause; what is ready is taken at on
 
 create function agent_executions_held() returns trigger language plpgsql as $$
 begin
-  -- The lock, and then the look, in a statement of its own: it sees every pause that had the lock before.
-  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0))
-     and not exists (select from agent_pauses p where p.resumed_at is null) then
-    return new;
+  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+    -- Another statement, so that it sees every pause that had the lock before.
+    perform 1 from agent_pauses p where p.resumed_at is null;
+    if not found then
+      return new;
+    end if;
   end if;
   if tg_op = 'UPDATE' and not old.outside then
     if old.status = 'waiting' then
