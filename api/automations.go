@@ -96,3 +96,32 @@ func (s *server) runAutomation(r request) (answer, error) {
 	}
 	return answer{body: run, status: http.StatusAccepted, trace: run.TraceID}, nil
 }
+
+// redriveRun gives a dead letter one more attempt; whichever process sees it first takes it.
+func (s *server) redriveRun(r request) (answer, error) {
+	id, err := uuidIn(r, "a run of an automation")
+	if err != nil {
+		return answer{}, err
+	}
+	reason := r.body.(because).Reason
+	var run automations.Run
+	done, err := s.audited(r.Context(), "redrive_automation", reason, map[string]string{"run": id, "reason": reason},
+		func(tx pgx.Tx, _ string) (any, error) {
+			again, err := automations.Redrive(r.Context(), tx, id)
+			if err != nil {
+				return nil, err
+			}
+			if run, err = automations.GetRun(r.Context(), tx, id); err != nil {
+				return nil, err
+			}
+			if !again {
+				return nil, problem.New(http.StatusConflict, "run %s is not dead but %s", id, run.Status)
+			}
+			return map[string]string{"automation_id": run.AutomationID}, automations.Announce(r.Context(), tx)
+		})
+	if err != nil {
+		return answer{}, err
+	}
+	run.Output = redact.JSON(run.Output, maxShown)
+	return answer{body: run, status: http.StatusAccepted, trace: done.TraceID}, nil
+}

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // Of turns any error into what the client may see. news says that the cause is for the operator and
@@ -41,7 +42,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, objectives.ErrNotFound,
-		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound):
+		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, memory.ErrConflict, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence, objectives.ErrTaken,
 		automations.ErrProposal, automations.ErrTaken, approvals.ErrDecided):
