@@ -230,8 +230,9 @@ func (c *cli) greet(s *session, listener net.Listener, about string, opts devOpt
 		}
 	}
 	c.say(`
-  API          %s/v1 (is it ready: %[1]s/readyz)
-  admin token  %s
+  Engine Room  %s/login#token=%s
+  API          %[1]s/v1 (is it ready: %[1]s/readyz)
+  admin token  %[2]s
   chat         %[1]s/chat#key=%[3]s
   database     %s
   data in      %s

@@ -1,9 +1,14 @@
 package main
 
 import (
+	"crypto/hkdf"
+	"crypto/sha256"
 	"encoding/json"
+	"fmt"
+	"net/http"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -18,6 +23,33 @@ func (a *app) endpoints() []api.Endpoint {
 		all = append(all, some...)
 	}
 	return all
+}
+
+// engineRoom is the admin's view in a browser, and its routes. It pulls its levers through routes.
+func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.Endpoint, error) {
+	key, err := hkdf.Key(sha256.New, []byte(a.config.AdminToken.Reveal()), nil, "lanekeeper engine room 1", sha256.Size)
+	if err != nil {
+		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
+	}
+	room, err := engineroom.New(engineroom.Options{Pool: a.pool, API: routes, Logger: a.log, Agent: a.config.Name, Key: key})
+	if err != nil {
+		return nil, nil, err
+	}
+	var all []api.Endpoint
+	for _, r := range room.Routes() {
+		e := api.Endpoint{
+			Method: r.Method, Path: r.Path, About: "A page of the Engine Room.", Access: api.Admin, Page: true, Stream: r.Stream,
+			Handler: r.Handler,
+		}
+		if r.Public {
+			e.Access = api.Public
+		}
+		if r.Stream {
+			e.ContentType = eventStream
+		}
+		all = append(all, e)
+	}
+	return room, all, nil
 }
 
 func (a *app) operateEndpoints() []api.Endpoint {

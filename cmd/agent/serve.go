@@ -71,7 +71,8 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err != nil {
 		return err
 	}
-	log.InfoContext(ctx, "serving", "listen", "http://"+listener.Addr().String(), "model", about,
+	base := "http://" + listener.Addr().String()
+	log.InfoContext(ctx, "serving", "listen", base, "engine_room", base+"/", "model", about,
 		"heartbeat", cfg.HeartbeatCron+" "+cfg.Timezone)
 	err = a.run(ctx, func(ctx context.Context) error { return a.serveHTTP(ctx, listener) })
 	log.InfoContext(ctx, "stopped")
@@ -93,9 +94,14 @@ func (a *app) serveHTTP(ctx context.Context, listener net.Listener) error {
 	for name, key := range a.config.ChatKeys {
 		keys[name] = key.Reveal()
 	}
-	handler, err := api.New(api.Options{
+	var handler http.Handler
+	room, pages, err := a.engineRoom(func() http.Handler { return handler })
+	if err != nil {
+		return err
+	}
+	handler, err = api.New(api.Options{
 		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
-		Endpoints: a.endpoints(), Stopping: ctx.Done(), Logger: a.log,
+		Endpoints: append(a.endpoints(), pages...), Pages: room, Stopping: ctx.Done(), Logger: a.log,
 	})
 	if err != nil {
 		return fmt.Errorf("prepare HTTP: %w", err)
