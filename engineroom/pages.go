@@ -3,8 +3,13 @@ package engineroom
 // all are the pages, in the order of the navigation.
 func (room *Room) all() []page {
 	return []page{
+		room.overviewPage(), room.activityPage(),
+		room.tracesPage(), room.tracePage(),
+		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
 		room.approvalsPage(), room.approvalPage(),
 		room.automationsPage(), room.automationPage(),
+		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
+		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.lanesPage(),
 	}
 }
