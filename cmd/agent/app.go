@@ -147,6 +147,7 @@ func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) 
 		group, ctx := errgroup.WithContext(ctx)
 		group.Go(func() error { return a.engine.Run(ctx) })
 		group.Go(func() error { return a.housekeep(ctx) })
+		group.Go(func() error { return count(ctx, a.pool, countEvery, a.log) })
 		for _, f := range slices.Concat(a.beside(), more) {
 			group.Go(func() error { return f(ctx) })
 		}

@@ -2,13 +2,20 @@ package main
 
 import (
 	"context"
+	"log/slog"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// housekeepEvery is how often old bookkeeping is thrown away.
-const housekeepEvery = time.Hour
+const (
+	// housekeepEvery is how often old bookkeeping is thrown away.
+	housekeepEvery = time.Hour
+	// countEvery is how often the activity log is looked at for what is to be counted.
+	countEvery = 5 * time.Second
+)
 
 // housekeep forgets what nobody asks for any more, until ctx ends. Any number of processes may do it.
 func (a *app) housekeep(ctx context.Context) error {
@@ -22,6 +29,30 @@ func (a *app) housekeep(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
+		}
+	}
+}
+
+// count keeps the counts of the activity log up to date, until ctx ends. Any number of processes may do it.
+// A backlog is worked off in small passes, with as much rest between as they took.
+func count(ctx context.Context, db postgres.DB, every time.Duration, log *slog.Logger) error {
+	next := time.NewTimer(0)
+	defer next.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-next.C:
+		}
+		began := time.Now()
+		more, err := activity.Count(ctx, db)
+		if err != nil && ctx.Err() == nil {
+			log.WarnContext(ctx, "activity not counted; sums over it take longer", "error", err)
+		}
+		if more {
+			next.Reset(time.Since(began))
+		} else {
+			next.Reset(every)
 		}
 	}
 }

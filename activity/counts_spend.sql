@@ -1,0 +1,31 @@
+-- What is counted, and the rows that are not counted yet, in one snapshot.
+with tail as materialized (
+  select u.* from uncounted_agent_activity(@most) u),
+left_out as (
+  select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
+counts as (
+  select c.* from agent_activity_counts c
+   where c.span = 'hour' and c.start >= @since::timestamptz and c.start < @hours_until::timestamptz and c.kind = 'model'
+  union all
+  select c.* from agent_activity_counts c where c.span = 'day' and c.start >= @hours_until::timestamptz and c.kind = 'model'),
+spent as (
+  select c.start, c.skill, c.surface, c.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd from counts c
+  union all
+  select l.hour, l.skill, l.surface, l.model, 1, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd
+    from tail l
+   where not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz),
+lines as (
+  select case @by::text when 'skill' then s.skill when 'surface' then s.surface when 'model' then s.model else '' end as key,
+         case @period::text when 'hour' then s.start when 'day' then date_trunc('day', s.start at time zone 'UTC') at time zone 'UTC' end as period,
+         sum(s.calls)::bigint as calls, sum(s.prompt_tokens)::bigint as prompt_tokens,
+         sum(s.completion_tokens)::bigint as completion_tokens, sum(s.tokens)::bigint as tokens, sum(s.cost_usd)::float8 as cost_usd
+    from spent s
+   where (@skill::text = '' or s.skill = agent_count_key(@skill)) and (@surface::text = '' or s.surface = agent_count_key(@surface))
+     and (@model::text = '' or s.model = agent_count_key(@model))
+   group by 1, 2)
+select coalesce(l.key, '') as key, l.period, coalesce(l.calls, 0) as calls, coalesce(l.prompt_tokens, 0) as prompt_tokens,
+       coalesce(l.completion_tokens, 0) as completion_tokens, coalesce(l.tokens, 0) as tokens,
+       coalesce(l.cost_usd, 0) as cost_usd, 
+       to_timestamp(('x' || substr(replace(o.id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as left_out
+  from left_out o left join lines l on true
+ order by l.period desc nulls last, l.cost_usd desc, l.tokens desc, l.key
