@@ -1,0 +1,246 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"hash/fnv"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// stepsShown is how many recorded steps are on a page of the timeline.
+const stepsShown = 40
+
+// stepPlace is a recorded step's place in the order in which they were recorded.
+type stepPlace struct {
+	At   time.Time
+	Step string
+}
+
+// stepPlaceOf reads a place from an address; nil for none.
+func stepPlaceOf(text string) (*stepPlace, error) {
+	if text == "" {
+		return nil, nil
+	}
+	at, step, found := strings.Cut(text, " ")
+	moment, err := time.Parse(time.RFC3339Nano, at)
+	if err != nil || !found {
+		return nil, badCursor()
+	}
+	return &stepPlace{moment, step}, nil
+}
+
+// recordedStep is a checkpoint.
+type recordedStep struct {
+	Step      string
+	Claim     int64
+	Failed    bool
+	Output    string
+	Bytes     int64
+	Event     *string // of the outcome of a wait
+	TimedOut  bool
+	CreatedAt time.Time
+}
+
+// moment is one line of the timeline.
+type moment struct {
+	ID     string // of its element
+	At     time.Time
+	Kind   string // begin, status, step, failed, wait, claim, open, end
+	Word   string
+	Step   string
+	Claim  int64
+	Taken  bool // from the execution that this one is a fork of
+	Output shownValue
+	Fork   string // address of the form for a fork from here
+}
+
+// timeline is a page of what an execution did, oldest first.
+type timeline struct {
+	Moments         []moment
+	Strip           *strip
+	Earlier, Latest string // addresses of other pages
+	Steps           int
+}
+
+// executionTimeline reads the recorded steps of a page, and puts the rest that the row tells of between them.
+func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) {
+	about := v.About.(executionVisit)
+	x, err := room.factOf(ctx, about.ID)
+	if err != nil {
+		return nil, err
+	}
+	steps, more, err := room.recordedSteps(ctx, about)
+	if err != nil {
+		return nil, err
+	}
+	all, err := room.statusMoments(ctx, x)
+	if err != nil {
+		return nil, err
+	}
+	if more {
+		first := steps[0].CreatedAt
+		all = slices.DeleteFunc(all, func(m moment) bool { return m.At.Before(first) })
+	}
+	if about.before != nil {
+		all = slices.DeleteFunc(all, func(m moment) bool { return !m.At.Before(about.before.At) })
+	}
+	t := timeline{Moments: append(all, stepMoments(x, steps)...), Steps: len(steps)}
+	slices.SortStableFunc(t.Moments, func(a, b moment) int { return a.At.Compare(b.At) })
+	if more {
+		place := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
+		t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(place) + "#timeline"
+		if len(place) > maxFilter {
+			t.Earlier = ""
+		}
+	}
+	if about.before != nil {
+		t.Latest = "/executions/" + x.ID + "#timeline"
+	}
+	t.Strip = stripOf(x, t.Moments)
+	return t, nil
+}
+
+// recordedSteps reads the newest steps before a place, oldest first, and whether there are others before them. An
+// output is fetched for the steps of the page only, and cut there.
+func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list []recordedStep, more bool, err error) {
+	var at *time.Time
+	step := ""
+	if about.before != nil {
+		at, step = &about.before.At, about.before.Step
+	}
+	rows, err := room.Pool.Query(ctx, `
+		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
+		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end as event,
+		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
+		  from (select p.step from agent_checkpoints p
+		         where p.execution_id = @id and (@at::timestamptz is null or (p.created_at, p.step) < (@at, @step))
+		         order by p.created_at desc, p.step desc limit @most + 1) p
+		  join agent_checkpoints c on c.execution_id = @id and c.step = p.step
+		 cross join lateral (select coalesce(c.output::text, '') as text) o
+		 order by c.created_at desc, c.step desc`, freshPlan,
+		postgres.Strict{"id": about.ID, "at": at, "step": step, "most": stepsShown})
+	if err != nil {
+		return nil, false, fmt.Errorf("read recorded steps: %w", err)
+	}
+	list, err = pgx.CollectRows(rows, pgx.RowToStructByName[recordedStep])
+	if err != nil {
+		return nil, false, fmt.Errorf("read recorded steps: %w", err)
+	}
+	list, more = onPage(list, stepsShown)
+	slices.Reverse(list)
+	return list, more, nil
+}
+
+// stepMoments are the recorded steps, with a line where another claim went on.
+func stepMoments(x executionFact, steps []recordedStep) []moment {
+	all := make([]moment, 0, len(steps))
+	var claim int64
+	for _, s := range steps {
+		m := moment{
+			ID: elementID("step", s.Step), At: s.CreatedAt, Kind: "step", Word: "Recorded", Step: s.Step, Claim: s.Claim,
+			Taken:  x.ForkedFrom != nil && s.CreatedAt.Before(x.CreatedAt),
+			Output: shownJSON(s.Output, s.Bytes),
+		}
+		switch {
+		case s.Failed:
+			m.Kind, m.Word = "failed", "Failed"
+		case s.Event != nil && s.TimedOut:
+			m.Kind, m.Word = "failed", "Wait timed out"
+		case s.Event != nil:
+			m.Kind, m.Word = "wait", "Wait ended by "+*s.Event
+		}
+		if len(s.Step) <= maxFilter {
+			m.Fork = "/executions/" + x.ID + "?from=" + url.QueryEscape(s.Step) + "#fork"
+		}
+		if claim != 0 && s.Claim != claim && !m.Taken {
+			all = append(all, moment{
+				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: "claim", Claim: s.Claim,
+				Word: fmt.Sprintf("Under claim %d from here on", s.Claim),
+			})
+		}
+		claim = s.Claim
+		all = append(all, m)
+	}
+	return all
+}
+
+// elementID is the id of an element for something that has a name of any kind.
+func elementID(kind, name string) string {
+	h := fnv.New64a()
+	_, _ = h.Write([]byte(name)) // never fails
+	return fmt.Sprintf("%s-%x", kind, h.Sum64())
+}
+
+// statusMoments are the changes of status that the database knows: those that the row has a time of, and all of a run
+// for workers outside.
+func (room *Room) statusMoments(ctx context.Context, x executionFact) ([]moment, error) {
+	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Begun: pending"}}
+	if x.Outside {
+		changes, err := room.statusChanges(ctx, x.ID)
+		if err != nil {
+			return nil, err
+		}
+		return append(all[:0], changes...), nil
+	}
+	if x.StartedAt != nil {
+		all = append(all, moment{ID: "claimed-first", At: *x.StartedAt, Kind: "status", Word: "Claimed for the first time: running"})
+	}
+	if x.Status == "waiting" {
+		all = append(all, moment{ID: "waits-now", At: x.UpdatedAt, Kind: "open", Word: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber))})
+	}
+	if x.CompletedAt != nil {
+		all = append(all, moment{ID: "ended", At: *x.CompletedAt, Kind: "end", Word: "Ended: " + x.Status})
+	}
+	return all, nil
+}
+
+// statusChanges reads the newest changes of status that were kept.
+func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id order by n desc limit 200`,
+		postgres.Strict{"id": id})
+	if err != nil {
+		return nil, fmt.Errorf("read changes of status: %w", err)
+	}
+	var all []moment
+	var n int
+	var status, waitsFor string
+	var at time.Time
+	_, err = pgx.ForEachRow(rows, []any{&n, &status, &waitsFor, &at}, func() error {
+		m := moment{ID: fmt.Sprintf("change-%d", n), At: at, Kind: "status", Word: "Became " + status}
+		switch status {
+		case "waiting":
+			m.Kind, m.Word = "open", "Waits for "+waitsFor
+		case "completed", "failed", "timeout", "cancelled":
+			m.Kind, m.Word = "end", "Ended: "+status
+		}
+		all = append(all, m)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read changes of status: %w", err)
+	}
+	return all, nil
+}
+
+// ordinal is 1st, 2nd, 3rd, 4th.
+func ordinal(n int) string {
+	if n%100 < 11 || n%100 > 13 {
+		switch n % 10 {
+		case 1:
+			return fmt.Sprintf("%dst", n)
+		case 2:
+			return fmt.Sprintf("%dnd", n)
+		case 3:
+			return fmt.Sprintf("%drd", n)
+		}
+	}
+	return fmt.Sprintf("%dth", n)
+}
