@@ -47,6 +47,12 @@ func levers() []lever {
 		{"POST", "/v1/automations/{id}/accept", why, "Automation {id} is accepted."},
 		{"POST", "/v1/automations/{id}/run", why, "Automation {id} runs now."},
 		{"POST", "/v1/webhooks/deliveries/{id}/replay", []field{{"replays", asNumber}}, "The delivery is handled again."},
+		{"POST", "/v1/webhooks/outbox/{id}/resend", why, "The message is sent once more."},
+		{"POST", "/v1/webhooks/targets/{id}/enable", why, "Target {id} is in service."},
+		{"POST", "/v1/webhooks/targets/{id}/disable", why, "Target {id} is out of service."},
+		{"POST", "/v1/webhooks/endpoints/{id}/enable", why, "Endpoint {id} is in service."},
+		{"POST", "/v1/webhooks/endpoints/{id}/disable", why, "Endpoint {id} is out of service."},
+		{"POST", "/v1/automations/runs/{id}/redrive", why, "The run gets one more attempt."},
 		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
 	}
 }
