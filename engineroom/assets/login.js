@@ -7,3 +7,9 @@ if (token !== null) {
   document.getElementById("token").value = token;
   document.getElementById("login").requestSubmit();
 }
+// Who followed a link from another site comes without the cookie, although it is there: this page may use it.
+if (token === null && !document.getElementById("wrong")) {
+  fetch("/live/", { method: "HEAD", cache: "no-store" }).then((answer) => {
+    if (answer.status === 200) location.replace(document.querySelector("[name=next]").value);
+  }).catch(() => { /* nobody answers: the form is there */ });
+}

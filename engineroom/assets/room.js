@@ -1,2 +1,317 @@
-// What the pages do beyond reading: see engineroom.go.
 "use strict";
+// The Engine Room in a browser: parts that change are morphed in, clocks tick, keys lead about. Without it every page
+// can be read and every lever pulled.
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const page = document.body.dataset;
+  const store = {
+    get(where, key) { try { return where.getItem("lanekeeper-" + key); } catch { return null; } },
+    set(where, key, value) {
+      try {
+        if (value === null) where.removeItem("lanekeeper-" + key);
+        else where.setItem("lanekeeper-" + key, value);
+      } catch { /* storage is off: the choice holds for this page */ }
+    },
+  };
+  const say = (text) => { $("said").textContent = text; };
+  const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+  // Theme: as the system has it, light, dark.
+  const themes = ["system", "light", "dark"];
+  const root = document.documentElement;
+  const theme = () => root.dataset.theme || "system";
+  const showTheme = () => put($("theme"), "Theme: " + theme());
+  $("theme").hidden = false;
+  showTheme();
+  $("theme").addEventListener("click", () => {
+    const next = themes[(themes.indexOf(theme()) + 1) % themes.length];
+    if (next === "system") delete root.dataset.theme;
+    else root.dataset.theme = next;
+    store.set(localStorage, "theme", next === "system" ? null : next);
+    showTheme();
+  });
+
+  // Clocks count by the server's time where this computer's is far from it.
+  const skew = Number(page.now) - Date.now();
+  const now = () => Date.now() + (Math.abs(skew) > 5000 ? skew : 0);
+  const months = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+  const zoned = new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long" });
+  const two = (n) => String(n).padStart(2, "0");
+  const span = (ms) => {
+    const s = Math.max(0, Math.floor(ms / 1000));
+    if (s < 60) return s + " s";
+    if (s < 3600) return Math.floor(s / 60) + " min " + (s % 60) + " s";
+    if (s < 86400) return Math.floor(s / 3600) + " h " + Math.floor((s % 3600) / 60) + " min";
+    return Math.floor(s / 86400) + " d " + Math.floor((s % 86400) / 3600) + " h";
+  };
+  const moment = (t) => {
+    const today = new Date(now());
+    const clock = two(t.getHours()) + ":" + two(t.getMinutes()) + ":" + two(t.getSeconds());
+    if (t.toDateString() === today.toDateString()) return clock;
+    const day = t.getDate() + " " + months[t.getMonth()];
+    return day + (t.getFullYear() === today.getFullYear() ? "" : " " + t.getFullYear()) + " " + clock;
+  };
+  const tick = (element) => {
+    const t = new Date(element.dateTime);
+    if (Number.isNaN(t.getTime())) return;
+    if (!element.title) element.title = zoned.format(t);
+    if (element.classList.contains("since")) put(element, span(now() - t));
+    else if (element.classList.contains("until")) put(element, t > now() ? span(t - now()) : "due");
+    else if (element.classList.contains("at")) put(element, moment(t));
+  };
+  const seenClocks = new Set(); // those on the screen
+  const onScreen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting && target.isConnected) { seenClocks.add(target); tick(target); } else seenClocks.delete(target);
+    }
+  });
+  const watchClocks = (root) => { for (const t of all("time", root)) { tick(t); onScreen.observe(t); } };
+  watchClocks(document);
+
+  // Live: what comes is kept by part, and morphed in unless the reader paused, or selects text there.
+  const state = $("live-state");
+  let paused = store.get(sessionStorage, "paused") === "yes";
+  let seen = page.seen, source = null, wait = 0, timer = 0, standing = "waiting", ended = false;
+  const pending = new Map();
+
+  const words = { live: "Live", paused: "Paused", waiting: "Connecting", ended: "Not live" };
+  const show = () => {
+    if (!state) return;
+    const is = standing === "live" && paused ? "paused" : standing;
+    state.dataset.state = is;
+    if (!ended) put(state, words[is]);
+    const n = pending.size;
+    const button = $("live-pause");
+    button.hidden = ended;
+    button.setAttribute("aria-pressed", String(paused));
+    put(button, paused ? "Resume" + (n ? " (" + n + (n === 1 ? " update" : " updates") + " waiting)" : "") : "Pause updates");
+  };
+  const end = (text, link, href) => {
+    ended = true;
+    standing = "ended";
+    if (source) source.close();
+    put(state, text + " ");
+    const a = document.createElement("a");
+    a.href = href;
+    a.textContent = link;
+    state.append(a);
+    show();
+  };
+  const here = () => location.pathname + location.search;
+
+  const typed = (e) => (e.matches("input,textarea") && e.value !== e.defaultValue) ||
+    (e.matches("input[type=checkbox],input[type=radio]") && e.checked !== e.defaultChecked) ||
+    (e.matches("select") && [...e.options].some((o) => o.selected !== o.defaultSelected) && e === document.activeElement);
+  const keep = {
+    beforeNodeMorphed(old, fresh) {
+      if (old.nodeType !== 1) return true;
+      if (old.localName === "time" && fresh.localName === "time") {
+        return old.getAttribute("datetime") !== fresh.getAttribute("datetime") || old.className !== fresh.className;
+      }
+      return !(old.matches("details.lever[open],[data-keep]") || typed(old));
+    },
+    beforeAttributeUpdated(name, node) {
+      return !(name === "open" && node.matches("details,dialog")) && name !== "tabindex";
+    },
+    afterNodeAdded(node) {
+      if (node.nodeType === 1 && node.matches("tr[id],[data-row]")) node.classList.add("fresh");
+    },
+  };
+  const selectsIn = (part) => {
+    const s = getSelection();
+    return s && !s.isCollapsed && part.contains(s.anchorNode);
+  };
+  const parsed = (html) => {
+    const t = document.createElement("template");
+    t.innerHTML = html;
+    return t.content.firstElementChild;
+  };
+  const morph = (part, html) => {
+    const fresh = parsed(html);
+    if (!fresh) return;
+    const had = part.contains(document.activeElement) ? document.activeElement : null;
+    for (const t of all("time", part)) if (seenClocks.has(t)) onScreen.unobserve(t), seenClocks.delete(t);
+    Idiomorph.morph(part, fresh, { morphStyle: "outerHTML", ignoreActiveValue: true, callbacks: keep });
+    const after = $(fresh.id || part.id) || part;
+    watchClocks(after);
+    if (had && !had.isConnected) { // what had the focus is gone: its part has it
+      after.tabIndex = -1;
+      after.focus({ preventScroll: true });
+    }
+    document.dispatchEvent(new CustomEvent("part", { detail: after }));
+  };
+  const news = (part, html) => { // how many rows came while the part stands still
+    const rows = all("[data-row]", parsed(html) || part);
+    if (!rows.length) return;
+    const has = new Set(all("[data-row]", part).map((r) => r.dataset.row));
+    const n = rows.filter((r) => !has.has(r.dataset.row)).length;
+    const title = part.querySelector("h2");
+    let badge = part.querySelector(".news");
+    if (!badge && n && title) {
+      badge = document.createElement("span");
+      badge.className = "news";
+      title.append(badge);
+    }
+    if (badge) put(badge, n + (n === rows.length ? "+ new" : " new"));
+  };
+  const apply = () => {
+    for (const [id, html] of pending) {
+      const part = $(id);
+      if (!part || !html) pending.delete(id);
+      else if (paused) news(part, html);
+      else if (!selectsIn(part)) { pending.delete(id); morph(part, html); }
+    }
+    show();
+  };
+
+  const connect = () => {
+    clearTimeout(timer);
+    if (ended || source || document.hidden) return;
+    const mine = source = new EventSource(page.live + (page.live.includes("?") ? "&" : "?") + "seen=" + encodeURIComponent(seen));
+    mine.addEventListener("open", () => { wait = 0; standing = "live"; show(); });
+    mine.addEventListener("hello", (e) => {
+      if (e.data !== page.build) end("The server is another version now.", "Load the page again", here());
+    });
+    mine.addEventListener("part", (e) => {
+      const { id, html } = JSON.parse(e.data);
+      seen = e.lastEventId;
+      pending.set(id, html);
+      apply();
+    });
+    mine.addEventListener("expired", () => end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here())));
+    mine.addEventListener("error", () => {
+      if (ended || source !== mine) return;
+      standing = "waiting";
+      show();
+      if (mine.readyState === EventSource.CLOSED) { source = null; ask(); }
+    });
+  };
+  const ask = async () => { // a stream that is refused does not say why: the same address does
+    wait = Math.min(30000, wait * 2 || 2000);
+    try {
+      const answer = await fetch(page.live, { method: "HEAD", cache: "no-store" });
+      if (answer.status === 401) return end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here()));
+      if (answer.status === 404) return end("This page is no longer there.", "Overview", "/");
+    } catch { /* nobody answers: the timer tries again */ }
+    timer = setTimeout(connect, wait);
+  };
+  const disconnect = () => {
+    clearTimeout(timer);
+    if (source) source.close();
+    source = null;
+  };
+  const pause = () => {
+    paused = !paused;
+    store.set(sessionStorage, "paused", paused ? "yes" : null);
+    if (!paused) for (const t of seenClocks) tick(t);
+    apply();
+  };
+  if (state) {
+    $("live-pause").addEventListener("click", pause);
+    document.addEventListener("selectionchange", () => { if (pending.size && !paused) apply(); });
+    let away = 0; // a page that nobody sees lets go of its stream
+    document.addEventListener("visibilitychange", () => {
+      clearTimeout(away);
+      if (document.hidden) away = setTimeout(disconnect, 20000);
+      else connect();
+    });
+    addEventListener("pagehide", disconnect);
+    addEventListener("pageshow", (e) => { if (e.persisted) connect(); });
+    show();
+    connect();
+  }
+  setInterval(() => { if (!paused && !document.hidden) for (const t of seenClocks) tick(t); }, 1000);
+
+  // Copy buttons.
+  const copied = (text) => {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    const area = document.createElement("textarea"); // an address without TLS has no clipboard
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const ok = document.execCommand("copy");
+    area.remove();
+    return ok ? Promise.resolve() : Promise.reject(new Error("no clipboard"));
+  };
+  document.addEventListener("click", async (e) => {
+    const button = e.target.closest("button.copy");
+    if (!button) return;
+    const word = button.dataset.word ||= button.textContent;
+    try {
+      await copied(button.dataset.copy);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Not copied";
+    }
+    say(button.textContent);
+    setTimeout(() => { button.textContent = word; }, 1500);
+  });
+
+  // Levers: what is sent is sent once, Escape closes, and the page comes back where it was.
+  document.addEventListener("submit", (e) => {
+    const form = e.target;
+    if (form.method !== "post") return;
+    if (form.dataset.sent) return e.preventDefault();
+    form.dataset.sent = "yes";
+    store.set(sessionStorage, "scroll", here() + " " + scrollY);
+    setTimeout(() => { for (const b of all("button", form)) b.disabled = true; });
+  });
+  addEventListener("pageshow", () => {
+    for (const form of all("form[data-sent]")) {
+      delete form.dataset.sent;
+      for (const b of all("button", form)) b.disabled = false;
+    }
+  });
+  const [at, y] = (store.get(sessionStorage, "scroll") || "").split(" ");
+  store.set(sessionStorage, "scroll", null);
+  if (at === here() && !location.hash) scrollTo(0, Number(y));
+  document.addEventListener("toggle", (e) => {
+    if (e.target.matches("details.lever[open]")) e.target.querySelector("form :is(input:not([type=hidden]),textarea,select,button)")?.focus();
+  }, true);
+
+  // Keys. Who would rather have none turns them off in the dialog that ? opens.
+  const help = $("help"), on = $("keys-on");
+  on.checked = store.get(localStorage, "keys") !== "off";
+  on.addEventListener("change", () => store.set(localStorage, "keys", on.checked ? null : "off"));
+  $("help-open").hidden = false;
+  $("help-open").addEventListener("click", () => help.showModal());
+  const rows = () => all("main tbody tr, main li[data-row]").filter((r) => r.offsetParent !== null);
+  const step = (by) => {
+    const list = rows();
+    const from = list.indexOf(document.activeElement.closest("tbody tr, li[data-row]"));
+    const to = list[from < 0 ? (by > 0 ? 0 : list.length - 1) : Math.min(list.length - 1, Math.max(0, from + by))];
+    if (!to) return;
+    to.tabIndex = -1;
+    to.focus();
+    to.scrollIntoView({ block: "nearest" });
+  };
+  const plainKeys = {
+    "?": () => help.showModal(),
+    "/": () => $("main").querySelector(".filters :is(input:not([type=hidden]),select)")?.focus(),
+    j: () => step(1),
+    k: () => step(-1),
+    p: () => { if (state && !ended) pause(); },
+  };
+  let leading = 0; // when g was pressed
+  document.addEventListener("keydown", (e) => {
+    const target = document.activeElement || document.body;
+    if (e.key === "Escape" && !help.open) {
+      const lever = target.closest("details.lever[open]");
+      if (lever) { lever.open = false; lever.querySelector("summary").focus(); }
+      return;
+    }
+    if (e.key === "Enter" && target.matches("tbody tr, li[data-row]")) return target.querySelector("a[href]")?.click();
+    if (!on.checked || help.open || e.ctrlKey || e.metaKey || e.altKey || e.isComposing) return;
+    if (target.matches("input:not([type=checkbox],[type=radio]),textarea,select,[contenteditable]")) return;
+    if (Date.now() - leading < 1500) {
+      leading = 0;
+      const link = all("nav a[data-key]").find((a) => a.dataset.key === e.key);
+      if (link) { e.preventDefault(); link.click(); }
+      return;
+    }
+    if (e.key === "g") { leading = Date.now(); return; }
+    const does = plainKeys[e.key];
+    if (does) { e.preventDefault(); does(); }
+  });
+})();
