@@ -1,0 +1,237 @@
+package engineroom
+
+import (
+	"context"
+	_ "embed" // a statement is in a file of its own
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
+)
+
+const (
+	mostCategories  = 20
+	mostMemories    = 50
+	mostSameKey     = 20
+	mostGrown       = 5000 // new entries that growth is counted among
+	mostMemoryCalls = 500  // calls of each skill that are looked through for a key's history
+)
+
+// memoryUseSQL sums up what is remembered.
+//
+//go:embed memory_use.sql
+var memoryUseSQL string
+
+// category is what the agent remembers of one sort. Numbers of entries and bytes end at beyond entries.
+type category struct {
+	Category  string
+	Entries   int64
+	Bytes     int64 // of keys and values, as stored
+	Expiring  int64
+	UpdatedAt time.Time
+	Day       int64 // kept anew
+	DayBytes  int64
+	Week      int64
+	WeekBytes int64
+}
+
+// Over reports that there is more than was counted.
+func (c category) Over() bool { return c.Entries >= beyond }
+
+// memoryUse sums up what is remembered, by category.
+func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, memoryUseSQL, postgres.Strict{
+		"categories": mostCategories + 1, "beyond": beyond, "window": mostGrown,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("sum up memory: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[category])
+	if err != nil {
+		return nil, fmt.Errorf("sum up memory: %w", err)
+	}
+	list, more := onPage(list, mostCategories)
+	var grown int64
+	for _, c := range list {
+		grown += c.Week
+	}
+	return map[string]any{"Categories": list, "More": more, "GrownOver": grown >= mostGrown}, nil
+}
+
+// remembered is an entry as the page shows it.
+type remembered struct {
+	ID, Category, Key string
+	Value             string // JSON, cut
+	Bytes             int64  // of the whole value
+	Revision          int
+	TraceID           string
+	ExpiresAt         *time.Time
+	CreatedAt         time.Time
+	UpdatedAt         time.Time
+}
+
+// Shown is the value, set out in lines.
+func (r remembered) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
+
+// memoryAsked is which entries somebody wants to see.
+type memoryAsked struct{ Words, Category, Prefix, Before string }
+
+// Narrowed reports whether any filter is set.
+func (a memoryAsked) Narrowed() bool { return a.Words != "" || a.Category != "" || a.Prefix != "" }
+
+// memoryPage is what the agent remembers.
+func (room *Room) memoryPage() page {
+	return page{
+		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: askMemory,
+		parts: []part{
+			{name: "use", every: 30 * time.Second, calm: true, load: room.memoryUse},
+			{name: "entries", every: 3 * time.Second, load: room.memories},
+		},
+	}
+}
+
+// askMemory reads the filters of the address.
+func askMemory(_ context.Context, v *visit) (string, error) {
+	var asked memoryAsked
+	var err error
+	for name, into := range map[string]*string{"q": &asked.Words, "category": &asked.Category, "prefix": &asked.Prefix} {
+		if *into, err = v.words(name); err != nil {
+			return "", err
+		}
+	}
+	if asked.Before, err = v.uuidFilter("before"); err != nil {
+		return "", err
+	}
+	v.About = asked
+	return "", nil
+}
+
+// memories reads a page of entries, the key that was kept last first. All filters combine.
+func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
+	asked := v.About.(memoryAsked)
+	rows, err := room.Pool.Query(ctx, `
+		select m.id::text, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
+		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
+		  from agent_memory m
+		 where (@category::text = '' or m.category = @category) and (@prefix::text = '' or m.key like @prefix)
+		   and (@words::text = '' or m.search @@ websearch_to_tsquery('simple', @words))
+		   and (@before::text = '' or m.id < nullif(@before, '')::uuid)
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())
+		 order by m.id desc limit @most::int + 1`,
+		freshPlan, postgres.Strict{
+			"category": asked.Category, "prefix": beginning(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[remembered])
+	if err != nil {
+		return nil, fmt.Errorf("list memory: %w", err)
+	}
+	list, more := onPage(list, mostMemories)
+	shown := map[string]any{"Asked": asked, "Entries": list, "Newest": "", "Older": ""}
+	if more {
+		shown["Older"] = v.at("before", list[len(list)-1].ID)
+	}
+	if asked.Before != "" {
+		shown["Newest"] = v.at("before", "")
+	}
+	return shown, nil
+}
+
+// beginning is the pattern of what begins with a text; empty for none.
+func beginning(text string) string {
+	if text == "" {
+		return ""
+	}
+	return strings.NewReplacer(`\`, `\\`, `%`, `\%`, `_`, `\_`).Replace(text) + "%"
+}
+
+// memoryEntryPage is what is kept under a key.
+func (room *Room) memoryEntryPage() page {
+	return page{
+		path: "/memory/{key...}", name: "memory-entry", title: "Memory", open: room.openMemory,
+		parts: []part{
+			{name: "entry", every: 3 * time.Second, load: room.sameKey},
+			{name: "history", every: 30 * time.Second, calm: true, load: room.keyHistory},
+		},
+	}
+}
+
+// memoryKey is what the page of a key is about.
+type memoryKey struct{ Key, Category string }
+
+func (room *Room) openMemory(ctx context.Context, v *visit) (string, error) {
+	about := memoryKey{Key: v.path("key")}
+	var err error
+	if about.Category, err = v.words("category"); err != nil {
+		return "", err
+	}
+	v.About = about
+	list, err := room.entriesOf(ctx, about)
+	if err != nil {
+		return "", err
+	}
+	if len(list) == 0 {
+		return "", missing("nothing is remembered under %.60q; it may have been forgotten, or have expired", about.Key)
+	}
+	return cut(80, about.Key), nil
+}
+
+// sameKey reads what is kept under the key, in each category that has it.
+func (room *Room) sameKey(ctx context.Context, v *visit) (any, error) {
+	list, err := room.entriesOf(ctx, v.About.(memoryKey))
+	return map[string]any{"Entries": list}, err
+}
+
+func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered, error) {
+	if strings.ContainsRune(about.Key, 0) || len(about.Key) > mostAsked {
+		return nil, memory.ErrNotFound
+	}
+	rows, err := room.Pool.Query(ctx, `
+		select m.id::text, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
+		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
+		  from agent_memory m
+		 where m.key = @key and (@category::text = '' or m.category = @category)
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())
+		 order by m.category limit @most`,
+		freshPlan, postgres.Strict{"key": about.Key, "category": about.Category, "most": mostSameKey})
+	if err != nil {
+		return nil, fmt.Errorf("read memory: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[remembered])
+	if err != nil {
+		return nil, fmt.Errorf("read memory: %w", err)
+	}
+	return list, nil
+}
+
+// touch is an action that wrote or forgot a key.
+type touch struct {
+	ID, TraceID, SkillName, Status, Category, Agent string
+	At                                              time.Time
+}
+
+// keyHistory finds who wrote the key, among the latest calls of the skills that do.
+func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
+		       left(a.agent, 100) as agent, a.created_at as at
+		  from unnest(array['memory_write', 'memory_forget', 'forget_memory']) s (name)
+		  cross join lateral (select * from agent_activity x where x.skill_name = s.name order by x.id desc limit @window) a
+		 where a.input ->> 'key' = @key
+		 order by a.id desc limit @most`,
+		postgres.Strict{"key": v.About.(memoryKey).Key, "window": mostMemoryCalls, "most": mostSameKey})
+	if err != nil {
+		return nil, fmt.Errorf("find who wrote memory: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[touch])
+	if err != nil {
+		return nil, fmt.Errorf("find who wrote memory: %w", err)
+	}
+	return map[string]any{"Touches": list, "Window": mostMemoryCalls}, nil
+}

@@ -1,0 +1,29 @@
+with recursive names as (
+-- What is remembered, by category: the first @categories by name, of each what it holds, counted up to @beyond entries, and
+-- what was kept anew in the last day and week, among the @window newest entries.
+  (select m.category from agent_memory m order by m.category limit 1)
+  union all
+  select (select m.category from agent_memory m where m.category > n.category order by m.category limit 1)
+    from names n where n.category is not null
+),
+grown as (
+  select g.category, count(*) as week, sum(g.bytes)::bigint as week_bytes,
+         count(*) filter (where g.created_at > clock_timestamp() - interval '1 day') as day,
+         coalesce(sum(g.bytes) filter (where g.created_at > clock_timestamp() - interval '1 day'), 0)::bigint as day_bytes
+    from (select m.category, m.created_at, octet_length(m.key) + pg_column_size(m.value) as bytes from agent_memory m
+           where m.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))
+             and (m.expires_at is null or m.expires_at > clock_timestamp())
+           order by m.id desc limit @window) g
+   group by g.category
+)
+select n.category, h.entries, h.bytes, h.expiring, h.updated_at,
+       coalesce(g.day, 0) as day, coalesce(g.day_bytes, 0) as day_bytes,
+       coalesce(g.week, 0) as week, coalesce(g.week_bytes, 0) as week_bytes
+  from (select category from names where category is not null limit @categories) n
+  cross join lateral (
+       select count(*) as entries, coalesce(sum(x.bytes), 0)::bigint as bytes, count(x.expires_at) as expiring, max(x.updated_at) as updated_at
+         from (select octet_length(m.key) + pg_column_size(m.value) as bytes, m.expires_at, m.updated_at from agent_memory m
+                where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp()) limit @beyond) x) h
+  left join grown g on g.category = n.category
+ where h.entries > 0
+ order by n.category

@@ -1,0 +1,258 @@
+package engineroom
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/objectives"
+)
+
+const (
+	mostSteps       = 200
+	mostEvidence    = 500
+	objectivesShown = 50
+)
+
+// objectiveStates are the states of an objective.
+var objectiveStates = []string{
+	objectives.Proposed, objectives.Active, objectives.Paused, objectives.Completed, objectives.Failed, objectives.Rejected,
+}
+
+// pursued is an objective as it is listed. It is stale when it has been due for three days and nothing touched it.
+type pursued struct {
+	ID, Name, Goal, Status, Source, ProposedBy, Note string
+	SuccessCriteria, DecidedBy, DecidedReason        string
+	Priority, Round                                  int
+	Review                                           int64 // seconds between rounds; 0 for none
+	DueAt, TouchedAt, CreatedAt                      time.Time
+	DecidedAt                                        *time.Time
+	LastTrace, ProposedTrace                         string
+	Total, Done, Failed, Pending                     int64
+	Stale                                            bool
+}
+
+// Bar is how wide the done, and the failed, are of a bar of 100.
+func (p pursued) Bar() (b struct{ Done, Failed int64 }) {
+	if p.Total > 0 {
+		b.Done, b.Failed = p.Done*100/p.Total, p.Failed*100/p.Total
+	}
+	return b
+}
+
+// pursuedColumns reads a pursued; the trace is of what touched it last.
+const pursuedColumns = `
+		select o.id::text, o.name, left(o.goal, 4000) as goal, o.status, left(o.source, 100) as source, left(o.proposed_by, 100) as proposed_by,
+		       left(o.note, 4000) as note, left(o.success_criteria, 4000) as success_criteria, left(o.decided_by, 100) as decided_by,
+		       left(o.decided_reason, 1000) as decided_reason, o.priority, o.round,
+		       coalesce(extract(epoch from o.review_every), 0)::bigint as review, o.due_at,
+		       greatest(o.updated_at, p.touched_at) as touched_at, o.created_at, o.decided_at,
+		       left(case when p.touched_at > o.updated_at and p.trace_id <> '' then p.trace_id
+		                 else coalesce(nullif(o.last_trace_id, ''), p.trace_id, '') end, 300) as last_trace,
+		       left(o.proposed_trace, 300) as proposed_trace, p.total, p.done, p.failed, p.pending,
+		       o.status = 'active' and o.due_at < clock_timestamp() - interval '3 days'
+		         and greatest(o.updated_at, p.touched_at) < clock_timestamp() - interval '3 days' as stale
+		  from agent_objectives o, lateral (
+		       select count(*) filter (where s.status <> 'skipped') as total, count(*) filter (where s.status = 'done') as done,
+		              count(*) filter (where s.status = 'failed') as failed, count(*) filter (where s.status = 'pending') as pending,
+		              max(s.updated_at) as touched_at, (array_agg(s.trace_id order by s.updated_at desc))[1] as trace_id
+		         from agent_objective_steps s where s.objective_id = o.id) p`
+
+func collectPursued(rows pgx.Rows, err error) ([]pursued, error) {
+	if err != nil {
+		return nil, fmt.Errorf("list objectives: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[pursued])
+	if err != nil {
+		return nil, fmt.Errorf("list objectives: %w", err)
+	}
+	return list, nil
+}
+
+// workedOn reads the active objectives, the most important first.
+func (room *Room) workedOn(ctx context.Context, _ *visit) (any, error) {
+	list, err := collectPursued(room.Pool.Query(ctx, pursuedColumns+`
+		 where o.status = 'active' order by o.priority, o.due_at, o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives}))
+	list, more := onPage(list, mostObjectives)
+	return map[string]any{"Objectives": list, "More": more}, err
+}
+
+// objectivesPage lists what the agent works towards.
+func (room *Room) objectivesPage() page {
+	return page{
+		path: "/objectives", name: "objectives", nav: "Objectives", title: "Objectives", open: askObjectives,
+		parts: []part{{name: "list", every: 3 * time.Second, load: room.listPursued}},
+	}
+}
+
+// objectivesAsked is which objectives somebody wants to see.
+type objectivesAsked struct {
+	Status, Before string
+	States         []string
+}
+
+func askObjectives(_ context.Context, v *visit) (string, error) {
+	asked := objectivesAsked{States: objectiveStates}
+	var err error
+	if asked.Status, err = v.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
+		return "", err
+	}
+	if asked.Before, err = v.uuidFilter("before"); err != nil {
+		return "", err
+	}
+	v.About = asked
+	return "", nil
+}
+
+func (room *Room) listPursued(ctx context.Context, v *visit) (any, error) {
+	asked := v.About.(objectivesAsked)
+	rows, err := room.Pool.Query(ctx, pursuedColumns+`
+		 where (@status::text = '' or o.status = @status) and (@before::text = '' or o.id < nullif(@before, '')::uuid)
+		 order by o.id desc limit @most::int + 1`,
+		freshPlan, postgres.Strict{"status": asked.Status, "before": asked.Before, "most": objectivesShown})
+	list, err := collectPursued(rows, err)
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(list, objectivesShown)
+	shown := map[string]any{"Asked": asked, "Objectives": list, "Newest": "", "Older": ""}
+	if more {
+		shown["Older"] = v.at("before", list[len(list)-1].ID)
+	}
+	if asked.Before != "" {
+		shown["Newest"] = v.at("before", "")
+	}
+	return shown, nil
+}
+
+// objectivePage is one objective.
+func (room *Room) objectivePage() page {
+	return page{
+		path: "/objectives/{name}", name: "objective", title: "Objective", open: room.openObjective,
+		parts: []part{
+			{name: "progress", every: 3 * time.Second, load: room.progress},
+			{name: "steps", every: 3 * time.Second, load: room.objectiveSteps},
+			{name: "traces", every: 10 * time.Second, calm: true, load: room.objectiveTraces},
+		},
+	}
+}
+
+// openObjective finds the objective by its name, or its id.
+func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
+	key := v.path("name")
+	if strings.ContainsRune(key, 0) {
+		return "", objectives.ErrNotFound
+	}
+	var id, name string
+	err := room.Pool.QueryRow(ctx, `
+		select o.id::text, o.name from agent_objectives o where o.name = @key or o.id = agent_uuid(@key)
+		 order by o.name = @key desc limit 1`, postgres.Strict{"key": key}).Scan(&id, &name)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", missing("there is no objective %.60q", key)
+	}
+	if err != nil {
+		return "", fmt.Errorf("find objective: %w", err)
+	}
+	v.About = id
+	return cut(80, name), nil
+}
+
+func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
+	list, err := collectPursued(room.Pool.Query(ctx, pursuedColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
+	if err == nil && len(list) == 0 {
+		err = objectives.ErrNotFound
+	}
+	if err != nil {
+		return nil, err
+	}
+	return list[0], nil
+}
+
+// pursuedStep is a step with what shows it to be done.
+type pursuedStep struct {
+	ID, Title, Status, Result, TraceID string
+	Position, Attempts                 int
+	UpdatedAt                          time.Time
+	Evidence                           []proof `db:"-"`
+}
+
+// proof is what shows a step to be done.
+type proof struct {
+	StepID, SkillName, TraceID, GivenBy, Reason string
+	ActivityID                                  *string
+	CreatedAt                                   time.Time
+}
+
+// objectiveSteps reads the steps and their evidence of this round.
+func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result, left(s.trace_id, 300) as trace_id,
+		       s.position, s.attempts, s.updated_at
+		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @most::int + 1`,
+		postgres.Strict{"id": v.About, "most": mostSteps})
+	if err != nil {
+		return nil, fmt.Errorf("list steps: %w", err)
+	}
+	steps, err := pgx.CollectRows(rows, pgx.RowToStructByName[pursuedStep])
+	if err != nil {
+		return nil, fmt.Errorf("list steps: %w", err)
+	}
+	rows, err = room.Pool.Query(ctx, `
+		select e.step_id::text, left(e.skill_name, 200) as skill_name, left(e.trace_id, 300) as trace_id, left(e.given_by, 100) as given_by,
+		       left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
+		  from agent_objective_steps s
+		  cross join lateral (select * from agent_objective_evidence x
+		    where x.step_id = s.id and x.created_at >= s.started_at order by x.created_at limit 10) e
+		 where s.objective_id = @id order by s.position, e.id limit @most`, postgres.Strict{"id": v.About, "most": mostEvidence})
+	if err != nil {
+		return nil, fmt.Errorf("list evidence: %w", err)
+	}
+	proofs, err := pgx.CollectRows(rows, pgx.RowToStructByName[proof])
+	if err != nil {
+		return nil, fmt.Errorf("list evidence: %w", err)
+	}
+	steps, more := onPage(steps, mostSteps)
+	for i := range steps {
+		for _, p := range proofs {
+			if p.StepID == steps[i].ID {
+				steps[i].Evidence = append(steps[i].Evidence, p)
+			}
+		}
+	}
+	return map[string]any{"Steps": steps, "More": more}, nil
+}
+
+// objectiveTraces reads which traces touched the objective and its steps, the latest first.
+func (room *Room) objectiveTraces(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select left(x.trace_id, 300) as trace_id, max(x.at) as at, array_agg(distinct x.did order by x.did) as did
+		  from (select o.last_trace_id, o.updated_at, 'worked on it last' from agent_objectives o where o.id = @id
+		        union all select o.proposed_trace, o.created_at, 'proposed it' from agent_objectives o where o.id = @id
+		        union all
+		        (select s.trace_id, s.updated_at, 'ended a step' from agent_objective_steps s where s.objective_id = @id
+		          order by s.updated_at desc limit @most)
+		        union all
+		        (select e.trace_id, e.created_at, 'gave evidence' from agent_objective_steps s
+		           join agent_objective_evidence e on e.step_id = s.id where s.objective_id = @id order by e.created_at desc limit @most)
+		       ) x (trace_id, at, did)
+		 where x.trace_id <> '' group by x.trace_id order by max(x.at) desc limit 50`,
+		postgres.Strict{"id": v.About, "most": mostEvidence})
+	if err != nil {
+		return nil, fmt.Errorf("list traces of an objective: %w", err)
+	}
+	type touched struct {
+		TraceID string
+		At      time.Time
+		Did     []string
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[touched])
+	if err != nil {
+		return nil, fmt.Errorf("list traces of an objective: %w", err)
+	}
+	return map[string]any{"Traces": list}, nil
+}
