@@ -118,6 +118,9 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	} else {
 		ended, err = s.Engine.RunNow(ctx, spec)
 	}
+	if errors.Is(err, executions.ErrPaused) {
+		return failure(err.Error()), nil
+	}
 	if err != nil {
 		return nil, s.fault(ctx, err)
 	}

@@ -16,6 +16,8 @@ func (c *cli) commands() []*cobra.Command {
 		c.migrateCommand(),
 		c.applyCommand(),
 		c.heartbeatCommand(),
+		c.pauseCommand(),
+		c.resumeCommand(),
 		c.operateCommand(),
 		c.chatCommand(),
 		c.threadsCommand(),

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -205,6 +206,9 @@ func plural(noun string, n int) string {
 func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 	c.say("running a heartbeat …")
 	x, err := a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
+	if held, paused := errors.AsType[*executions.PausedError](err); paused {
+		return c.skipHeartbeat(ctx, s, held.Pause)
+	}
 	if err != nil || ctx.Err() != nil {
 		return err
 	}

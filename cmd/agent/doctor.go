@@ -12,6 +12,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -105,6 +106,12 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 		err = fmt.Errorf("%d executions are stuck; does `agent serve` run?", stuck)
 	}
 	add("executions", err, "none is stuck")
+	pause, err := executions.CurrentPause(ctx, s.pool)
+	autonomy := "not paused"
+	if pause.Paused {
+		autonomy = pause.String() + "; `agent resume` ends it"
+	}
+	add("autonomy", err, autonomy)
 }
 
 func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {

@@ -18,6 +18,9 @@ func (c *cli) executionsStatusCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if err := c.tellPause(cmd.Context(), s); err != nil {
+				return err
+			}
 			return c.print(listing(got, ""), func(w io.Writer) error {
 				rows := make([][]string, len(got))
 				for i, r := range got {

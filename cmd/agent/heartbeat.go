@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 
@@ -19,7 +20,7 @@ func (c *cli) heartbeatCommand() *cobra.Command {
 		Use:   "heartbeat",
 		Short: "Run one heartbeat, now",
 		Long: `Run one heartbeat in this process, now, and print its story. When another heartbeat runs, or an admin is at
-work, it is recorded as skipped, and that is no error. When an admin comes while it runs, it waits, and goes on in
+work, or the agent is paused, it is recorded as skipped, and that is no error. When an admin comes while it runs, it waits, and goes on in
 a process that runs agent serve or agent dev.`,
 		Args: args(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -49,6 +50,9 @@ a process that runs agent serve or agent dev.`,
 				ended, err = a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
 				return err
 			})
+			if held, paused := errors.AsType[*executions.PausedError](err); paused {
+				return c.skipHeartbeat(ctx, s, held.Pause)
+			}
 			if err != nil {
 				return err
 			}
