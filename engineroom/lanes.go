@@ -3,22 +3,61 @@ package engineroom
 import (
 	"context"
 	"fmt"
+	"net/http"
+	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// mostLanes is how many lanes the page shows.
-const mostLanes = 200
+const (
+	// mostLanes is how many lanes, waiters or loans a part of the page shows.
+	mostLanes = 200
+	// mostClaims is how many executions that are run now a page of them has.
+	mostClaims = 50
+	// maxLane is the longest name of a lane, in bytes.
+	maxLane = 255 * utf8.UTFMax
+)
 
-// lanesPage shows who holds which lane, and takes one away.
+// lanesPage shows who holds which lane, who waits for it and who lent it, and takes one away.
 func (room *Room) lanesPage() page {
 	return page{
 		path: "/lanes", name: "lanes", nav: "Lanes", title: "Lanes",
-		parts: []part{{name: "held", every: time.Second, load: room.heldLanes}},
+		open: openLanes,
+		parts: []part{
+			{name: "held", every: time.Second, load: room.heldLanes},
+			{name: "waiters", every: time.Second, load: room.laneWaiters},
+			{name: "loans", every: time.Second, load: room.laneLoans},
+			{name: "claims", every: time.Second, load: room.claims},
+			{name: "stale", every: 5 * time.Second, load: room.stale},
+		},
 	}
+}
+
+// lanesWanted is what the address of the page asks for.
+type lanesWanted struct {
+	Lane   string // this one alone
+	After  string // the last lane of the page before
+	Before string // the last execution of the page before
+}
+
+func openLanes(_ context.Context, v *visit) (string, error) {
+	want := lanesWanted{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
+	for _, name := range []string{want.Lane, want.After} {
+		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {
+			return "", problem.New(http.StatusBadRequest, "%.60q is not the name of a lane: it has 1 to 255 printable characters", name).
+				Kind("bad-parameter", "Bad filter")
+		}
+	}
+	var err error
+	want.Before, err = v.uuidFilter("before")
+	v.About = want
+	return "Lanes", err
 }
 
 // heldLane is a lane that is held now.
@@ -29,26 +68,85 @@ type heldLane struct {
 	FencingToken   int64
 	LockedAt       time.Time
 	ExpiresAt      *time.Time // nil when parked
-	Waiters        int64
+	Waiters        int64      // at most mostLanes + 1
+	Lender         *string    // the execution that lent it to the holder
 }
 
-// heldLanes reads the lanes that are held, the newest grant first.
-func (room *Room) heldLanes(ctx context.Context, _ *visit) (any, error) {
+// Waiting is how many wait, or that there are more than are counted.
+func (l heldLane) Waiting() string {
+	if l.Waiters > mostLanes {
+		return thousands(mostLanes) + "+"
+	}
+	return thousands(l.Waiters)
+}
+
+// heldLanes reads the lanes that are held, by name: in that order an index has them, however many are held.
+func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(lanesWanted)
 	rows, err := room.Pool.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
-		       (select count(*) from agent_lock_waiters w where w.lane = l.lane) as waiters
+		       (select count(*) from (
+		          (select from agent_lock_waiters w where w.lane = l.lane and w.expires_at > now() limit @most + 1) union all
+		          (select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key = l.lane limit @most + 1)
+		          limit @most + 1) q) as waiters,
+		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
-		 where l.locked_by <> '' and l.expires_at > clock_timestamp()
-		 order by l.fencing_token desc limit @most + 1`, postgres.Strict{"most": mostLanes})
+		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lane = '' or l.lane = @lane)
+		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": mostLanes, "after": want.After, "lane": want.Lane})
 	if err != nil {
 		return nil, fmt.Errorf("list lanes: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[heldLane])
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[heldLane])
 	if err != nil {
 		return nil, fmt.Errorf("list lanes: %w", err)
 	}
-	more := len(list) > mostLanes
-	return map[string]any{"Lanes": list[:min(len(list), mostLanes)], "More": more}, nil
+	list, more := onPage(all, mostLanes)
+	next := ""
+	if more {
+		next = v.at("after", list[len(list)-1].Lane)
+	}
+	return map[string]any{"Lanes": list, "Want": want, "Next": next}, nil
+}
+
+// claim is an execution that is run now, or whose process is gone.
+type claim struct {
+	ExecutionID, Flow, Surface, TraceID, Worker, Kind string
+	Claim                                             int64
+	Since, ExpiresAt                                  time.Time
+}
+
+const claimColumns = `e.id::text as execution_id, e.flow, e.surface, e.trace_id, case when w.name = '' then w.id::text else left(w.name, 200) end as worker,
+	w.kind, e.claim, e.updated_at as since, w.expires_at`
+
+func collectClaims(rows pgx.Rows, err error) ([]claim, error) {
+	if err != nil {
+		return nil, fmt.Errorf("list claims: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claim])
+	if err != nil {
+		return nil, fmt.Errorf("list claims: %w", err)
+	}
+	return list, nil
+}
+
+// claims reads the executions that are run now, the newest first.
+func (room *Room) claims(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(lanesWanted)
+	all, err := collectClaims(room.Pool.Query(ctx, `
+		select `+claimColumns+`
+		  from agent_executions e join agent_workers w on w.id = e.claimed_by
+		 where e.status = 'running' and e.claimed_by is not null and w.expires_at > now()
+		   and (@before = '' or e.id < nullif(@before, '')::uuid)
+		 order by e.id desc limit @most + 1`, freshPlan, postgres.Strict{"before": want.Before, "most": mostClaims}))
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(all, mostClaims)
+	older := ""
+	if more {
+		older = v.at("before", list[len(list)-1].ExecutionID)
+	}
+	return map[string]any{"Claims": list, "Older": older, "Newest": newest(v, want.Before)}, nil
 }
