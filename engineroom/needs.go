@@ -42,14 +42,14 @@ func (n need) Path() string { return n.item }
 func kindsOfNeed() []need {
 	return []need{
 		{Kind: "approval", Title: "Approvals to decide", List: "/approvals?status=pending", item: "/approvals/"},
-		{Kind: "request", Title: "Requests that people have not answered", List: "/executions?status=waiting", item: "/executions/"},
+		{Kind: "request", Title: "Requests that people have not answered", List: "/executions?view=waiting", item: "/executions/"},
 		{Kind: "objective", Title: "Objectives the agent proposes", List: "/objectives?status=proposed", item: "/objectives/"},
-		{Kind: "automation", Title: "Automations the agent proposes", List: "/automations", item: "/automations/"},
+		{Kind: "automation", Title: "Automations the agent proposes", List: "/automations?state=disabled", item: "/automations/"},
 		{Kind: "skill", Title: "Skills out of service", List: "/skills", item: "/skills/"},
-		{Kind: "stuck", Title: "Executions that are stuck", List: "/executions?status=waiting", item: "/executions/"},
-		{Kind: "run", Title: "Automation runs given up", List: "/automations", item: "/automations/"},
+		{Kind: "stuck", Title: "Executions that are stuck", List: "/executions?view=stuck", item: "/executions/"},
+		{Kind: "run", Title: "Automation runs given up", List: "/automations#dead", item: "/automations/"},
 		{Kind: "delivery", Title: "Webhook deliveries given up", List: "/deliveries?status=dead", item: "/deliveries/"},
-		{Kind: "outgoing", Title: "Outgoing webhooks given up", List: "/deliveries", item: "/traces/"},
+		{Kind: "outgoing", Title: "Outgoing webhooks given up", List: "/deliveries/out?status=dead", item: "/deliveries/out/"},
 		{Kind: "message", Title: "Messages that could not be delivered", List: "/threads", item: "/threads/"},
 	}
 }

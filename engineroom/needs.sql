@@ -45,9 +45,9 @@ union all
           where d.status = 'dead' order by d.id desc limit @beyond) x
   order by x.id desc limit @most)
 union all
-(select 'outgoing', t.name || ': ' || left(x.event, 100), x.trace_id, left(x.last_error, 200), coalesce(x.finished_at, x.created_at), x.total
+(select 'outgoing', t.name || ': ' || left(x.event, 100), x.id::text, left(x.last_error, 200), coalesce(x.finished_at, x.created_at), x.total
    from (select y.*, count(*) over () as total
-           from (select b.id, b.target_id, b.event, b.trace_id, b.last_error, b.finished_at, b.created_at from agent_webhook_outbox b
+           from (select b.id, b.target_id, b.event, b.last_error, b.finished_at, b.created_at from agent_webhook_outbox b
                   where b.status = 'dead' limit @beyond) y
           order by y.id desc limit @most) x
    join agent_webhook_targets t on t.id = x.target_id)

@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"regexp"
 	"strings"
 	"testing"
 
@@ -111,8 +112,23 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	for _, kind := range kindsOfNeed() {
 		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Title)
 	}
-	if body := shows(t, server.URL+"/", texts...); strings.Contains(body, "Nothing needs you") {
+	body := shows(t, server.URL+"/", texts...)
+	if strings.Contains(body, "Nothing needs you") {
 		t.Error("the page says that nothing does")
+	}
+	_, part, _ := strings.Cut(body, `<section id="needs"`)
+	part, _, _ = strings.Cut(part, "</section>")
+	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
+	if len(links) != 20 {
+		t.Errorf("%d links, want one to the list and one to the thing of each of 10 kinds", len(links))
+	}
+	for _, link := range links {
+		if strings.HasPrefix(link[1], "/skills") {
+			continue // of a page that has its own tests
+		}
+		if status, _ := see(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&")); status != 200 {
+			t.Errorf("%s: status %d", link[1], status)
+		}
 	}
 }
 
