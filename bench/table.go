@@ -81,5 +81,19 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 	fmt.Fprintf(&t, "| process memory grows by | heap %.1f MB, resident %.1f MB; %d goroutines |\n", float64(r.heap)/1e6, float64(r.resident)/1e6, r.goroutines)
 	fmt.Fprintf(&t, "| wake all by events, %d callers | %s; ended %s; × floor %.2f |\n", atOnce, per(b.n, r.events), per(b.n, r.eventsEnd), r.events.Seconds()/r.floorAll.Seconds())
 	fmt.Fprintf(&t, "| wake all by timers | %s; ended %s |\n", per(b.n, r.timers), per(b.n, r.timersEnd))
+	t.WriteString("\n| processor time for each | |\n|---|---|\n")
+	for _, row := range []struct {
+		name    string
+		part, n int
+	}{
+		{"floor: event", 1, 2*b.events + b.n},
+		{"start, until it waits", 2, b.n + 2*b.events},
+		{"event, one caller, to its end", 3, b.events},
+		{"event, several callers, to its end", 4, b.events},
+		{"of all woken by events, to its end", 5, b.n},
+		{"of all woken by timers, from its start to its end", 6, b.n},
+	} {
+		fmt.Fprintf(&t, "| %s | %s |\n", row.name, r.cpu[row.part].per(row.n))
+	}
 	fmt.Fprint(out, t.String())
 }

@@ -51,6 +51,7 @@ type waitResult struct {
 	events, eventsEnd   time.Duration // until all had resumed, and until all had ended
 	timers, timersEnd   time.Duration
 	floorAll            time.Duration // as many rows through the floor, by several callers
+	cpu                 [7]cpuTime    // of each part of the measurement, in its order
 	goroutines, workers int
 }
 
@@ -134,11 +135,20 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 		{"wake all by events", func() (err error) { r.events, r.eventsEnd, err = b.wakeAll(ctx); return err }},
 		{"wake all by timers", func() (err error) { r.timers, r.timersEnd, err = b.ringAll(ctx); return err }},
 	}
-	for _, s := range steps {
+	for i, s := range steps {
 		began := time.Now()
+		before, err := cpu(ctx, b.pool)
+		if err != nil {
+			return r, err
+		}
 		if err := s.do(); err != nil {
 			return r, fmt.Errorf("%s: %w", s.name, err)
 		}
+		after, err := cpu(ctx, b.pool)
+		if err != nil {
+			return r, err
+		}
+		r.cpu[i] = after.minus(before)
 		fmt.Fprintf(b.errw, "%s: %s\n", s.name, time.Since(began).Round(time.Millisecond))
 	}
 	return r, nil

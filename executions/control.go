@@ -63,23 +63,22 @@ type Delivered struct {
 
 // Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first
 // that will. id, where given, makes it count once however often it comes. With a pool for db, in a process that runs
-// executions, that is one statement, and what it woke is attended to here at once; in a transaction, workers hear of it
+// executions, that is one statement, which also claims what it woke where this process has a worker free for it, so that it goes on at
+// once; events of other callers at the same time share the commit. In a transaction, workers hear of it
 // when that commits.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
-	args := postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)}
 	var got Delivered
-	var hints []hint
 	var err error
 	if db == postgres.Beginner(e.pool) && e.works() {
-		if got, hints, err = deliver(ctx, e.pool, args); err == nil {
-			e.attendTo(hints)
-		}
+		got, err = e.handOver(ctx, occurrence{event, key, data, null(id)})
 	} else {
 		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
-			if got, hints, err = deliver(ctx, tx, args); err != nil {
+			var hints []hint
+			got, hints, err = deliver(ctx, tx, postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)})
+			if err != nil {
 				return err
 			}
 			return e.sendHints(ctx, tx, hints)
@@ -115,17 +114,6 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 		return Delivered{}, nil, err
 	}
 	return got, hints, nil
-}
-
-// attendTo has the workers of this process look at what has become ready by its own commit.
-func (e *Engine) attendTo(hints []hint) {
-	count := map[string]int{}
-	for _, h := range hints {
-		count[h.Queue]++
-	}
-	for queue, n := range count {
-		e.ready(queue, n)
-	}
 }
 
 // listenLoop hears of cancels and freed lanes as they happen.

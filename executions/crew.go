@@ -2,6 +2,8 @@ package executions
 
 import (
 	"context"
+	"encoding/json"
+	"reflect"
 	"sync"
 	"time"
 
@@ -31,11 +33,13 @@ type crew struct {
 	tell  chan struct{} // others should look
 	pause time.Duration // until another try for executions that were locked; of work alone
 
-	mu   sync.Mutex
-	busy int
-	more bool // something may be ready that there was no worker for
-	open bool // claims are made
-	skip map[string]time.Time
+	mu     sync.Mutex
+	busy   int             // workers at work, and places set aside
+	ending int             // runs whose function has returned, and whose end is being written
+	more   bool            // something may be ready that there was no worker for
+	open   bool            // claims are made
+	living context.Context // what they are run under
+	skip   map[string]time.Time
 }
 
 func newCrew(e *Engine, queue string) *crew {
@@ -60,8 +64,8 @@ func signal(mark chan struct{}) {
 
 // work claims and runs what is ready until ctx ends. What it has claimed then is run under living.
 func (c *crew) work(ctx, living context.Context) {
-	c.setOpen(true)
-	defer c.setOpen(false)
+	c.setOpen(living)
+	defer c.setOpen(nil)
 	c.look() // what became ready while nobody was here
 	poll := c.e.opts.SweepEvery
 	if c.e.opts.PollOnly {
@@ -125,7 +129,34 @@ func (c *crew) has(n int) bool {
 func (c *crew) idle() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.busy == 0
+	return c.busy == 0 && c.ending == 0
+}
+
+// reserve sets places aside for executions that are about to be claimed otherwise than from the queue, up to n, and
+// says how many.
+func (c *crew) reserve(n int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.open {
+		return 0
+	}
+	n = min(n, max(c.size-c.busy, 0))
+	c.busy += n
+	return n
+}
+
+// vacate gives places back.
+func (c *crew) vacate(n int) {
+	if n == 0 {
+		return
+	}
+	c.mu.Lock()
+	c.busy -= n
+	more := c.more
+	c.mu.Unlock()
+	if more {
+		c.look()
+	}
 }
 
 func (c *crew) isOpen() bool {
@@ -134,10 +165,21 @@ func (c *crew) isOpen() bool {
 	return c.open
 }
 
-func (c *crew) setOpen(open bool) {
+// setOpen says that claims are made, and under which context they are run; with nil, that no more are.
+func (c *crew) setOpen(living context.Context) {
 	c.mu.Lock()
-	c.open = open
+	c.open = living != nil
+	if c.open {
+		c.living = living
+	}
 	c.mu.Unlock()
+}
+
+// life is the context that claims are run under, also those that were being made when the crew closed.
+func (c *crew) life() context.Context {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.living
 }
 
 // run puts a worker to a claimed execution.
@@ -145,19 +187,44 @@ func (c *crew) run(living context.Context, x claimed, worker string) {
 	c.mu.Lock()
 	c.busy++
 	c.mu.Unlock()
+	c.begin(living, x, worker)
+}
+
+// begin puts a worker, whose place is set aside, to a claimed execution. The worker is free when the function has
+// returned: what remains is to write the end, and as many ends as there are workers may be written beside their work.
+func (c *crew) begin(living context.Context, x claimed, worker string) {
 	go func() {
-		err := c.e.perform(living, x, worker)
+		free := sync.OnceValue(c.returned)
+		err := c.e.perform(living, x, worker, func() { free() })
 		if err != nil {
 			c.e.log.WarnContext(living, "execution not run to its end here", "execution", x.ID, "error", err)
 		}
-		c.mu.Lock()
-		c.busy--
-		more := c.more
-		c.mu.Unlock()
-		if more {
-			c.look()
-		}
+		c.settled(free())
 	}()
+}
+
+// returned says that a function has returned, and reports whether that made its worker free.
+func (c *crew) returned() bool {
+	c.mu.Lock()
+	if c.ending >= c.size {
+		c.mu.Unlock()
+		return false
+	}
+	c.ending++
+	c.mu.Unlock()
+	c.vacate(1)
+	return true
+}
+
+// settled says that a run is over, of which the worker was made free before, or is now.
+func (c *crew) settled(freed bool) {
+	if !freed {
+		c.vacate(1)
+		return
+	}
+	c.mu.Lock()
+	c.ending--
+	c.mu.Unlock()
 }
 
 // leave lets others have a flow that could not be found here, for a while.
@@ -203,7 +270,7 @@ func (c *crew) tellLoop(ctx context.Context) {
 // claimed is an execution of which this process has a claim, and what earlier claims have recorded.
 type claimed struct {
 	Execution
-	held        bool // lanes or calls of an earlier claim are still open
+	held        bool // lanes or calls of an earlier claim are open, or may have been interrupted
 	checkpoints map[string]Checkpoint
 	interrupted map[string]bool
 }
@@ -216,68 +283,61 @@ func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed,
 	if worker, err = c.e.current(ctx); err != nil {
 		return "", nil, false, err
 	}
-	b := &pgx.Batch{}
-	b.Queue(`
-		select `+columns+`, held
-		  from (select (c.execution).*, c.held from claim_agent_executions(@worker, @queue, @n, @skip) c) x order by priority, id`,
-		postgres.Strict{"worker": worker, "queue": c.queue, "n": n, "skip": c.skipped()}).Query(func(rows pgx.Rows) (err error) {
-		took, err = pgx.CollectRows(rows, scanClaimed)
-		return err
-	})
-	// What this transaction has claimed; its later statements see everything that was recorded before.
-	b.Queue(`
-		select k.execution_id::text, k.step, k.claim, k.fingerprint, k.failed, k.output, k.created_at
-		  from agent_checkpoints k
-		 where k.execution_id = any (coalesce(nullif(current_setting('lanekeeper.claimed', true), ''), '{}')::uuid[])`).Query(func(rows pgx.Rows) error { return fileCheckpoints(took, rows) })
-	b.Queue(`
-		select a.execution_id::text, a.step from agent_activity a
-		 where a.execution_id = any (coalesce(nullif(current_setting('lanekeeper.claimed', true), ''), '{}')::uuid[])
-		   and a.status = 'unknown' and a.error_class = 'interrupted' and a.step <> ''`).Query(func(rows pgx.Rows) error { return fileInterrupted(took, rows) })
-	b.Queue(`select coalesce(current_setting('lanekeeper.missed', true), '') = 'yes'`).QueryRow(func(row pgx.Row) error { return row.Scan(&missed) })
-	if err := c.e.pool.SendBatch(ctx, b).Close(); err != nil {
+	rows, err := c.e.pool.Query(ctx, `
+		select `+columns+`, `+recordedColumns+`, missed
+		  from (select (t.execution).*, t.held, t.steps, t.claims, t.prints, t.failed, t.outputs, t.times, t.missed
+		          from take_agent_executions(@worker, @queue, @n, @skip) t) x order by priority, id`,
+		postgres.Strict{"worker": worker, "queue": c.queue, "n": n, "skip": c.skipped()})
+	if err != nil {
 		return "", nil, false, err
 	}
-	return worker, took, missed, nil
-}
-
-// scanClaimed reads one claimed execution.
-func scanClaimed(row pgx.CollectableRow) (claimed, error) {
-	type wide struct {
-		Execution
-		Held bool
+	defer rows.Close()
+	for rows.Next() {
+		x, ok, err := scanClaimed(rows, []any{&missed})
+		if err != nil {
+			return "", nil, false, err
+		}
+		if ok {
+			took = append(took, x)
+		}
 	}
-	got, err := pgx.RowToStructByPos[wide](row)
-	return claimed{got.Execution, got.Held, map[string]Checkpoint{}, map[string]bool{}}, err
+	return worker, took, missed, rows.Err()
 }
 
-// fileCheckpoints gives each execution its own.
-func fileCheckpoints(took []claimed, rows pgx.Rows) error {
-	byID := index(took)
-	var id string
-	var k Checkpoint
-	_, err := pgx.ForEachRow(rows, []any{&id, &k.Step, &k.Claim, &k.Fingerprint, &k.Failed, &k.Output, &k.CreatedAt}, func() error {
-		byID[id].checkpoints[k.Step] = k
-		k.Output = nil // or the next row is read into the same memory
-		return nil
-	})
-	return err
-}
+// recordedColumns lists what a claim answers beside the row: whether it is held, and its checkpoints, side by side.
+const recordedColumns = `held, steps, claims, prints, failed, outputs, times`
 
-// fileInterrupted gives each execution the steps whose call an earlier claim left in flight.
-func fileInterrupted(took []claimed, rows pgx.Rows) error {
-	byID := index(took)
-	var id, step string
-	_, err := pgx.ForEachRow(rows, []any{&id, &step}, func() error {
-		byID[id].interrupted[step] = true
-		return nil
-	})
-	return err
-}
-
-func index(took []claimed) map[string]claimed {
-	byID := make(map[string]claimed, len(took))
-	for _, x := range took {
-		byID[x.ID] = x
+// scanClaimed reads one claimed execution with its record, and further columns; false when the row has no execution.
+func scanClaimed(rows pgx.Rows, further []any) (claimed, bool, error) {
+	var x claimed
+	if rows.RawValues()[0] == nil {
+		return x, false, rows.Scan(append(make([]any, executionColumns+7), further...)...)
 	}
-	return byID
+	var steps, prints []string
+	var claims []int64
+	var failed []bool
+	var outputs []json.RawMessage
+	var times []time.Time
+	into := append(x.targets(), &x.held, &steps, &claims, &prints, &failed, &outputs, &times)
+	if err := rows.Scan(append(into, further...)...); err != nil {
+		return x, false, err
+	}
+	x.checkpoints, x.interrupted = make(map[string]Checkpoint, len(steps)), map[string]bool{}
+	for i, step := range steps {
+		x.checkpoints[step] = Checkpoint{step, claims[i], prints[i], failed[i], outputs[i], times[i]}
+	}
+	return x, true, nil
+}
+
+// executionColumns is how many columns an Execution has.
+var executionColumns = reflect.TypeFor[Execution]().NumField()
+
+// targets are the fields of an Execution, in the order of columns.
+func (x *Execution) targets() []any {
+	v := reflect.ValueOf(x).Elem()
+	into := make([]any, v.NumField(), v.NumField()+16)
+	for i := range into {
+		into[i] = v.Field(i).Addr().Interface()
+	}
+	return into
 }

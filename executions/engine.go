@@ -68,6 +68,8 @@ type Engine struct {
 	alarm       chan struct{} // a timer is due sooner than was known
 	crews       map[string]*crew
 	due         dueTime
+	ends        *batcher[lastWrite, int]
+	events      *batcher[occurrence, Delivered]
 	paused      pauseWatch
 }
 
@@ -88,6 +90,9 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
+	e.ends = &batcher[lastWrite, int]{send: e.finishSeveral}
+	// An event without an id that was sent twice would count twice: it is sent again only where the database has said no.
+	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: func(err error) bool { return postgres.Code(err) != "" }}
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err

@@ -101,11 +101,12 @@ func (e *Engine) attend(ctx context.Context, id string) error {
 
 // execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read.
 func (e *Engine) execute(ctx context.Context, x Execution, worker string) error {
-	return e.perform(ctx, claimed{Execution: x}, worker)
+	return e.perform(ctx, claimed{Execution: x}, worker, func() {})
 }
 
-// perform runs a claimed execution until it ends, parks, is lost or is handed back.
-func (e *Engine) perform(ctx context.Context, took claimed, worker string) error {
+// perform runs a claimed execution until it ends, parks, is lost or is handed back. It calls returned when the function
+// has returned, before that end is written.
+func (e *Engine) perform(ctx context.Context, took claimed, worker string, returned func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	claimed := took.Execution
@@ -140,6 +141,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string) error
 	defer e.leave(r)
 	r.announce(ctx)
 	result, err := r.call(ctx, flow)
+	returned()
 	// From here on the database decides about the execution's lanes: renewing them would find them gone.
 	e.keeper.Drop(lanes.ClaimOwner(r.exec.ID, r.exec.Claim))
 	err = r.settle(ctx, result, err)
@@ -319,20 +321,29 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 
 // writeEnd writes the terminal row, and returns how many lanes that freed.
 func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (freed int, err error) {
-	var message, step any
+	var message, step *string
 	if failure != nil {
-		message, step = plain(failure.Error()), null(r.failed(failure))
+		message, step = new(plain(failure.Error())), null(r.failed(failure))
 	}
-	err = r.with(ctx, r.unwritten(), func(text json.RawMessage) error {
-		return r.e.write(ctx, func(b *pgx.Batch) {
-			b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
-				"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
-				"result": value, "error": message, "step": step,
-			}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
-			r.queueVariables(b, text)
+	text := r.unwritten()
+	alone := func() (freed int, err error) {
+		err = r.with(ctx, text, func(text json.RawMessage) error {
+			return r.e.write(ctx, func(b *pgx.Batch) {
+				b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+					"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
+					"result": value, "error": message, "step": step,
+				}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
+				r.queueVariables(b, text)
+			})
 		})
-	})
-	return freed, err
+		return freed, err
+	}
+	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
+		return alone()
+	}
+	return r.e.ends.do(ctx, lastWrite{
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, failure: message, step: step, variables: text,
+	}, alone)
 }
 
 // finishStale tells an end that was refused, or came too late, from one whose answer was lost.

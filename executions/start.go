@@ -141,9 +141,9 @@ func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
 }
 
 // null turns an empty string into SQL's null.
-func null(s string) any {
+func null(s string) *string {
 	if s == "" {
 		return nil
 	}
-	return s
+	return &s
 }

@@ -142,6 +142,7 @@ func (e *Engine) lookAhead(ctx context.Context) error {
 		return fmt.Errorf("look ahead: %w", err)
 	}
 	e.due.set(after(schedule), after(timer))
+	signal(e.alarm) // the sweep may be asleep until a later time
 	return nil
 }
 

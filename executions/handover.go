@@ -1,0 +1,143 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// occurrence is an event to deliver.
+type occurrence struct {
+	event, key string
+	data       json.RawMessage
+	id         *string
+}
+
+// handOver delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
+// as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
+// and the code that waits for it. The rest goes to the queue.
+func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
+	return e.events.do(ctx, o, func() (Delivered, error) {
+		got, err := e.handSeveral(ctx, []occurrence{o})
+		if err != nil {
+			return Delivered{}, err
+		}
+		return got[0].value, nil
+	})
+}
+
+// places are workers set aside for what events wake, of each queue.
+type places struct {
+	e                       *Engine
+	background, interactive int
+}
+
+func (e *Engine) setAside(n int) places {
+	return places{e, e.crews[Background].reserve(n), e.crews[Interactive].reserve(n)}
+}
+
+// take uses a place of a queue for a claimed execution.
+func (p *places) take(x claimed, worker string) {
+	if x.Queue == Interactive {
+		p.interactive--
+	} else {
+		p.background--
+	}
+	c := p.e.crews[x.Queue]
+	c.begin(c.life(), x, worker)
+}
+
+// giveBack returns what was not used.
+func (p *places) giveBack() {
+	p.e.crews[Background].vacate(p.background)
+	p.e.crews[Interactive].vacate(p.interactive)
+}
+
+// handSeveral delivers events in one transaction. Of several, those that would have to wait for somebody are not
+// delivered, and the answer says so.
+func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer[Delivered], error) {
+	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
+	defer cancel()
+	worker, err := e.current(ctx)
+	if err != nil {
+		return nil, err
+	}
+	at := e.setAside(len(events))
+	defer func() { at.giveBack() }()
+	rows, err := e.queryEvents(ctx, events, worker, at)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	answers := make([]answer[Delivered], len(events))
+	for i := range answers {
+		answers[i].alone = true
+	}
+	var took []claimed
+	left := map[string]int{} // of each queue, what is to be claimed from it
+	for rows.Next() {
+		var n int
+		var eventID, executionID, queue *string
+		x, ok, err := scanClaimed(rows, []any{&n, &eventID, &executionID, &queue})
+		if err != nil {
+			return nil, err
+		}
+		if eventID != nil {
+			answers[n-1].alone = false
+			answers[n-1].value.EventID = *eventID
+		}
+		if executionID != nil {
+			answers[n-1].value.Resumed = append(answers[n-1].value.Resumed, *executionID)
+		}
+		switch {
+		case ok:
+			took = append(took, x)
+		case queue != nil:
+			left[*queue]++
+		}
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	for _, x := range took {
+		at.take(x, worker)
+	}
+	for queue, n := range left {
+		e.ready(queue, n)
+	}
+	return answers, nil
+}
+
+// queryEvents is the statement, for one event or for several.
+func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at places) (pgx.Rows, error) {
+	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
+	if len(events) == 1 {
+		o := events[0]
+		return e.pool.Query(ctx, `
+			select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
+			  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
+			               d.queue as woken_queue
+			          from hand_agent_event(@event, @key, @data, @id, @worker, @background, @interactive, @skip) d) x`,
+			postgres.Strict{
+				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "worker": worker, "background": at.background,
+				"interactive": at.interactive, "skip": skip,
+			})
+	}
+	n := len(events)
+	names, keys, data, ids := make([]string, n), make([]string, n), make([]*string, n), make([]*string, n)
+	for i, o := range events {
+		names[i], keys[i], data[i], ids[i] = o.event, o.key, jsonText(o.data), o.id
+	}
+	return e.pool.Query(ctx, `
+		select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
+		  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
+		               d.queue as woken_queue
+		          from hand_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
+		postgres.Strict{
+			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
+			"interactive": at.interactive, "skip": skip,
+		})
+}
