@@ -63,12 +63,11 @@ func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
 		   from agent_locks l
-		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp()
-		  order by l.lane limit @most)
+		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp() limit @most)
 		union all
 		(select l.lane, l.fencing_token, o.lent_at, case when not l.parked then l.expires_at end, null, o.borrower::text
 		   from agent_lock_loans o join agent_locks l on l.lane = o.lane
-		  where o.lender = @id order by o.lane limit @most)) k`, freshPlan,
+		  where o.lender = @id limit @most)) k order by k.lane`, freshPlan,
 		postgres.Strict{"id": v.About.(executionVisit).ID, "most": lanesShown})
 	if err != nil {
 		return nil, fmt.Errorf("read the lanes of the execution: %w", err)
@@ -87,13 +86,15 @@ type sentMessage struct {
 	CreatedAt                  time.Time
 }
 
-// executionMessages reads what it said, newest first.
+// executionMessages reads what it said, newest first, in the order of the index on the execution; see descendants.
 func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
-		  from (select x.id from agent_messages x where x.execution_id = @id order by x.id desc limit @most + 1) p
+		  from (select y.id from (select x.id, x.execution_id from agent_messages x
+		          where x.execution_id <= @id order by x.execution_id desc limit @near) y
+		         where y.execution_id = @id order by y.id desc limit @most + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id desc`, freshPlan, postgres.Strict{"id": v.About.(executionVisit).ID, "most": messagesShown})
+		 order by m.id desc`, freshPlan, postgres.Strict{"id": v.About.(executionVisit).ID, "most": messagesShown, "near": 20 * messagesShown})
 	if err != nil {
 		return nil, fmt.Errorf("read the messages of the execution: %w", err)
 	}

@@ -51,8 +51,9 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 	quiet(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, failed, output, created_at)
 		select @id::uuid, 'step ' || n, 1 + n / 50, n = 60, case when n = 61 then '{"event": "EVENT_COMPLETED", "timed_out": false}'::jsonb
-		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end, now() + n / 2 * interval '1 second'
+		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end, now() - (100 - n / 2) * interval '1 second'
 		  from generate_series(1, 90) n`, postgres.Strict{"id": id})
+	quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour', started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
 		if pages > 5 {
@@ -60,7 +61,7 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		}
 		body := shows(t, server.URL+path, `<svg class="strip"`, `role="img"`)
 		if pages == 0 {
-			shows(t, server.URL+path, "Waits, for the 0th time", "Wait ended by EVENT_COMPLETED", "Wait timed out", `class="moment-failed"`)
+			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out", `class="moment-failed"`)
 		}
 		_, list, _ := strings.Cut(body, `<ol class="moments">`)
 		list, _, _ = strings.Cut(list, "</ol>")

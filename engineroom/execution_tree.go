@@ -85,19 +85,22 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 	return list, nil
 }
 
-// descendants are what it has started, level by level: the oldest treeWide of each, treeMost and one more in all.
+// descendants are what it has started, level by level: about the oldest treeWide of each, treeMost and one more in all. They
+// are read in the order of the index on the parent, some way on: with a condition on the parent and the order of the ids the
+// planner may walk through the whole table by id.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Pool.Query(ctx, `
 		with recursive tree (id, level) as (
 		  select @id::uuid, 0
 		  union all
 		  select c.id, t.level + 1 from tree t cross join lateral (
-		    select x.id from agent_executions x where x.parent_id = t.id order by x.id limit @wide) c
+		    select y.id from (select x.id, x.parent_id from agent_executions x where x.parent_id >= t.id order by x.parent_id limit @near) y
+		     where y.parent_id = t.id order by y.id limit @wide) c
 		   where t.level < @deep)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, t.level
 		  from (select id, level from tree limit @most + 2) t join agent_executions x on x.id = t.id
 		 where t.level > 0 order by t.level, x.id`, freshPlan,
-		postgres.Strict{"id": id, "wide": treeWide, "deep": treeDeep, "most": treeMost})
+		postgres.Strict{"id": id, "wide": treeWide, "near": 4 * treeWide, "deep": treeDeep, "most": treeMost})
 	if err != nil {
 		return nil, fmt.Errorf("read the children of the execution: %w", err)
 	}
@@ -136,8 +139,10 @@ func treeOf(above, below []relative, id string) *relative {
 // forks are the executions that began with what this one had recorded, newest first.
 func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
 	rows, err := room.Pool.Query(ctx, `
-		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from agent_executions x
-		 where x.forked_from = @id order by x.id desc limit @most`, freshPlan, postgres.Strict{"id": id, "most": forksMax})
+		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from (
+		  select y.id, y.status, y.forked_step, y.created_at, y.forked_from from agent_executions y
+		   where y.forked_from <= @id order by y.forked_from desc limit @near) x
+		 where x.forked_from = @id order by x.id desc limit @most`, freshPlan, postgres.Strict{"id": id, "most": forksMax, "near": 4 * forksMax})
 	if err != nil {
 		return nil, fmt.Errorf("read the forks of the execution: %w", err)
 	}

@@ -132,8 +132,10 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	rows, err = room.Pool.Query(ctx, `
 		select e.id::text, left(e.flow, 100) as flow, e.status, right(coalesce(d.content, ''), 2000) as draft,
 		       octet_length(coalesce(d.content, '')) as draft_bytes, e.created_at
-		  from agent_executions e left join agent_message_drafts d on d.execution_id = e.id
-		 where e.thread_id = @id and e.completed_at is null order by e.id desc limit 20`, freshPlan, postgres.Strict{"id": id})
+		  from (select x.id, x.flow, x.status, x.created_at, x.thread_id from agent_executions x
+		         where x.thread_id <= @id and x.completed_at is null order by x.thread_id desc limit @near) e
+		  left join agent_message_drafts d on d.execution_id = e.id
+		 where e.thread_id = @id order by e.id desc limit 20`, freshPlan, postgres.Strict{"id": id, "near": 200})
 	if err != nil {
 		return nil, fmt.Errorf("read the turns of the thread: %w", err)
 	}
@@ -220,7 +222,7 @@ func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	rows, err = room.Pool.Query(ctx, `
 		select `+bubbleColumns+` from (
 		  select x.id from agent_messages x
-		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed') order by x.id desc limit 10) p
+		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed') order by x.created_at desc limit 10) p
 		  join agent_messages m on m.id = p.id
 		 order by m.id desc`, freshPlan, postgres.Strict{"id": id})
 	unsent, err := collectBubbles(rows, err)
