@@ -12,28 +12,28 @@ import (
 
 // tracedRow is an activity of a trace, its long values cut.
 type tracedRow struct {
-	ID                                        string
-	ExecutionID, ParentID                     *string
-	Claim                                     *int64
-	Step, Kind, Agent, Surface, Skill         string
-	SkillID                                   *string
-	Purpose, Status                           string
-	Input, Output, Message                    string
-	InputBytes, OutputBytes, MessageBytes     int64
-	Class, Model                              string
-	Prompt, Completion, Tokens                int64
-	Estimated                                 bool
-	CostUSD                                   float64
-	DurationMS                                *int64
-	Key                                       string
-	ThreadID                                  *string
-	Lane                                      string
-	CreatedAt                                 time.Time
-	FinishedAt                                *time.Time
-	Try                                       int    `db:"-"` // which attempt at its step it is, from 1
-	ApprovalID, ApprovalStatus                string `db:"-"`
-	TraceID                                   string `db:"-"`
-	InputCut, OutputCut, MessageCut           bool   `db:"-"`
+	ID                                    string
+	ExecutionID, ParentID                 *string
+	Claim                                 *int64
+	Step, Kind, Agent, Surface, Skill     string
+	SkillID                               *string
+	Purpose, Status                       string
+	Input, Output, Message                string
+	InputBytes, OutputBytes, MessageBytes int64
+	Class, Model                          string
+	Prompt, Completion, Tokens            int64
+	Estimated                             bool
+	CostUSD                               float64
+	DurationMS                            *int64
+	Key                                   string
+	ThreadID                              *string
+	Lane                                  string
+	CreatedAt                             time.Time
+	FinishedAt                            *time.Time
+	Try                                   int    `db:"-"` // which attempt at its step it is, from 1
+	ApprovalID, ApprovalStatus            string `db:"-"`
+	TraceID                               string `db:"-"`
+	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
 
 // show prepares the texts: JSON that was read whole is set out in lines.

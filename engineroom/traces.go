@@ -172,7 +172,9 @@ func (tracesWanted) States() []string { return executionStatuses() }
 func (tracesWanted) Ages() []traceAge { return traceAges }
 
 // Narrowed reports whether a filter is set.
-func (w tracesWanted) Narrowed() bool { return w.Surface != "" || w.Status != "" || w.Since != "" || w.Before != "" }
+func (w tracesWanted) Narrowed() bool {
+	return w.Surface != "" || w.Status != "" || w.Since != "" || w.Before != ""
+}
 
 // traceSpan is a duration for SQL: null for none.
 func traceSpan(d time.Duration) any {

@@ -149,10 +149,10 @@ func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailu
 
 // tracedAround is what the other tables know of a trace.
 type tracedAround struct {
-	Lanes          []string // in which its rows were written
-	Held           []string // that it holds now
-	Newer, Older   *string  // the traces that began after and before it
-	Pending        int64    // approvals that it waits for
+	Lanes        []string // in which its rows were written
+	Held         []string // that it holds now
+	Newer, Older *string  // the traces that began after and before it
+	Pending      int64    // approvals that it waits for
 }
 
 // aroundOf looks beyond the rows of a trace. root is its first execution; empty when it has none.
@@ -299,7 +299,11 @@ func (s *tracedSummary) RowLink(row string) string {
 const mostErrors = 8
 
 // FirstFailures are those that are seen at once.
-func (s *tracedSummary) FirstFailures() []tracedFailure { return s.Failures[:min(len(s.Failures), mostErrors)] }
+func (s *tracedSummary) FirstFailures() []tracedFailure {
+	return s.Failures[:min(len(s.Failures), mostErrors)]
+}
 
 // OtherFailures are folded.
-func (s *tracedSummary) OtherFailures() []tracedFailure { return s.Failures[min(len(s.Failures), mostErrors):] }
+func (s *tracedSummary) OtherFailures() []tracedFailure {
+	return s.Failures[min(len(s.Failures), mostErrors):]
+}

@@ -23,6 +23,7 @@ type tracedGap struct {
 	X, Width, Middle string
 	MS               int64
 	After            int64 // milliseconds from the beginning
+	Rest             bool  // it is not idle: not all that happened in it is shown
 	Roomy            bool  // its length fits beside its mark
 }
 
@@ -40,6 +41,7 @@ type stretch struct {
 	from, to time.Time
 	at, wide float64 // in drawn seconds
 	short    bool    // drawn shorter than it was
+	rest     bool    // not all that happened in it is shown
 }
 
 const (
@@ -68,7 +70,12 @@ func newTraceScale(nodes []*tracedNode) *traceScale {
 	slices.SortFunc(moments, time.Time.Compare)
 	moments = slices.CompactFunc(moments, time.Time.Equal)
 	t.start = moments[0]
-	t.stretch(moments, busyOf(nodes, moments[len(moments)-1]))
+	var rest *tracedNode
+	if i := slices.IndexFunc(nodes, func(n *tracedNode) bool { return n.Sort == "more" }); i >= 0 {
+		rest = nodes[i]
+		moments = slices.DeleteFunc(moments, func(at time.Time) bool { return at.After(rest.From) && at.Before(*rest.To) })
+	}
+	t.stretch(moments, busyOf(nodes, moments[len(moments)-1]), rest)
 	return t
 }
 
@@ -79,7 +86,7 @@ type period struct{ from, to time.Time }
 func busyOf(nodes []*tracedNode, last time.Time) []period {
 	var all []period
 	for _, n := range nodes {
-		if n.Row != nil && n.Row.acts() || n.Sort == "more" {
+		if n.Row != nil && n.Row.acts() {
 			to := last
 			if n.To != nil {
 				to = *n.To
@@ -101,11 +108,14 @@ func busyOf(nodes []*tracedNode, last time.Time) []period {
 	return busy
 }
 
-// stretch lays out the time between moments. All gaps together take at most two fifths of the drawing.
-func (t *traceScale) stretch(moments []time.Time, busy []period) {
+// stretch lays out the time between moments. All gaps together take at most two fifths of the drawing, and the rest, of
+// which little is known, as much again as is shown whole.
+func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNode) {
 	worked := time.Duration(0)
 	for _, p := range busy {
-		worked += p.to.Sub(p.from)
+		if rest == nil || !p.from.After(rest.From) || !p.to.Before(*rest.To) {
+			worked += p.to.Sub(p.from)
+		}
 	}
 	limit := max(leastIdle, worked/8)
 	next := 0
@@ -115,15 +125,17 @@ func (t *traceScale) stretch(moments []time.Time, busy []period) {
 			next++
 		}
 		idle := next == len(busy) || !busy[next].from.Before(s.to)
-		s.short = idle && s.to.Sub(s.from) > 3*limit
+		s.rest = rest != nil && s.from.Equal(rest.From)
+		s.short = idle && !s.rest && s.to.Sub(s.from) > 3*limit
 		t.stretches = append(t.stretches, s)
 	}
 	t.keepLongest()
 	linear, gaps := 0.0, 0
 	for _, s := range t.stretches {
-		if s.short {
+		switch {
+		case s.short:
 			gaps++
-		} else {
+		case !s.rest:
 			linear += s.to.Sub(s.from).Seconds()
 		}
 	}
@@ -134,8 +146,11 @@ func (t *traceScale) stretch(moments []time.Time, busy []period) {
 	for i := range t.stretches {
 		s := &t.stretches[i]
 		s.at, s.wide = t.whole, s.to.Sub(s.from).Seconds()
-		if s.short {
+		switch {
+		case s.short:
 			s.wide = wide
+		case s.rest:
+			s.wide = min(s.wide, max(linear, limit.Seconds()))
 		}
 		t.whole += s.wide
 	}
@@ -214,7 +229,7 @@ func (t *traceScale) gaps() []tracedGap {
 	var all []tracedGap
 	last := -100.0
 	for _, s := range t.stretches {
-		if !s.short {
+		if !s.short && !s.rest {
 			continue
 		}
 		x, end := t.place(s.from), t.place(s.to)
@@ -224,7 +239,7 @@ func (t *traceScale) gaps() []tracedGap {
 		}
 		all = append(all, tracedGap{
 			X: percent(x), Width: percent(end - x), Middle: percent((x + end) / 2), MS: s.to.Sub(s.from).Milliseconds(),
-			After: s.from.Sub(t.start).Milliseconds(), Roomy: roomy,
+			After: s.from.Sub(t.start).Milliseconds(), Roomy: roomy, Rest: s.rest,
 		})
 	}
 	return all
@@ -239,7 +254,7 @@ func (t *traceScale) ticks() []tracedTick {
 	all := []tracedTick{{percent(0), "0"}}
 	last := 0.0
 	for _, s := range t.stretches {
-		if s.short {
+		if s.short || s.rest {
 			continue
 		}
 		from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()

@@ -207,3 +207,8 @@ func (n *tracedNode) LeftWord() string {
 	}
 	return thousands(n.Left)
 }
+
+// Idle reports whether time is drawn shorter because nothing was done in it.
+func (view *tracedView) Idle() bool {
+	return slices.ContainsFunc(view.Gaps, func(g tracedGap) bool { return !g.Rest })
+}

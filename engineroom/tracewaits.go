@@ -112,7 +112,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		 cross join lateral (
 		       select max(case when b.finished_at <= w.ended then b.finished_at else b.created_at end) as before
 		         from (select y.created_at, y.finished_at from agent_activity y
-		                where y.execution_id = w.execution_id and y.id < agent_uuid7_floor(w.ended)
+		                where y.execution_id = w.execution_id and y.id < agent_uuid7_floor(w.ended) and y.created_at <= w.ended
 		                order by y.id desc limit 5) b) a
 		 order by w.ended`,
 		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})
