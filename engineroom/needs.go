@@ -49,7 +49,7 @@ func kindsOfNeed() []need {
 		{Kind: "stuck", Title: "Executions that are stuck", List: "/executions?view=stuck", item: "/executions/"},
 		{Kind: "run", Title: "Automation runs given up", List: "/automations#dead", item: "/automations/"},
 		{Kind: "delivery", Title: "Webhook deliveries given up", List: "/deliveries?status=dead", item: "/deliveries/"},
-		{Kind: "outgoing", Title: "Outgoing webhooks given up", List: "/deliveries/out?status=dead", item: "/deliveries/out/"},
+		{Kind: "outgoing", Title: "Outgoing webhooks given up", List: "/outgoing?status=dead", item: "/outgoing/"},
 		{Kind: "message", Title: "Messages that could not be delivered", List: "/threads", item: "/threads/"},
 	}
 }

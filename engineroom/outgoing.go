@@ -17,7 +17,7 @@ const mostMessages = 50
 // outgoingPage lists messages to targets that were not sent.
 func (room *Room) outgoingPage() page {
 	return page{
-		path: "/deliveries/out", name: "outgoing", title: "Outgoing deliveries",
+		path: "/outgoing", name: "outgoing", title: "Outgoing deliveries",
 		open: func(_ context.Context, v *visit) (string, error) {
 			status, err := v.oneOf("status", "dead", "pending")
 			if err != nil {
@@ -111,7 +111,7 @@ func collectMessages(rows pgx.Rows, err error) ([]messageRow, error) {
 // messagePage shows one message to a target.
 func (room *Room) messagePage() page {
 	return page{
-		path: "/deliveries/out/{id}", name: "message", title: "Outgoing delivery",
+		path: "/outgoing/{id}", name: "message", title: "Outgoing delivery",
 		open: func(ctx context.Context, v *visit) (string, error) {
 			id := strings.ToLower(v.path("id"))
 			if !uuidShape.MatchString(id) {
