@@ -63,6 +63,18 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// unlessLoggedIn leads on who needs no login page.
+func (s *server) unlessLoggedIn(page http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Add("Vary", "Cookie")
+		if _, valid := s.gate.sessions.of(r); valid {
+			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
+			return
+		}
+		page.ServeHTTP(w, r)
+	})
+}
+
 // logOut takes the cookie away. The login itself ends in time, or with the token.
 func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
 	http.SetCookie(w, s.gate.sessions.end(r))

@@ -30,7 +30,7 @@ func (s *server) handler(table []route) (http.Handler, error) {
 		paths[rt.path] = append(paths[rt.path], rt)
 	}
 	for path, rows := range paths {
-		if err := register(mux, path, s.wrongMethod(rows)); err != nil {
+		if err := s.refuseMethods(mux, path, rows); err != nil {
 			return nil, err
 		}
 	}
@@ -55,6 +55,25 @@ func register(mux *http.ServeMux, pattern string, h http.Handler) (err error) {
 // refusing answers every request with an error, as rt does.
 func (s *server) refusing(rt route, why func(r *http.Request) error) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.refuse(w, r, rt, why(r), "") })
+}
+
+// refuseMethods answers for the methods that a path does not have. A path that is a case of another one's, as /a/new is
+// of /a/{id}, cannot be taken for all methods: http.ServeMux sees no order between it and GET /a/{id}. Then those
+// methods are refused that there are.
+func (s *server) refuseMethods(mux *http.ServeMux, path string, rows []route) error {
+	refusal := s.wrongMethod(rows)
+	if register(mux, path, refusal) == nil {
+		return nil
+	}
+	for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
+		if slices.ContainsFunc(rows, func(rt route) bool { return rt.method == method }) {
+			continue
+		}
+		if err := register(mux, method+" "+path, refusal); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // wrongMethod answers for a path that exists, to whom may call the most guarded of its rows.

@@ -60,6 +60,9 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 		if err != nil {
 			return nil, err
 		}
+		if rt.page && rt.path == "/login" {
+			rt.handler = s.unlessLoggedIn(rt.handler)
+		}
 		table = append(table, rt)
 	}
 	return table, nil

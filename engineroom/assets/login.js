@@ -9,7 +9,7 @@ if (token !== null) {
 }
 // Who followed a link from another site comes without the cookie, although it is there: this page may use it.
 if (token === null && !document.getElementById("wrong")) {
-  fetch("/live/", { method: "HEAD", cache: "no-store" }).then((answer) => {
-    if (answer.status === 200) location.replace(document.querySelector("[name=next]").value);
+  fetch("/login", { method: "HEAD", cache: "no-store", redirect: "manual" }).then((answer) => {
+    if (answer.type === "opaqueredirect") location.replace(document.querySelector("[name=next]").value);
   }).catch(() => { /* nobody answers: the form is there */ });
 }
