@@ -40,7 +40,7 @@ var begins = regexp.MustCompile(`insert into agent_executions|claim_agent_execut
 
 // beside is what a process does beside its runs.
 var beside = regexp.MustCompile(`(?i)renew_agent|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
-	`trigger = 'signal'|^with ready as|claim_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
+	`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
 
 // boundary numbers the requests that a run makes, from 1; 0 for those that do not belong to it.
 func (c *counter) boundary(r request) int {
