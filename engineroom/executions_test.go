@@ -18,7 +18,7 @@ func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer tx.Rollback(t.Context()) //nolint:errcheck // it is committed, or the test has failed
+	defer tx.Rollback(t.Context())
 	if _, err := tx.Exec(t.Context(), `set local session_replication_role = replica`); err != nil {
 		t.Fatal(err)
 	}
