@@ -31,6 +31,8 @@ import (
 	"net/http"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
 )
 
 // Options are what the Engine Room stands on.
@@ -43,6 +45,8 @@ type Options struct {
 	Logger *slog.Logger
 	// Agent is the agent's name, shown in every title.
 	Agent string
+	// Limits are the budgets of a day, as configured.
+	Limits budgets.Limits
 	// Key signs what the room leaves with a browser until the next page; all processes of an agent need the same. One
 	// of its own when nil.
 	Key []byte

@@ -18,6 +18,7 @@ func (room *Room) overviewPage() page {
 		parts: []part{
 			{name: "now", every: time.Second, load: room.runningNow},
 			{name: "needs", every: 3 * time.Second, load: room.needs},
+			room.spendPart(), room.healthPart(),
 			{name: "feed", every: time.Second, load: room.feed},
 			{name: "locks", every: time.Second, load: room.locks},
 			{name: "objectives", every: 10 * time.Second, calm: true, load: room.workedOn},

@@ -7,9 +7,11 @@ func (room *Room) all() []page {
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
 		room.approvalsPage(), room.approvalPage(),
+		room.skillsPage(), room.skillPage(),
 		room.automationsPage(), room.automationPage(),
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
+		room.spendPage(),
 		room.lanesPage(),
 	}
 }

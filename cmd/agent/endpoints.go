@@ -31,7 +31,9 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	if err != nil {
 		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
 	}
-	room, err := engineroom.New(engineroom.Options{Pool: a.pool, API: routes, Logger: a.log, Agent: a.config.Name, Key: key})
+	room, err := engineroom.New(engineroom.Options{
+		Pool: a.pool, API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
+	})
 	if err != nil {
 		return nil, nil, err
 	}

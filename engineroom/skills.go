@@ -1,0 +1,262 @@
+package engineroom
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	mostSkills      = 100
+	mostSkillCalls  = 20
+	mostSkillErrors = 10
+	// walkSkillCalls is how many of a skill's newest rows are looked at for failures.
+	walkSkillCalls = 2000
+)
+
+// skillShape is how names of skills look.
+var skillShape = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+
+// skillsPage lists what the agent can do, and how that goes.
+func (room *Room) skillsPage() page {
+	return page{
+		path: "/skills", name: "skills", nav: "Skills", title: "Skills",
+		open: func(_ context.Context, v *visit) (string, error) {
+			state, err := v.oneOf("state", "", "enabled", "on trial", "disabled")
+			if err != nil {
+				return "", err
+			}
+			name, err := v.words("skill")
+			if err != nil {
+				return "", err
+			}
+			after, err := v.words("after")
+			v.About = activity.HealthFilter{State: state, Skill: name, After: after, Limit: mostSkills + 1}
+			return "", err
+		},
+		parts: []part{{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList}},
+	}
+}
+
+// listedSkill is a skill in the list.
+type listedSkill struct {
+	fared
+	About skillAbout
+}
+
+// skillAbout is what the list says of a skill beside its health.
+type skillAbout struct {
+	Name, Description, Handler, Scope, Trust string
+}
+
+func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(activity.HealthFilter)
+	sums, err := activity.CountedHealth(ctx, room.Pool, want)
+	if err != nil {
+		return nil, err
+	}
+	healths, more := onPage(sums.Lines, mostSkills)
+	names := make([]string, 0, len(healths))
+	for _, h := range healths {
+		names = append(names, h.Skill)
+	}
+	rows, err := room.Pool.Query(ctx, `
+		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust
+		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
+	if err != nil {
+		return nil, fmt.Errorf("list skills: %w", err)
+	}
+	abouts, err := pgx.CollectRows(rows, pgx.RowToStructByName[skillAbout])
+	if err != nil {
+		return nil, fmt.Errorf("list skills: %w", err)
+	}
+	of := map[string]skillAbout{}
+	for _, a := range abouts {
+		of[a.Name] = a
+	}
+	list := make([]listedSkill, 0, len(healths))
+	for _, h := range healths {
+		list = append(list, listedSkill{fared{h}, of[h.Skill]})
+	}
+	next := ""
+	if more {
+		next = v.at("after", names[len(names)-1])
+	}
+	return map[string]any{"Skills": list, "Want": want, "Until": sums.Until, "Next": next}, nil
+}
+
+// skillPage is one skill.
+func (room *Room) skillPage() page {
+	return page{
+		path: "/skills/{name}", name: "skill", open: room.openSkill,
+		parts: []part{
+			{name: "about", every: 3 * time.Second, load: room.skillAbout},
+			{name: "health", every: 5 * time.Second, calm: true, load: room.skillHealth},
+			{name: "errors", every: 5 * time.Second, calm: true, load: room.skillErrors},
+			{name: "calls", every: 2 * time.Second, calm: true, load: room.skillCalls},
+			{name: "automations", every: 10 * time.Second, load: room.skillAutomations},
+		},
+	}
+}
+
+func (room *Room) openSkill(ctx context.Context, v *visit) (string, error) {
+	name := v.path("name")
+	unknown := missing("there is no skill %.80q; it may have been removed with its declaration", name)
+	if !skillShape.MatchString(name) {
+		return "", unknown
+	}
+	var found string
+	err := room.Pool.QueryRow(ctx, `select s.name from agent_skills s where s.name = @name`, postgres.Strict{"name": name}).Scan(&found)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", unknown
+	}
+	if err != nil {
+		return "", fmt.Errorf("find skill: %w", err)
+	}
+	v.About = found
+	return "Skill " + found, nil
+}
+
+// shownSkill is a skill with what defines it.
+type shownSkill struct {
+	Name, Description, Handler, Scope, Trust, State, Source, DisabledBy, DisabledReason string
+	Idempotent, Enabled                                                                 bool
+	TimeoutMS                                                                           int64
+	Revision                                                                            int
+	DisabledAt, TrialAt                                                                 *time.Time
+	EnabledAt, UpdatedAt                                                                time.Time
+	Tool, Config, Evidence                                                              string
+	ToolSize, ConfigSize, EvidenceSize                                                  int64
+}
+
+// Definition, Settings and Proof are the skill's JSON as it may be shown.
+func (s shownSkill) Definition() shownValue { return shownJSON(s.Tool, s.ToolSize) }
+
+// Settings are the handler's.
+func (s shownSkill) Settings() shownValue { return shownJSON(s.Config, s.ConfigSize) }
+
+// Proof is why the skill is out of service.
+func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.EvidenceSize) }
+
+// Ever reports whether the skill was put back into service before.
+func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
+
+func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust, s.source, s.disabled_by,
+		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision, s.disabled_at, s.trial_at,
+		       s.enabled_at, s.updated_at,
+		       case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
+		       left(s.tool_definition::text, 8192) as tool, octet_length(s.tool_definition::text) as tool_size,
+		       left(s.config::text, 8192) as config, octet_length(s.config::text) as config_size,
+		       left(s.evidence::text, 8192) as evidence, octet_length(s.evidence::text) as evidence_size
+		  from agent_skills s where s.name = @name`, postgres.Strict{"name": v.About})
+	if err != nil {
+		return nil, fmt.Errorf("read skill: %w", err)
+	}
+	skill, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[shownSkill])
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, missing("the skill has been removed")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read skill: %w", err)
+	}
+	return skill, nil
+}
+
+func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
+	name, _ := v.About.(string)
+	sums, err := activity.CountedHealth(ctx, room.Pool, activity.HealthFilter{Skill: name})
+	if err != nil {
+		return nil, err
+	}
+	if len(sums.Lines) == 0 {
+		return nil, missing("the skill has been removed")
+	}
+	since := today().AddDate(0, 0, -6)
+	days, err := activity.CountedCalls(ctx, room.Pool, name, since, activity.ByDay)
+	if err != nil {
+		return nil, err
+	}
+	of := map[int64]activity.CallLine{}
+	for _, l := range days.Lines {
+		if l.Period != nil {
+			of[l.Period.Unix()] = l
+		}
+	}
+	c := chart{
+		Title: "Calls by day, 7 days", About: "Each bar is the calls of a day: those that succeeded, those that failed, and those that say nothing about the skill.",
+		Series: []series{{"succeeded", "bar-good"}, {"failed", "bar-bad"}, {"other", "bar-note"}}, Write: countTick,
+	}
+	c.Points = periodsSince(since, activity.ByDay, func(at time.Time) []float64 {
+		l := of[at.Unix()]
+		return []float64{float64(l.Worked - l.Failed), float64(l.Failed), float64(l.Calls - l.Worked)}
+	})
+	return map[string]any{"Health": fared{sums.Lines[0]}, "Chart": c, "Until": sums.Until}, nil
+}
+
+// skillCall is a call of a skill.
+type skillCall struct {
+	ID, TraceID, Surface, Status, Class, Message string
+	DurationMS                                   *int64
+	CreatedAt                                    time.Time
+}
+
+// skillErrors are the newest failures among the newest rows.
+func (room *Room) skillErrors(ctx context.Context, v *visit) (any, error) {
+	list, err := room.callsOf(ctx, v, "error", mostSkillErrors)
+	return map[string]any{"Calls": list, "Skill": v.About, "Walked": int64(walkSkillCalls)}, err
+}
+
+func (room *Room) skillCalls(ctx context.Context, v *visit) (any, error) {
+	list, err := room.callsOf(ctx, v, "", mostSkillCalls)
+	return map[string]any{"Calls": list, "Skill": v.About}, err
+}
+
+func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int) ([]skillCall, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select x.id::text, x.trace_id, left(x.surface, 40) as surface, x.status, left(x.error_class, 100) as class,
+		       coalesce(left(x.error_message, 400), '') as message, x.duration_ms, x.created_at
+		  from (select a.id, a.trace_id, a.surface, a.status, a.error_class, a.error_message, a.duration_ms, a.created_at, a.kind
+		          from agent_activity a where a.skill_name = @name order by a.id desc limit @walk::int) x
+		 where x.kind = 'call' and (@status::text = '' or x.status = @status)
+		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
+		"name": v.About, "walk": walkSkillCalls, "status": status, "most": most,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list calls: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[skillCall])
+	if err != nil {
+		return nil, fmt.Errorf("list calls: %w", err)
+	}
+	return list, nil
+}
+
+// userOfSkill is an automation that calls a skill.
+type userOfSkill struct {
+	Name, Trigger, State, LastTraceID string
+	NextRunAt                         *time.Time
+}
+
+func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select left(a.name, 100) as name, a.trigger, case when a.enabled then 'enabled' else 'disabled' end as state, a.last_trace_id,
+		       case when a.enabled then a.next_run_at end as next_run_at
+		  from agent_automations a where a.skill_name = @name order by a.name limit @most::int`, postgres.Strict{"name": v.About, "most": mostSkills})
+	if err != nil {
+		return nil, fmt.Errorf("list automations of a skill: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[userOfSkill])
+	if err != nil {
+		return nil, fmt.Errorf("list automations of a skill: %w", err)
+	}
+	return list, nil
+}

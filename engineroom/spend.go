@@ -1,0 +1,307 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"net/url"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// mostSpenders is how many lines the sums have; what is left is one more.
+	mostSpenders = 100
+	// topSpenders is how many of them the overview shows.
+	topSpenders = 5
+	// mostModelCalls is how many model calls the page lists, and walkModelCalls how many of the newest it looks at for them.
+	mostModelCalls, walkModelCalls = 25, 2000
+)
+
+// spendWanted is what the address of the page asks for.
+type spendWanted struct {
+	Days, By, Per         string
+	Skill, Surface, Model string
+	Surfaces              []string // that may be chosen from
+}
+
+// since is the beginning of the first day that is shown (UTC).
+func (w spendWanted) since() time.Time {
+	days, err := strconv.Atoi(w.Days)
+	if err != nil {
+		days = 1
+	}
+	return today().AddDate(0, 0, 1-days)
+}
+
+// Narrowed reports whether some of what was spent is left out.
+func (w spendWanted) Narrowed() bool { return w.Skill != "" || w.Surface != "" || w.Model != "" }
+
+// today is when the day began (UTC).
+func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
+
+// spendPage shows what model calls cost.
+func (room *Room) spendPage() page {
+	return page{
+		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: askSpend,
+		parts: []part{
+			{name: "budget", every: 5 * time.Second, calm: true, load: room.budgetLines},
+			{name: "sums", every: 10 * time.Second, calm: true, load: room.spendSums},
+			{name: "calls", every: 5 * time.Second, calm: true, load: room.modelCalls},
+		},
+	}
+}
+
+func askSpend(_ context.Context, v *visit) (title string, err error) {
+	want := spendWanted{Surfaces: activitySurfaces}
+	if want.Days, err = v.oneOf("days", "7", "1", "30", "90"); err != nil {
+		return "", err
+	}
+	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.BySurface), string(activity.ByModel)); err != nil {
+		return "", err
+	}
+	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
+		return "", err
+	}
+	if days := want.Days; want.Per == string(activity.ByHour) && days != "1" && days != "7" {
+		return "", badFilter("per is hour; that is shown for 1 or 7 days, not for %s", days)
+	}
+	if want.Surface, err = v.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
+		return "", err
+	}
+	for name, into := range map[string]*string{"skill": &want.Skill, "model": &want.Model} {
+		if *into, err = v.words(name); err != nil {
+			return "", err
+		}
+	}
+	v.About = want
+	return "", nil
+}
+
+// spender is a line of the sums.
+type spender struct {
+	activity.SpendLine
+	Share string // of the money, or of the tokens where nothing has a price
+	More  string // the address where the line is taken apart
+}
+
+// spendSums adds up what was spent.
+func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(spendWanted)
+	filter := activity.SpendFilter{
+		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Surface: want.Surface, Model: want.Model,
+	}
+	by, err := activity.CountedSpend(ctx, room.Pool, filter)
+	if err != nil {
+		return nil, err
+	}
+	filter.By, filter.Period = activity.Together, activity.Period(want.Per)
+	periods, err := activity.CountedSpend(ctx, room.Pool, filter)
+	if err != nil {
+		return nil, err
+	}
+	all := added(by.Lines)
+	lines := by.Lines[:min(len(by.Lines), mostSpenders)]
+	spenders := make([]spender, 0, len(lines))
+	for _, l := range lines {
+		spenders = append(spenders, spender{l, share(l, all), takenApart(want, l.Key)})
+	}
+	return map[string]any{
+		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until, "Since": want.since(),
+		"Chart": spendChart("Spend by "+want.Per, periods.Lines, want.since(), activity.Period(want.Per), all.CostUSD > 0),
+	}, nil
+}
+
+// takenApart is where one line's spend is shown by something else; empty where there is no such address.
+func takenApart(want spendWanted, key string) string {
+	if key == "" || len(key) > mostAsked || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+		return ""
+	}
+	query := url.Values{"days": {want.Days}, "by": {map[string]string{"skill": "model", "surface": "skill", "model": "skill"}[want.By]}}
+	for name, value := range map[string]string{"skill": want.Skill, "surface": want.Surface, "model": want.Model} {
+		if value != "" {
+			query.Set(name, value)
+		}
+	}
+	query.Set(want.By, key)
+	return "/spend?" + query.Encode()
+}
+
+// added is the sum of lines.
+func added(lines []activity.SpendLine) (sum activity.SpendLine) {
+	for _, l := range lines {
+		sum.Calls += l.Calls
+		sum.PromptTokens += l.PromptTokens
+		sum.CompletionTokens += l.CompletionTokens
+		sum.Tokens += l.Tokens
+		sum.CostUSD += l.CostUSD
+	}
+	return sum
+}
+
+// share is a line's part of all.
+func share(l, all activity.SpendLine) string {
+	switch {
+	case all.CostUSD > 0:
+		return percentage(l.CostUSD / all.CostUSD)
+	case all.Tokens > 0:
+		return percentage(float64(l.Tokens) / float64(all.Tokens))
+	}
+	return ""
+}
+
+// percentage writes a share of 1: 12 %.
+func percentage(f float64) string {
+	switch percent := f * 100; {
+	case percent > 0 && percent < 1:
+		return "<1 %"
+	case percent > 99 && percent < 100:
+		return ">99 %"
+	default:
+		return fmt.Sprintf("%.0f %%", percent)
+	}
+}
+
+// spendChart draws periods since a moment, those without spend too: money, or tokens where nothing has a price.
+func spendChart(title string, lines []activity.SpendLine, since time.Time, per activity.Period, priced bool) chart {
+	c := chart{
+		Title: title, About: "Each bar is what model calls cost in that time.", Series: []series{{"spent", "bar-accent"}},
+		Write: moneyTick,
+	}
+	if !priced {
+		c.About, c.Series[0].Name = "Each bar is how many tokens model calls used in that time.", "tokens"
+		c.Write = countTick
+	}
+	of := map[int64]float64{}
+	for _, l := range lines {
+		if l.Period == nil {
+			continue
+		}
+		of[l.Period.Unix()] = l.CostUSD
+		if !priced {
+			of[l.Period.Unix()] = float64(l.Tokens)
+		}
+	}
+	c.Points = periodsSince(since, per, func(at time.Time) []float64 { return []float64{of[at.Unix()]} })
+	return c
+}
+
+// periodsSince are the days or hours from a moment until now.
+func periodsSince(since time.Time, per activity.Period, values func(time.Time) []float64) []point {
+	list := []point{}
+	step, name, short := 24*time.Hour, time.DateOnly, "Jan 2"
+	if per == activity.ByHour {
+		step, name, short = time.Hour, "2006-01-02 15:04", "Jan 2 15h"
+	}
+	for at := since; !at.After(time.Now()); at = at.Add(step) {
+		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values(at)})
+	}
+	return list
+}
+
+// moneyTick writes dollars at an axis.
+func moneyTick(f float64) string {
+	if f == 0 || f >= 10 {
+		return fmt.Sprintf("$%.0f", f)
+	}
+	return money(f)
+}
+
+// countTick writes a count at an axis: 950, 1.5k, 20M.
+func countTick(f float64) string {
+	switch {
+	case f >= 1e9:
+		return place(f/1e9) + "G"
+	case f >= 1e6:
+		return place(f/1e6) + "M"
+	case f >= 1e4:
+		return place(f/1e3) + "k"
+	}
+	return strconv.FormatFloat(f, 'f', -1, 64)
+}
+
+// modelCall is a row of the log that cost something.
+type modelCall struct {
+	ID, TraceID, Purpose, Surface, Model, Status string
+	Tokens                                       int64
+	CostUSD                                      float64
+	DurationMS                                   *int64
+	CreatedAt                                    time.Time
+}
+
+// modelCalls lists the newest model calls that the sums are made of.
+func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(spendWanted)
+	rows, err := room.Pool.Query(ctx, `
+		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
+		       agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
+		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
+		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at
+		          from agent_activity a
+		         where a.skill_name = 'model_call' and a.id >= agent_uuid7_floor(@since::timestamptz)
+		         order by a.id desc limit @walk::int) x
+		 where x.kind = 'model' and (@skill::text = '' or agent_count_key(x.purpose) = agent_count_key(@skill))
+		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or agent_count_key(x.model) = agent_count_key(@model))
+		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
+		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "surface": want.Surface, "model": want.Model,
+		"most": mostModelCalls,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list model calls: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
+	if err != nil {
+		return nil, fmt.Errorf("list model calls: %w", err)
+	}
+	return map[string]any{"Calls": list, "Want": want, "Since": want.since(), "Walked": int64(walkModelCalls)}, nil
+}
+
+// spendPart is the panel of the overview.
+func (room *Room) spendPart() part {
+	return part{name: "spend", every: 10 * time.Second, calm: true, load: room.spendPanel}
+}
+
+// window is what was spent in the last days, today included.
+type window struct {
+	Days int
+	Name string
+	activity.SpendLine
+}
+
+func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
+	since := today().AddDate(0, 0, -29)
+	days, err := activity.CountedSpend(ctx, room.Pool, activity.SpendFilter{Since: since, Period: activity.ByDay})
+	if err != nil {
+		return nil, err
+	}
+	week := today().AddDate(0, 0, -6)
+	top, err := activity.CountedSpend(ctx, room.Pool, activity.SpendFilter{Since: week, By: activity.BySkill})
+	if err != nil {
+		return nil, err
+	}
+	budget, err := room.budgetLines(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	beats, err := room.costOfHeartbeats(ctx, week)
+	if err != nil {
+		return nil, err
+	}
+	windows := []window{{Days: 1, Name: "today"}, {Days: 7, Name: "7 days"}, {Days: 30, Name: "30 days"}}
+	for i, w := range windows {
+		from := today().AddDate(0, 0, 1-w.Days)
+		windows[i].SpendLine = added(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
+			return l.Period == nil || l.Period.Before(from)
+		}))
+	}
+	return map[string]any{
+		"Windows": windows, "Top": top.Lines[:min(len(top.Lines), topSpenders)], "Until": days.Until, "Budget": budget, "Heartbeats": beats,
+		"Week":  week,
+		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
+	}, nil
+}
