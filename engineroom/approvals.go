@@ -1,13 +1,16 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -73,43 +76,20 @@ type approvalRow struct {
 	ExpiresAt, CreatedAt                                               time.Time
 }
 
-// approvalsList reads a page, the newest first.
+// approvalsList reads a page, the newest first. Each state has its place in the index; what they give is merged.
 func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(approvalsWanted)
-	var states, times []string
-	for _, s := range approvalStates[want.Status] {
-		states, times = append(states, s[0]), append(times, s[1])
+	var all []approvalRow
+	for _, state := range approvalStates[want.Status] {
+		rows, err := room.approvalsIn(ctx, want, state[0], state[1])
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, rows...)
 	}
-	var beforeAt *time.Time
-	if want.BeforeID != "" {
-		beforeAt = &want.BeforeAt
-	}
-	rows, err := room.Pool.Query(ctx, `
-		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
-		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '') as flow,
-		       case when s.time = 'over' then 'expired' else s.status end as status,
-		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 200) else '' end as arguments
-		  from unnest(@states::text[], @times::text[]) s (status, time)
-		 cross join lateral (
-		    select * from agent_approvals x
-		     where x.status = s.status
-		       and x.expires_at > case when s.time = 'live' then now() else '-infinity' end
-		       and x.expires_at <= case when s.time = 'over' then now() else 'infinity' end
-		       and (x.expires_at, x.id) < (coalesce(@before_at::timestamptz, 'infinity'),
-		                                   coalesce(nullif(@before_id::text, ''), 'ffffffff-ffff-ffff-ffff-ffffffffffff')::uuid)
-		     order by x.expires_at desc, x.id desc limit @most + 1) a
-		  left join agent_executions e on e.id = a.execution_id
-		 order by a.expires_at desc, a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{
-			"states": states, "times": times, "before_at": beforeAt, "before_id": want.BeforeID, "most": mostApprovals,
-		})
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[approvalRow])
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
+	slices.SortFunc(all, func(a, b approvalRow) int {
+		return cmp.Or(b.ExpiresAt.Compare(a.ExpiresAt), strings.Compare(b.ID, a.ID))
+	})
 	list, more := onPage(all, mostApprovals)
 	older := ""
 	if more {
@@ -117,4 +97,33 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 		older = v.at("before", last.ExpiresAt.UTC().Format(time.RFC3339Nano)+"_"+last.ID)
 	}
 	return map[string]any{"Approvals": list, "Status": want.Status, "Older": older, "First": want.BeforeID == ""}, nil
+}
+
+// approvalsIn reads approvals in one state, whose time is over, is not, or (empty) does not matter.
+func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status, times string) ([]approvalRow, error) {
+	before := pgtype.Timestamptz{Time: want.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
+	if want.BeforeID != "" {
+		before.InfinityModifier = pgtype.Finite
+	}
+	rows, err := room.Pool.Query(ctx, `
+		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
+		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '') as flow,
+		       case when @time::text = 'over' then 'expired' else a.status end as status,
+		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 200) else '' end as arguments
+		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
+		 where a.status = @status and (@time::text <> 'live' or a.expires_at > now()) and (@time::text <> 'over' or a.expires_at <= now())
+		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
+		 order by a.expires_at desc, a.id desc limit @most + 1`,
+		freshPlan, postgres.Strict{
+			"status": status, "time": times, "before_at": before, "most": mostApprovals,
+			"before_id": cmp.Or(want.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list approvals: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[approvalRow])
+	if err != nil {
+		return nil, fmt.Errorf("list approvals: %w", err)
+	}
+	return list, nil
 }

@@ -152,6 +152,6 @@ func TestApprovalsAreFoundByAnIndex(t *testing.T) {
 	for _, path := range []string{
 		"/approvals", "/approvals?status=decided", "/approvals?status=expired", "/approvals?status=expired&before=" + last, "/approvals/" + id,
 	} {
-		indexed(t, pool, path, "agent_approvals")
+		bounded(t, pool, path, "agent_approvals")
 	}
 }

@@ -106,6 +106,6 @@ func TestLanesAreFoundByAnIndex(t *testing.T) {
 	for _, path := range []string{
 		"/lanes", "/lanes?after=lane+7", "/lanes?lane=lane+8", fmt.Sprintf("/lanes?before=%s", "01890000-0000-7000-8000-000000000000"),
 	} {
-		indexed(t, pool, path, "agent_locks", "agent_executions")
+		bounded(t, pool, path, "agent_locks", "agent_executions")
 	}
 }

@@ -2,9 +2,11 @@ package engineroom
 
 import (
 	"context"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -90,8 +92,27 @@ func analyse(t *testing.T, pool *pgxpool.Pool, tables ...string) {
 	}
 }
 
+// mostRead is how many rows a step of a plan may read, or pass over, for a page of a large table.
+const mostRead = 1500
+
+var (
+	passedOver = regexp.MustCompile(`Rows Removed by (?:Join )?Filter: (\d+)`)
+	wasRead    = regexp.MustCompile(`\(actual rows=(\d+)`)
+)
+
 // indexed opens a page and expects that none of its queries reads one of the tables whole.
 func indexed(t *testing.T, pool *pgxpool.Pool, path string, tables ...string) {
+	t.Helper()
+	planned(t, pool, path, regexp.MustCompile(`Seq Scan on (`+strings.Join(tables, "|")+`)\b`), math.MaxInt)
+}
+
+// bounded is indexed, and expects that no step of a plan reads or passes over more than a page could need.
+func bounded(t *testing.T, pool *pgxpool.Pool, path string, tables ...string) {
+	t.Helper()
+	planned(t, pool, path, regexp.MustCompile(`Seq Scan on (`+strings.Join(tables, "|")+`)\b`), mostRead)
+}
+
+func planned(t *testing.T, pool *pgxpool.Pool, path string, scanned *regexp.Regexp, most int) {
 	t.Helper()
 	config, notes := pool.Config(), &asking{}
 	config.ConnConfig.Tracer = notes
@@ -113,14 +134,13 @@ func indexed(t *testing.T, pool *pgxpool.Pool, path string, tables ...string) {
 	if w.Code != http.StatusOK || strings.Contains(w.Body.String(), "This could not be read") {
 		t.Fatalf("%s: status %d\n%s", path, w.Code, w.Body)
 	}
-	scanned := regexp.MustCompile(`Seq Scan on (` + strings.Join(tables, "|") + `)\b`)
 	looked := 0
 	for _, q := range notes.all {
 		if !regexp.MustCompile(`^\s*(select|with)\s`).MatchString(q.SQL) {
 			continue
 		}
 		looked++
-		rows, err := pool.Query(t.Context(), "explain "+q.SQL, q.Args...)
+		rows, err := pool.Query(t.Context(), "explain (analyze, timing off, summary off) "+q.SQL, q.Args...)
 		if err != nil {
 			t.Fatalf("explain %s: %v", q.SQL, err)
 		}
@@ -128,8 +148,14 @@ func indexed(t *testing.T, pool *pgxpool.Pool, path string, tables ...string) {
 		if err != nil {
 			t.Fatalf("explain %s: %v", q.SQL, err)
 		}
-		if plan := strings.Join(lines, "\n"); scanned.MatchString(plan) {
-			t.Errorf("%s reads a table whole:\n%s\n%s", path, q.SQL, plan)
+		plan := strings.Join(lines, "\n")
+		much := scanned.MatchString(plan)
+		for _, found := range append(passedOver.FindAllStringSubmatch(plan, -1), wasRead.FindAllStringSubmatch(plan, -1)...) {
+			n, err := strconv.Atoi(found[1])
+			much = much || err != nil || n > most
+		}
+		if much {
+			t.Errorf("%s reads too much:\n%s\n%s", path, q.SQL, plan)
 		}
 	}
 	if looked == 0 {
