@@ -74,6 +74,7 @@ func (room *Room) call(r *http.Request, l lever, body []byte) (status int, heade
 	}
 	inner.RequestURI, inner.Host, inner.RemoteAddr, inner.TLS = target.RequestURI(), r.Host, r.RemoteAddr, r.TLS
 	inner.Header.Set("Content-Type", "application/json")
+	inner.Header.Set("Accept", "application/json") // the whole of what came of it
 	for _, name := range []string{"Authorization", "Cookie"} {
 		if given, has := r.Header[name]; has {
 			inner.Header[name] = given

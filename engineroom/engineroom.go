@@ -95,6 +95,7 @@ func (room *Room) Routes() []Route {
 	routes := []Route{
 		{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)},
 		{Method: http.MethodGet, Path: "/login", Public: true, Handler: http.HandlerFunc(room.login)},
+		{Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Handler: http.HandlerFunc(room.say)},
 	}
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})

@@ -31,6 +31,8 @@ var why = []field{{"reason", asText}}
 // levers are all that the room can pull. A route that is not here cannot be called through it.
 func levers() []lever {
 	return []lever{
+		{"POST", "/v1/pause", why, "Autonomous work is paused."},
+		{"POST", "/v1/resume", why, "Autonomous work goes on."},
 		{"POST", "/v1/executions/{id}/cancel", why, "The execution is cancelled."},
 		{"POST", "/v1/executions/{id}/retry", nil, "A new execution does again what failed."},
 		{"POST", "/v1/executions/{id}/fork", []field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}}, "A new execution goes on from there."},

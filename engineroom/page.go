@@ -33,8 +33,9 @@ type part struct {
 	name  string        // also the id of its element
 	every time.Duration // how often at most it is read again while somebody looks; 0 for never
 	// calm parts are read again when the activity log moved, and else every half minute.
-	calm bool
-	load func(ctx context.Context, v *visit) (any, error)
+	calm   bool
+	shared bool // by all pages: its template has its name alone
+	load   func(ctx context.Context, v *visit) (any, error)
 }
 
 // visit is one request for a page, and who looks at its address later.
@@ -186,6 +187,9 @@ func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([
 	data, err := one.load(ctx, v)
 	if err != nil {
 		return room.renderTrouble(ctx, p, one, err)
+	}
+	if one.shared {
+		return room.execute(one.name, data)
 	}
 	return room.execute(p.name+"/"+one.name, data)
 }

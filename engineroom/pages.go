@@ -2,7 +2,7 @@ package engineroom
 
 // all are the pages, in the order of the navigation.
 func (room *Room) all() []page {
-	return []page{
+	return room.withPause([]page{
 		room.overviewPage(), room.activityPage(),
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
@@ -12,6 +12,6 @@ func (room *Room) all() []page {
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(),
-		room.lanesPage(),
-	}
+		room.lanesPage(), room.operatePage(),
+	})
 }

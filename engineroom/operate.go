@@ -1,0 +1,164 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+const (
+	operateFlow = "operate" // of an admin's turn; also its lane
+	mostTurns   = 20        // of all sessions, in the list
+	mostSaid    = 60        // messages of the session that is shown
+	longSaid    = 8000      // characters of one
+)
+
+// operatePage is where an admin talks with the agent: the conversation of one session, a form to say something, who
+// has the lane, and the latest turns. With JavaScript the answer is streamed (assets/operate.js); without, the form is
+// answered when the turn has ended.
+func (room *Room) operatePage() page {
+	return page{
+		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession,
+		parts: []part{
+			{name: "session", load: room.said},
+			{name: "holder", every: time.Second, load: room.operateHolder},
+			{name: "turns", every: 3 * time.Second, calm: true, load: room.operateTurns},
+		},
+	}
+}
+
+// openSession takes the session that is gone on with from the address; none begins a new one.
+func openSession(_ context.Context, v *visit) (string, error) {
+	for name := range v.Query {
+		if name != "session" {
+			return "", problem.New(http.StatusBadRequest, "%.60q is no filter of this page; it takes session", name).
+				Kind("bad-parameter", "Bad filter")
+		}
+	}
+	session := v.Query.Get("session")
+	if session != "" && threads.CheckID(session) != nil {
+		return "", problem.New(http.StatusBadRequest, "session: %s", threads.CheckID(session)).Kind("malformed-id", "Malformed id")
+	}
+	v.About = session
+	return "", nil
+}
+
+// utterance is a message of a session.
+type utterance struct {
+	ID, Role, Content string
+	Length            int64
+	TraceID           string
+	At                time.Time
+}
+
+// turnNow is a turn that has not ended.
+type turnNow struct {
+	ExecutionID, TraceID, Status, WaitingFor string
+}
+
+// conversed is what was said in a session, and the turn of it that is under way.
+type conversed struct {
+	Session string
+	Said    []utterance
+	Earlier bool
+	Now     *turnNow
+}
+
+// said reads the session that is shown. It is read once: what comes later the page's script adds.
+func (room *Room) said(ctx context.Context, v *visit) (any, error) {
+	got := conversed{Session: v.About.(string)}
+	if got.Session == "" {
+		return got, nil
+	}
+	rows, err := room.Pool.Query(ctx, `
+		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
+		       coalesce(m.trace_id, '') as trace_id, m.created_at as at
+		  from (select n.* from agent_messages n join agent_threads t on t.id = n.thread_id and t.channel = 'operate'
+		         where n.thread_id = @session and n.seq is not null
+		         order by n.turn desc, n.seq desc limit @most::int + 1) m
+		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": mostSaid, "long": longSaid})
+	if err != nil {
+		return nil, fmt.Errorf("read session: %w", err)
+	}
+	if got.Said, err = pgx.CollectRows(rows, pgx.RowToStructByName[utterance]); err != nil {
+		return nil, fmt.Errorf("read session: %w", err)
+	}
+	if got.Earlier = len(got.Said) > mostSaid; got.Earlier {
+		got.Said = got.Said[1:]
+	}
+	rows, err = room.Pool.Query(ctx, `
+		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for from agent_executions x
+		 where x.thread_id = @session and x.completed_at is null and x.flow = @flow order by x.id desc limit 1`,
+		postgres.Strict{"session": got.Session, "flow": operateFlow})
+	if err != nil {
+		return nil, fmt.Errorf("read turn: %w", err)
+	}
+	under, err := pgx.CollectRows(rows, pgx.RowToStructByName[turnNow])
+	if len(under) > 0 {
+		got.Now = &under[0]
+	}
+	return got, err
+}
+
+// operateHolder reads who has the lane.
+func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select left(l.locked_by, 100) as locked_by, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
+		       coalesce(x.trace_id, '') as trace_id, coalesce(x.thread_id, '') as session, x.id::text as execution_id
+		  from agent_locks l
+		  left join lateral (
+		        select e.id, e.trace_id, e.thread_id from agent_executions e
+		         where e.flow = @flow and (e.id = l.execution_id
+		               or e.trace_id = substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'))
+		         order by e.id desc limit 1) x on true
+		 where l.lane = @flow and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"flow": operateFlow})
+	if err != nil {
+		return nil, fmt.Errorf("read lane: %w", err)
+	}
+	type holder struct {
+		LockedBy         string
+		LockedAt         time.Time
+		ExpiresAt        *time.Time
+		TraceID, Session string
+		ExecutionID      *string
+	}
+	held, err := pgx.CollectRows(rows, pgx.RowToStructByName[holder])
+	if err != nil {
+		return nil, fmt.Errorf("read lane: %w", err)
+	}
+	if len(held) == 0 {
+		return map[string]any{"Held": false}, nil
+	}
+	return map[string]any{"Held": true, "By": held[0]}, nil
+}
+
+// operateTurn is a line of the list.
+type operateTurn struct {
+	ID, TraceID, Status, Message, Session string
+	Summary                               string
+	CreatedAt                             time.Time
+}
+
+// operateTurns reads the latest turns of all sessions.
+func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
+	rows, err := room.Pool.Query(ctx, `
+		select x.id::text, x.trace_id, x.status, coalesce(left(x.input ->> 'message', 300), '') as message,
+		       coalesce(left(x.thread_id, 300), '') as session, left(x.result_summary, 300) as summary, x.created_at
+		  from (select e.* from agent_executions e where e.flow = @flow order by e.id desc limit @most) x
+		 order by x.id desc`, postgres.Strict{"flow": operateFlow, "most": mostTurns})
+	if err != nil {
+		return nil, fmt.Errorf("list turns: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[operateTurn])
+	if err != nil {
+		return nil, fmt.Errorf("list turns: %w", err)
+	}
+	return map[string]any{"Turns": list}, nil
+}
