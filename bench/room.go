@@ -25,6 +25,7 @@ import (
 type room struct {
 	small, large int64 // rows of the activity log
 	visits       int   // to each page
+	watched      time.Duration
 	base         time.Time // of the oldest row
 	pool         *pgxpool.Pool
 	errw         io.Writer
@@ -44,6 +45,7 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 	flags.Int64Var(&b.small, "small", 10_000, "rows of the activity log at first")
 	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the activity log then; a hundredth of it are executions")
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
+	flags.DurationVar(&b.watched, "watched", 30*time.Second, "how long the overview is watched, by nobody, one and a hundred")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -65,16 +67,30 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 	if _, err := migrations.Up(ctx, b.pool); err != nil {
 		return err
 	}
-	pages, err := b.measure(ctx)
+	handler, err := b.handler()
+	if err != nil {
+		return err
+	}
+	pages, err := b.measure(ctx, handler)
 	if err != nil {
 		return err
 	}
 	b.print(out, pages)
+	var loads []load
+	for _, viewers := range []int{0, 1, 100} {
+		fmt.Fprintf(errw, "%d viewers\n", viewers)
+		l, err := b.watch(ctx, handler, viewers)
+		if err != nil {
+			return err
+		}
+		loads = append(loads, l)
+	}
+	b.printLoads(out, loads)
 	return nil
 }
 
 // measure visits all pages at both sizes.
-func (b *room) measure(ctx context.Context) ([]*visited, error) {
+func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, error) {
 	if err := b.fill(ctx, 0, b.small); err != nil {
 		return nil, err
 	}
@@ -85,10 +101,6 @@ func (b *room) measure(ctx context.Context) ([]*visited, error) {
 	pages := make([]*visited, 0, len(paths))
 	for _, path := range paths {
 		pages = append(pages, &visited{path: path})
-	}
-	handler, err := b.handler()
-	if err != nil {
-		return nil, err
 	}
 	for _, p := range pages {
 		if p.small, err = b.visit(ctx, handler, p.path); err != nil {

@@ -33,9 +33,20 @@ func (b *room) fill(ctx context.Context, from, to int64) error {
 	return b.count(ctx)
 }
 
-// count works off what has not been counted, as housekeeping does.
+// count works off what has not been counted, as housekeeping does. What was written just now is left to the pages.
 func (b *room) count(ctx context.Context) error {
-	return nil
+	began := time.Now()
+	for {
+		var counted int
+		var more bool
+		if err := b.pool.QueryRow(ctx, "select counted, more from count_agent_activity(50000, '0 seconds')").Scan(&counted, &more); err != nil {
+			return fmt.Errorf("count the log: %w", err)
+		}
+		if !more {
+			fmt.Fprintf(b.errw, "counted (%s)\n", time.Since(began).Round(time.Second))
+			return nil
+		}
+	}
 }
 
 func (b *room) fillPiece(ctx context.Context, from, to int64) error {
