@@ -39,7 +39,7 @@ func (b *room) count(ctx context.Context) error {
 	for {
 		var counted int
 		var more bool
-		if err := b.pool.QueryRow(ctx, "select counted, more from count_agent_activity(50000, '0 seconds')").Scan(&counted, &more); err != nil {
+		if err := b.pool.QueryRow(ctx, "select counted, more from count_agent_activity(50000, '1 second')").Scan(&counted, &more); err != nil {
 			return fmt.Errorf("count the log: %w", err)
 		}
 		if !more {
