@@ -27,6 +27,12 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 			t.Errorf("the end of a wait for %s can be raised by hand", kind)
 		}
 	}
+	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} { // a form would send another key
+		quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
+		if body := shows(t, server.URL+"/executions/"+id); strings.Contains(body, "/act/v1/events") || strings.Contains(body, "hunter22") {
+			t.Errorf("%.20q is a field of a form", key)
+		}
+	}
 	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
 	turnsAway(t, server.URL+"/executions/nonsense", 400, "is not the id of an execution")
 	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not where a page")

@@ -66,19 +66,19 @@ func TestAConversationIsShown(t *testing.T) {
 	quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
 		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2 when 1 then 'received' else 'sent' end, 'ch_1'
-		  from generate_series(1, 120) n`)
+		  from generate_series(1, 121) n`)
 	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status, execution_id, error_message) values
 		('a/b', 'assistant', 'first in line', 'queued', $1, null), ('a/b', 'assistant', 'second in line', 'queued', $1, null), ('a/b', 'assistant', 'never mind', 'withdrawn', $1, 'taken back')`, x)
 	quiet(t, pool, `update agent_executions set thread_id = 'a/b' where id = $1`, x)
 	quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
 	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
-	body := shows(t, address, "words 120.", "words 71.", "place 1 in the line", "place 2 in the line", "never mind", "taken back", "I am just",
+	body := shows(t, address, "words 121.", "words 72.", "place 1 in the line", "place 2 in the line", "never mind", "taken back", "I am just",
 		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x, "bubble-user", "600 s without")
-	if strings.Contains(body, "words 70.") || strings.Index(body, "words 71.") > strings.Index(body, "words 120.") {
+	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
 		t.Error("a page is longer than it may be, or in the wrong order")
 	}
-	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 70.", "words 21.", "Latest messages", "Older messages")
-	if strings.Contains(body, "words 71.") || strings.Contains(body, "words 20.") {
+	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.", "words 22.", "Latest messages", "Older messages")
+	if strings.Contains(body, "words 72.") || strings.Contains(body, "words 21.") {
 		t.Error("pages overlap")
 	}
 	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
