@@ -3,6 +3,7 @@ package engineroom
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 )
 
@@ -137,9 +138,9 @@ func (c chart) Right() string { return place(chartWide) }
 // Rows are the points with all values in words, the latest first.
 func (c chart) Rows() [][]string {
 	list := [][]string{}
-	for i := len(c.Points) - 1; i >= 0; i-- {
-		row := []string{c.Points[i].Name}
-		for _, v := range c.Points[i].Values {
+	for _, p := range slices.Backward(c.Points) {
+		row := []string{p.Name}
+		for _, v := range p.Values {
 			row = append(row, c.Write(v))
 		}
 		list = append(list, row)
