@@ -7,7 +7,6 @@ import (
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -118,12 +117,7 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read what came: %w", err)
 	}
-	whole := bytes == int64(len(body))
-	if !whole { // a character that was cut in two is left out
-		for i := 0; i < utf8.UTFMax && len(body) > 0 && !utf8.Valid(body); i++ {
-			body = body[:len(body)-1]
-		}
-	}
+	whole := bytes == int64(len(body)) // else a character may be cut in two, which redact leaves out
 	return map[string]any{
 		"Headers": argumentsShown(headers), "Body": argumentsShown(string(body)), "Bytes": bytes, "Shown": int64(len(body)), "Whole": whole,
 		"Marker": redact.Marker,
