@@ -10,9 +10,11 @@ calls as materialized (
   select x.skill, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed
     from (select c.skill, c.worked, c.failed from agent_activity_counts c
            where c.span = 'hour' and c.start >= @since::timestamptz and c.start < @hours_until::timestamptz and c.kind = 'call'
+             and (@skill::text = '' or c.skill = @skill)
           union all
           select c.skill, c.worked, c.failed from agent_activity_counts c
            where c.span = 'day' and c.start >= @hours_until::timestamptz and c.kind = 'call'
+             and (@skill::text = '' or c.skill = @skill)
           union all
           select l.skill, 1, (l.status = 'error')::int from live l) x
    group by x.skill),
@@ -20,7 +22,7 @@ lasted as materialized (
   select x.skill, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
     from (select y.skill, y.bucket, sum(y.calls)::bigint as calls
             from (select d.skill, d.bucket, d.calls from agent_activity_durations d
-                   where d.day >= (@since::timestamptz at time zone 'UTC')::date
+                   where d.day >= (@since::timestamptz at time zone 'UTC')::date and (@skill::text = '' or d.skill = @skill)
                   union all
                   select l.skill, agent_duration_bucket(l.duration_ms), 1 from live l where l.duration_ms is not null) y
            group by 1, 2) x
@@ -32,25 +34,13 @@ listed as (
    order by s.name limit @limit::int),
 fared as (
   select s.name as skill, coalesce(c.worked, 0) as calls, coalesce(c.failed, 0) as failed, coalesce(w.streak, 0) as streak,
-         coalesce(w.streak_more, false) as streak_more, coalesce(d.buckets, '{}') as buckets, coalesce(d.counts, '{}') as counts,
+         coalesce(w.more, false) as streak_more, coalesce(d.buckets, '{}') as buckets, coalesce(d.counts, '{}') as counts,
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
          s.disabled_by, left(s.disabled_reason, 2000) as disabled_reason, s.disabled_at
     from listed s
     left join calls c on c.skill = s.name
     left join lasted d on d.skill = s.name
-    left join lateral (
-         select count(*) filter (where m.telling and m.status = 'error' and m.created_at > s.enabled_at) as streak,
-                count(*) = @walk::int as streak_more
-           from (select m.telling, m.status, m.created_at from agent_activity_measured m
-                  where m.skill_name = s.name and m.id >= agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at))
-                    and m.id > coalesce((
-                        select o.id
-                          from (select k.id, k.telling, k.status from agent_activity_measured k
-                                 where k.skill_name = s.name and k.id >= agent_uuid7_floor(@since::timestamptz)
-                                 order by k.id desc limit @walk::int) o
-                         where o.telling and o.status = 'success' order by o.id desc limit 1),
-                        '00000000-0000-0000-0000-000000000000')
-                  order by m.id desc limit @walk::int) m) w on c.failed > 0)
+    left join lateral agent_skill_streak(s.name, @since::timestamptz, s.enabled_at, @walk::int) w on c.failed > 0)
 select f.*,
        to_timestamp(('x' || substr(replace(o.id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as left_out
   from fared f cross join left_out o

@@ -245,3 +245,24 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 		}
 	}
 }
+
+func TestAStreakIsWalkedSoFarOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x');
+		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error' from generate_series(1, 501)`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []struct {
+		streak int64
+		more   bool
+	}{{500, true}, {0, false}} {
+		got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{Skill: "broken"})
+		if err != nil || got.Lines[0].Streak != want.streak || got.Lines[0].StreakMore != want.more {
+			t.Errorf("got %+v (%v), want %+v", got.Lines, err, want)
+		}
+		put(t, db, act{skill: "broken"})
+	}
+}

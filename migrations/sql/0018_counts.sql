@@ -240,3 +240,30 @@ $$;
 comment on function uncounted_agent_activity is
   'What the counts lack, in the snapshot of who asks: at most p_most of the newest rows and as many of those counted by '
   'themselves. When there are more, those that are beyond the first that is left out are marked: sums are complete up to there.';
+
+create function agent_skill_streak(p_skill text, p_since timestamptz, p_enabled_at timestamptz, p_most int, out streak int, out more boolean)
+language plpgsql stable set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+declare
+  r record;
+  seen int := 0;
+begin
+  streak := 0;
+  more := false;
+  -- By name too, as the index has it: by id alone a skill that is seldom called would be looked for among all others.
+  for r in
+    select m.telling, m.status, m.created_at from agent_activity_measured m
+     where m.skill_name between p_skill and p_skill and m.id >= agent_uuid7_floor(greatest(p_since, p_enabled_at))
+     order by m.skill_name desc, m.id desc limit p_most
+  loop
+    seen := seen + 1;
+    continue when not r.telling or r.created_at <= p_enabled_at;
+    if r.status = 'success' then
+      return;
+    end if;
+    streak := streak + 1;
+  end loop;
+  more := seen = p_most;
+end $$;
+comment on function agent_skill_streak is
+  'Failures of a skill since its last success, since a moment and since it was enabled: among its newest p_most rows, and more '
+  'when none of those is a success.';
