@@ -63,6 +63,9 @@ type settledPart struct {
 
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
+	if found, is := v.About.(*tracedVisit); is {
+		return "Trace " + found.ID, nil // it was found for the same address, and what was read is kept with it
+	}
 	q, err := filtersOf(v.Query, "view", "row", "after")
 	if err != nil {
 		return "", err

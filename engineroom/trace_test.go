@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -149,7 +150,7 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
 	_, body := see(t, server.URL+"/traces/"+string(id))
 	wants(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<", "19,699 more activities", "$20.00",
-		"not all shown")
+		"not all shown", `wf-cost">$20.00`)
 	if strings.Contains(body, ">row_201<") || len(body) > 2_000_000 {
 		t.Errorf("too much is shown: %d bytes", len(body))
 	}
@@ -228,7 +229,17 @@ func TestHostileTextInATraceIsText(t *testing.T) {
 	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity limit 1`).Scan(&row); err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{"/traces", "/traces/" + string(id), "/traces/" + string(id) + "?view=tree", "/traces/" + string(id) + "?view=table", "/traces/" + string(id) + "?row=" + row} {
+	room, err := New(Options{Pool: pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if runs, _, err := room.runsOf(t.Context(), string(id)); err != nil || len(runs) != 1 || len(runs[0].Error) > 4000*utf8.UTFMax {
+		t.Errorf("a text of a megabyte was fetched, error %v", err)
+	}
+	for _, path := range []string{
+		"/traces", "/traces/" + string(id), "/traces/" + string(id) + "?view=tree",
+		"/traces/" + string(id) + "?view=table", "/traces/" + string(id) + "?row=" + row,
+	} {
 		status, body := see(t, server.URL+path)
 		switch {
 		case status != 200:
@@ -256,10 +267,14 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	id, _ := seedTrace(t, pool)
-	about := &tracedVisit{ID: string(id), View: "waterfall", seen: map[string]settledPart{}}
+	v := visit{path: func(string) string { return string(id) }}
 	loads := 0
 	look := func() {
 		t.Helper()
+		if _, err := room.openTrace(t.Context(), &v); err != nil {
+			t.Fatal(err)
+		}
+		about, _ := v.About.(*tracedVisit)
 		if _, err := room.settled(t.Context(), about, "view", func() (any, bool, error) { loads++; return loads, false, nil }); err != nil {
 			t.Fatal(err)
 		}
