@@ -8,7 +8,7 @@ import (
 )
 
 // policy lets a page load its own files and talk to its own server, nothing else.
-const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
+const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
 // guard sets what a browser has to know about everything the room sends. The referrer is told to the room itself,

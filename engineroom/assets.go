@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"embed"
 	"encoding/base64"
@@ -69,14 +70,14 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	guard(h)
 	h.Set("ETag", tag)
 	h.Set("Cache-Control", "public, no-cache")
-	if r.URL.Query().Get("v") == fingerprints[name] {
+	if r.URL.Query().Get("v") == fingerprints[name] || path.Ext(name) == ".woff2" { // a font has its version in its name
 		h.Set("Cache-Control", "public, max-age=31536000, immutable")
 	}
 	if r.Header.Get("If-None-Match") == tag {
 		w.WriteHeader(http.StatusNotModified)
 		return
 	}
-	h.Set("Content-Type", mime.TypeByExtension(path.Ext(name)))
+	h.Set("Content-Type", cmp.Or(mime.TypeByExtension(path.Ext(name)), "font/woff2"))
 	if _, err := w.Write(text); err != nil {
 		room.Logger.DebugContext(r.Context(), "file not sent", "error", err)
 	}

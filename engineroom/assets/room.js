@@ -21,7 +21,10 @@
   const themes = ["system", "light", "dark"];
   const root = document.documentElement;
   const theme = () => root.dataset.theme || "system";
-  const showTheme = () => put($("theme"), "Theme: " + theme());
+  const showTheme = () => {
+    put($("theme"), "◐ " + theme());
+    $("theme").setAttribute("aria-label", "Theme: " + theme());
+  };
   $("theme").hidden = false;
   showTheme();
   $("theme").addEventListener("click", () => {
