@@ -23,8 +23,10 @@ const (
 
 // traceAges is how far back the listing can be narrowed down to.
 var traceAges = []traceAge{
-	{"1h", "the last hour", time.Hour}, {"24h", "the last day", 24 * time.Hour},
-	{"7d", "the last 7 days", 7 * 24 * time.Hour}, {"30d", "the last 30 days", 30 * 24 * time.Hour},
+	{"1h", "the last hour", time.Hour},
+	{"24h", "the last day", 24 * time.Hour},
+	{"7d", "the last 7 days", 7 * 24 * time.Hour},
+	{"30d", "the last 30 days", 30 * 24 * time.Hour},
 }
 
 // traceAge is how far a listing goes back.

@@ -164,8 +164,8 @@ func arrange(nodes []*tracedNode) []*tracedNode {
 	for _, n := range append(top, nodes...) { // those that nothing leads to are in a circle: its first breaks it
 		order = n.walk(nil, order)
 	}
-	for i := len(order) - 1; i >= 0; i-- {
-		if n := order[i]; n.parent != nil {
+	for _, n := range slices.Backward(order) {
+		if n.parent != nil {
 			n.parent.Tokens += n.Tokens
 			n.parent.CostUSD += n.CostUSD
 			n.parent.Errors += n.Errors
@@ -214,8 +214,8 @@ func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode
 			v.node.Level = v.parent.Level + 1
 		}
 		order = append(order, v.node)
-		for i := len(v.node.Children) - 1; i >= 0; i-- {
-			stack = append(stack, visit{v.node.Children[i], v.node})
+		for _, child := range slices.Backward(v.node.Children) {
+			stack = append(stack, visit{child, v.node})
 		}
 	}
 	return order

@@ -143,8 +143,7 @@ func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
 		return
 	}
 	below := map[*tracedNode]tracedSums{}
-	for i := len(order) - 1; i >= 0; i-- {
-		n := order[i]
+	for _, n := range slices.Backward(order) {
 		if n.Run == nil {
 			n.AtLeast = len(n.Children) > 0
 			continue
