@@ -12,6 +12,8 @@ const (
 	// batchPatience is how long a write waits for others to be done before it goes by itself: one that is held up by
 	// somebody's lock must not hold up the rest.
 	batchPatience = 25 * time.Millisecond
+	// gatherFor is how long the first of several waits for those that come with it, where the last write was not alone.
+	gatherFor = 100 * time.Microsecond
 )
 
 // batcher lets writes of callers at the same time share one statement and its commit. A caller who is alone writes at
@@ -27,6 +29,7 @@ type batcher[In, Out any] struct {
 
 	mu      sync.Mutex
 	busy    bool // somebody writes; who comes now gathers
+	crowd   bool // the last write was of several, so the next will hardly be of one
 	waiting []*write[In, Out]
 }
 
@@ -52,7 +55,7 @@ type reply[Out any] struct {
 // the write may yet be made.
 func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
 	b.mu.Lock()
-	if !b.busy {
+	if !b.busy && !b.crowd {
 		b.busy = true
 		b.mu.Unlock()
 		defer b.next(ctx)
@@ -60,6 +63,10 @@ func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, err
 	}
 	w := &write[In, Out]{in: in, done: make(chan reply[Out], 1)}
 	b.waiting = append(b.waiting, w)
+	if !b.busy {
+		b.busy = true
+		time.AfterFunc(gatherFor, func() { b.next(ctx) })
+	}
 	b.mu.Unlock()
 	got, err := b.await(ctx, w)
 	switch {
@@ -122,6 +129,9 @@ func (b *batcher[In, Out]) next(ctx context.Context) {
 	together := b.waiting[:n:n]
 	b.waiting = append([]*write[In, Out](nil), b.waiting[n:]...)
 	b.busy = n > 0
+	if n > 0 {
+		b.crowd = n > 1
+	}
 	b.mu.Unlock()
 	switch n {
 	case 0:

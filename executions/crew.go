@@ -20,6 +20,8 @@ const (
 	tellEvery = 20 * time.Millisecond
 	// After so long executions are asked for again that somebody had locked; it doubles while they are.
 	shortestMiss, longestMiss = 2 * time.Millisecond, time.Second
+	// endsBeside is how many ends may be written beside the work of each worker.
+	endsBeside = 4
 )
 
 // crew is this process's workers of one queue. Whenever something may be ready and workers are free, one statement
@@ -31,7 +33,9 @@ type crew struct {
 	size  int
 	wake  chan struct{} // something may be ready
 	tell  chan struct{} // others should look
-	pause time.Duration // until another try for executions that were locked; of work alone
+	// Of work alone:
+	pause time.Duration // until another try for executions that were locked
+	full  bool          // the last claim took as much as there were workers, so there may be more
 
 	mu     sync.Mutex
 	busy   int             // workers at work, and places set aside
@@ -88,6 +92,9 @@ func (c *crew) work(ctx, living context.Context) {
 // fill claims for the workers that are free, and reports whether there may be more for those still free.
 func (c *crew) fill(living context.Context) bool {
 	free := c.free()
+	if c.full && free > 0 && free < c.size && sleep(living, gatherFor) {
+		free = c.free() // there is a backlog: workers that become free together take from it together
+	}
 	if free == 0 {
 		c.spread()
 		return false
@@ -101,6 +108,7 @@ func (c *crew) fill(living context.Context) bool {
 	for _, x := range claimed {
 		c.run(living, x, worker)
 	}
+	c.full = len(claimed) == free
 	if !missed {
 		c.pause = 0
 	} else if len(claimed) < free {
@@ -191,7 +199,7 @@ func (c *crew) run(living context.Context, x claimed, worker string) {
 }
 
 // begin puts a worker, whose place is set aside, to a claimed execution. The worker is free when the function has
-// returned: what remains is to write the end, and as many ends as there are workers may be written beside their work.
+// returned: what remains is to write the end, and some ends may be written beside the work.
 func (c *crew) begin(living context.Context, x claimed, worker string) {
 	go func() {
 		free := sync.OnceValue(c.returned)
@@ -206,7 +214,7 @@ func (c *crew) begin(living context.Context, x claimed, worker string) {
 // returned says that a function has returned, and reports whether that made its worker free.
 func (c *crew) returned() bool {
 	c.mu.Lock()
-	if c.ending >= c.size {
+	if c.ending >= endsBeside*c.size {
 		c.mu.Unlock()
 		return false
 	}

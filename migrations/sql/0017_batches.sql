@@ -164,8 +164,7 @@ begin
 end $$;
 
 create function resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_worker uuid, p_claimed uuid[])
-returns void language plpgsql volatile
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan as $$
+returns void language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
 declare
   lanes text[];
   id_ uuid;
@@ -292,27 +291,26 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
 declare
   kinds text[] := '{}';
   here boolean[] := '{}';           -- by event: delivered by this statement
-  rows_ uuid[] := '{}';             -- by event: its row; null when it had come before
-  takers uuid[] := '{}';            -- by event: the last execution that it wakes
-  woken uuid[] := '{}';             -- the executions that go on, by which event, and how: side by side
+  rows_ uuid[] := array_fill(null::uuid, array[cardinality(p_events)]);   -- by event: its row; null when it had come before
+  takers uuid[] := rows_;           -- by event: the last execution that it wakes
+  woken uuid[] := '{}';             -- the executions that go on, and by which event: side by side
   by_ int[] := '{}';
-  outcomes jsonb[] := '{}';
   taken uuid[] := '{}';             -- those of them that are claimed
   places jsonb := jsonb_build_object('background', p_background, 'interactive', p_interactive);
   next jsonb := '{}';               -- by queue, flow and surface
   line text;
   w record;
 begin
-  for i in 1 .. cardinality(p_events) loop
-    kinds := kinds || check_agent_delivery(p_events[i], p_keys[i], p_data[i], p_ids[i]);
-    rows_ := rows_ || null::uuid;
-    takers := takers || null::uuid;
-    -- One that has to wait for somebody, or for another of this batch, comes again by itself: the others do not wait with it.
-    here := here || (kinds[i] not in ('agent', 'document', 'signature', 'test')
-      and not exists (select from unnest(p_events[1:i-1], p_keys[1:i-1], p_ids[1:i-1]) b (event, key, id)
-                       where b.event = p_events[i] and b.key = p_keys[i] or b.id = p_ids[i])
-      and pg_try_advisory_xact_lock(hashtextextended('wait ' || kinds[i] || ' ' || p_keys[i], 0)));
-  end loop;
+  kinds := array(select check_agent_delivery(t.event, t.key, t.data, t.id)
+                   from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n) order by t.n);
+  -- One that has to wait for somebody, or for another of this batch, comes again by itself: the others do not wait with it.
+  here := array(
+    select case when t.kind not in ('agent', 'document', 'signature', 'test') and t.nth_of_key = 1 and (t.id is null or t.nth_of_id = 1)
+                then pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0)) else false end
+      from (select u.*, row_number() over (partition by u.kind, u.key order by u.n) as nth_of_key,
+                   row_number() over (partition by u.id order by u.n) as nth_of_id
+              from unnest(kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
+     order by t.n);
   for w in
     select l.id, t.n from unnest(kinds, p_keys, here) with ordinality t (kind, key, here, n)
      cross join lateral (
@@ -358,13 +356,7 @@ begin
   loop
     rows_[w.n] := w.id;
   end loop;
-  for i in 1 .. cardinality(woken) loop
-    outcomes := outcomes || jsonb_build_object('event', p_events[by_[i]], 'event_id', rows_[by_[i]],
-                                               'data', coalesce(p_data[by_[i]], '{}'), 'timed_out', false);
-    if rows_[by_[i]] is null then
-      woken[i] := null;
-    end if;
-  end loop;
+  woken := array(select case when rows_[t.n] is not null then t.id end from unnest(woken, by_) with ordinality t (id, n, i) order by t.i);
   if p_worker is not null and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()) then
     for w in
       select x.id, x.queue, x.flow, x.surface from agent_executions x
@@ -382,12 +374,15 @@ begin
     end loop;
   end if;
   perform resume_agent_executions(u.ids, u.outcomes, p_worker, taken)
-     from (select array_agg(t.id) as ids, array_agg(t.outcome) as outcomes
-             from unnest(woken, outcomes) t (id, outcome) where t.id is not null having count(*) > 0) u;
+     from (select array_agg(t.id) as ids,
+                  array_agg(jsonb_build_object('event', p_events[t.n], 'event_id', rows_[t.n], 'data', coalesce(p_data[t.n], '{}'),
+                                               'timed_out', false)) as outcomes
+             from unnest(woken, by_) t (id, n) where t.id is not null having count(*) > 0) u;
   return query
   select t.n::int, coalesce(t.event_id, v.id), x.id, x.queue, case when x.id = any (taken) and x.claimed_by = p_worker then x::agent_executions end,
-         x.id = any (taken) and x.claimed_by = p_worker and (x.claim > 2 * x.wait_number + 1 or exists (select from agent_locks l where l.execution_id = x.id)
-                                 or exists (select from agent_activity_open o where o.execution_id = x.id)),
+         coalesce(x.id = any (taken) and x.claimed_by = p_worker and (
+           x.claim > 2 * x.wait_number + 1 or exists (select from agent_locks l where l.execution_id = x.id)
+           or exists (select from agent_activity_open o where o.execution_id = x.id)), false),
          c.steps, c.claims, c.prints, c.failed, c.outputs, c.times
     from unnest(p_ids, rows_, here) with ordinality t (id, event_id, here, n)
     left join lateral (select r.id from agent_events r where t.here and t.event_id is null and r.external_id = t.id limit 1) v on true

@@ -1,0 +1,381 @@
+package executions_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// parked inserts an execution that waits for an event of a key, by plain SQL.
+func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
+	t.Helper()
+	id := queued(t, pool, flow, "flow", priority)
+	n := mustClaim(t, pool, id, worker(t, pool))
+	exec(t, pool, `select park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+		postgres.Strict{"id": id, "claim": n, "key": key})
+	return id
+}
+
+// handed is what became of one event.
+type handed struct {
+	N           int
+	EventID     *string
+	ExecutionID *string
+	Claimed     *int64
+	Held        bool
+	Steps       []string
+}
+
+// hand delivers events as a process with free workers does: alone by the function for one, or several in one batch.
+func hand(t *testing.T, db postgres.DB, worker string, places int, batch bool, keys ...string) []handed {
+	t.Helper()
+	ids := make([]*string, len(keys))
+	names := make([]string, len(keys))
+	for i, key := range keys {
+		if name, id, ok := strings.Cut(key, "="); ok {
+			keys[i], ids[i] = name, &id
+		}
+		names[i] = "EVENT_COMPLETED"
+	}
+	var got []handed
+	read := func(rows pgx.Rows, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		more, err := pgx.CollectRows(rows, pgx.RowToStructByPos[handed])
+		if err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, more...)
+	}
+	if batch {
+		read(db.Query(t.Context(), `
+			select n, event_id::text, execution_id::text, (execution).claim, held, steps
+			  from hand_agent_events(@names, @keys, array_fill('{}'::jsonb, array[@n::int]), @ids, @worker, @places, @places, '{left}') order by 1, 3`,
+			postgres.Strict{"names": names, "keys": keys, "n": len(keys), "ids": ids, "worker": worker, "places": places}))
+		return got
+	}
+	for i, key := range keys {
+		read(db.Query(t.Context(), `
+			select @n::int, event_id::text, execution_id::text, (execution).claim, held, steps
+			  from hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`,
+			postgres.Strict{"n": i + 1, "key": key, "id": ids[i], "worker": worker, "places": places}))
+	}
+	return got
+}
+
+// both calls a test for a single event and for a batch.
+func both(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, batch bool)) {
+	t.Parallel()
+	for name, batch := range map[string]bool{"one": false, "several": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			fn(t, pgtest.DB(t), batch)
+		})
+	}
+}
+
+// What is claimed along with its event is what would be claimed next, and nothing else.
+func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
+	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+		me := worker(t, pool)
+		cases := map[string]struct {
+			before, after string // SQL; X is the execution
+			flow          string
+			places        int
+			want          bool
+		}{
+			"nothing else":                     {flow: "flow", places: 2, want: true},
+			"no free worker":                   {flow: "flow"},
+			"a flow that is left to others":    {flow: "left", places: 2},
+			"a flow for workers outside":       {flow: "external", places: 2},
+			"a limit of its flow":              {before: `insert into agent_limits values ('flow', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
+			"a limit of its surface":           {before: `insert into agent_limits values ('surface', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
+			"something else is ready":          {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other')`, after: `delete from agent_executions where flow = 'other'`, flow: "flow", places: 2},
+			"what is ready is held by a limit": {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other'); insert into agent_limits values ('flow', 'other', 0)`, after: `delete from agent_executions where flow = 'other'; delete from agent_limits`, flow: "flow", places: 2, want: true},
+			"a pause":                          {before: `select pause_agent('test')`, after: `select resume_agent()`, flow: "flow", places: 2},
+			"a lease that is over":             {before: `update agent_workers set expires_at = clock_timestamp() where name = 'test'`, after: `update agent_workers set expires_at = clock_timestamp() + interval '1 minute'`, flow: "flow", places: 2},
+		}
+		for name, c := range cases {
+			id := ""
+			if c.flow == "external" {
+				id = value[string](t, pool, `
+					insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'external') returning id::text`)
+				lock := value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`, postgres.Strict{"id": id})
+				exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`, postgres.Strict{"id": id, "lock": lock, "key": name})
+			} else {
+				id = parked(t, pool, name, c.flow, 2)
+			}
+			script(t, pool, c.before)
+			got := hand(t, pool, me, c.places, batch, name)
+			script(t, pool, c.after)
+			x := get(t, pool, id)
+			if len(got) != 1 || str(got[0].ExecutionID) != id || x.Status != executions.Running {
+				t.Fatalf("%s: delivered %+v, status %s", name, got, x.Status)
+			}
+			switch claimed := got[0].Claimed != nil; {
+			case claimed != c.want, claimed != (x.ClaimedBy != nil):
+				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, str(x.ClaimedBy))
+			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
+				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
+			}
+			exec(t, pool, `delete from agent_executions`)
+		}
+	})
+}
+
+// script runs statements of a test.
+func script(t *testing.T, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	for _, s := range strings.Split(sql, ";") {
+		if s != "" {
+			exec(t, pool, s)
+		}
+	}
+}
+
+func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
+	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+		me := worker(t, pool)
+		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
+		got := hand(t, pool, me, 1, batch, "k")
+		if len(got) != 2 {
+			t.Fatalf("delivered %+v", got)
+		}
+		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
+			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, str(x.ClaimedBy))
+		}
+		claimReady(t, pool, me, 1)
+		if x := get(t, pool, first); x.ClaimedBy == nil {
+			t.Error("the one of more priority was not first")
+		}
+	})
+}
+
+func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
+	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+		me := worker(t, pool)
+		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
+		first := hand(t, pool, me, 9, batch, "one=id")
+		again := hand(t, pool, me, 9, batch, "two=id")
+		if len(again) != 1 || again[0].ExecutionID != nil || str(again[0].EventID) != str(first[0].EventID) {
+			t.Errorf("the repetition: %+v of %+v", again, first)
+		}
+		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
+			t.Errorf("they are %s and %s", a, b)
+		}
+		if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
+			t.Errorf("%d events are recorded", n)
+		}
+		hand(t, pool, me, 9, batch, "kept")
+		if n := value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
+			t.Error("an event that nobody waits for was not kept")
+		}
+	})
+}
+
+// A batch waits for nobody: what it would wait for it leaves, and the answer says so.
+func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	me := worker(t, pool)
+	ids := map[string]string{}
+	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
+		ids[key] = parked(t, pool, key, "flow", 2)
+	}
+	exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
+		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": ids["lane"] + "#2", "id": ids["lane"]})
+	held, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, held, `select agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	got := hand(t, pool, me, 9, true, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
+	delivered := map[int]bool{}
+	for _, h := range got {
+		delivered[h.N] = h.EventID != nil
+	}
+	for n, want := range []bool{true, false, false, false, true, false, true, false, true} {
+		if delivered[n+1] != want {
+			t.Errorf("event %d was delivered %t, want %t", n+1, delivered[n+1], want)
+		}
+	}
+	for key, id := range ids {
+		want := executions.Waiting
+		if key == "plain" || key == "twice" {
+			want = executions.Running
+		}
+		if x := get(t, pool, id); x.Status != want {
+			t.Errorf("%s is %s, want %s", key, x.Status, want)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
+		t.Errorf("%d events are recorded, want 4", n)
+	}
+}
+
+func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := parked(t, pool, "k", "flow", 2)
+	exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
+		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
+	var owner atomic.Value
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked and expires_at > clock_timestamp()`)
+		owner.Store(by)
+		return executions.Result{}, err
+	}), never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	x := until(t, pool, id, executions.Completed)
+	if owner.Load() != fmt.Sprintf("%s#%d", id, x.Claim) {
+		t.Errorf("the lane was held by %v, under claim %d", owner.Load(), x.Claim)
+	}
+}
+
+// A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
+func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
+	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+		id := parked(t, pool, "k", "flow", 2)
+		exec(t, pool, `update agent_executions set input = '"k"'`)
+		dead := worker(t, pool)
+		if got := hand(t, pool, dead, 1, batch, "k"); got[0].Claimed == nil {
+			t.Fatalf("not claimed: %+v", got)
+		}
+		expire(t, pool, id)
+		sweep(t, pool)
+		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
+			t.Errorf("after the death it is claimed by %q, attempt %d", str(x.ClaimedBy), x.Attempt)
+		}
+		start(t, pool, awaits(0))
+		if out := outcome(t, until(t, pool, id, executions.Completed)); out.Event != "EVENT_COMPLETED" {
+			t.Errorf("the outcome is %+v", out)
+		}
+	})
+}
+
+// Processes of the version before use the functions of before.
+func TestOldAndNewProcessesWorkTogether(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0))
+	const n = 60
+	ids := make([]string, n)
+	for i := range ids {
+		ids[i] = p.beginWith(t, fmt.Sprint("k", i))
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
+	}, "all wait")
+	old := worker(t, pool)
+	group, ctx := errgroup.WithContext(t.Context())
+	for i := range n {
+		event := fmt.Sprint("once ", i)
+		group.Go(func() error { return deliver(ctx, pool, fmt.Sprint("k", i), "{}", event) })
+		group.Go(func() error {
+			_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint("k", i), nil, event)
+			return err
+		})
+	}
+	group.Go(func() error { // the old process claims and ends what it finds
+		for range n {
+			_, err := pool.Exec(ctx, `
+				select finish_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
+				  from claim_agent_executions(@worker, 'background', 2, '{}') c`, postgres.Strict{"worker": old})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range ids {
+		if x := until(t, pool, id, executions.Completed); x.Claim != 3 || completions(t, pool, id) != 1 {
+			t.Errorf("it was claimed %d times and ended %d times", x.Claim, completions(t, pool, id))
+		}
+	}
+}
+
+// However the statistics of the table are, who waits is found without a look at all who wait.
+func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
+	exec(t, pool, `analyze agent_executions`) // as long as nobody waits
+	exec(t, pool, `update agent_executions set status = 'running'`)
+	exec(t, pool, `
+		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
+	id := value[string](t, pool, `select max(id::text) from agent_executions`)
+	me := worker(t, pool)
+	read := func(tx postgres.DB) int {
+		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
+	}
+	for name, sql := range map[string]string{
+		"one":       `select count(*) from hand_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, 1, 1)`,
+		"several":   `select count(*) from hand_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1)`,
+		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
+		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
+		"a parent":  `select tell_agent_parents(@key::uuid, @worker <> '')`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+			before := read(tx)
+			value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
+			if n := read(tx) - before; n > 100 {
+				t.Errorf("%d rows were read to find one that waits", n)
+			}
+		})
+	}
+}
+
+func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	ran := make(chan string, 10)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		ran <- x.ID
+		return executions.Result{}, nil
+	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `lock table agent_events in share mode`) // no end can be written
+	first, second := p.begin(t, "flow"), p.begin(t, "flow")
+	if a, b := receive(t, ran), receive(t, ran); a != first || b != second {
+		t.Errorf("%s and %s ran, want %s and %s", a, b, first, second)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, first, executions.Completed)
+	until(t, pool, second, executions.Completed)
+}
