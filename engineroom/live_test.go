@@ -1,0 +1,462 @@
+package engineroom
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"html/template"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// patience is how long a test waits for what has to come.
+const patience = time.Minute
+
+// shared is a page with two parts whose text a test sets, and that counts what is read.
+type shared struct {
+	mu    sync.Mutex
+	texts map[string]string
+	err   error
+	reads map[string]*atomic.Int64
+}
+
+func (s *shared) set(part, text string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.texts[part] = text
+}
+
+func (s *shared) fail(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.err = err
+}
+
+func (s *shared) load(part string) func(context.Context, *visit) (any, error) {
+	return func(context.Context, *visit) (any, error) {
+		s.reads[part].Add(1)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.texts[part], s.err
+	}
+}
+
+// watched serves a room with a page /watched whose parts are "one", read every 20 ms, "calm", and "still".
+func watched(t *testing.T) (*shared, *Room, *httptest.Server) {
+	t.Helper()
+	return watchedWith(t, func(*page) {})
+}
+
+func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.Server) {
+	t.Helper()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "flowpilot", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &shared{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
+	p := page{path: "/watched", name: "watched", title: "Watched", parts: []part{
+		{name: "one", every: 20 * time.Millisecond, load: s.load("one")},
+		{name: "calm", every: 20 * time.Millisecond, calm: true, load: s.load("calm")},
+		{name: "still", load: s.load("still")},
+		{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }}, // every page has it
+	}}
+	change(&p)
+	room.pages = []page{p}
+	room.hub.second = 20 * time.Millisecond
+	text := `{{define "watched"}}{{.Part "one"}}{{.Part "calm"}}{{.Part "still"}}{{end}}{{define "watched/pause"}}{{end}}`
+	for name := range s.reads {
+		text += fmt.Sprintf(`{{define "watched/%s"}}<section id="%s">%s is {{.}}</section>{{end}}`, name, name, name)
+	}
+	room.templates = template.Must(room.templates.Parse(text))
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		mux.Handle(r.Method+" "+r.Path, r.Handler)
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	return s, room, server
+}
+
+// event is one of a stream.
+type event struct{ name, id, data string }
+
+// listening is an open stream.
+type listening struct {
+	t      *testing.T
+	events chan event
+	stop   func()
+	last   string // id of the last event
+	status int
+}
+
+// listen opens the stream of an address.
+func listen(t *testing.T, url, lastID string) *listening {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if lastID != "" {
+		req.Header.Set("Last-Event-ID", lastID)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &listening{t: t, events: make(chan event, 1000), status: resp.StatusCode}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		defer close(l.events)
+		defer resp.Body.Close()
+		lines := bufio.NewScanner(resp.Body)
+		lines.Buffer(nil, 1<<22)
+		var e event
+		for lines.Scan() {
+			name, value, _ := strings.Cut(lines.Text(), ": ")
+			switch name {
+			case "event":
+				e.name = value
+			case "id":
+				e.id = value
+			case "data":
+				e.data = value
+			case "":
+				if e.name != "" {
+					l.events <- e
+				}
+				e = event{}
+			}
+		}
+	}()
+	l.stop = func() {
+		cancel()
+		<-done
+	}
+	t.Cleanup(l.stop)
+	return l
+}
+
+// part waits for the next part, and returns its id and its text.
+func (l *listening) part() (id, html string) {
+	l.t.Helper()
+	deadline := time.After(patience)
+	for {
+		select {
+		case e, open := <-l.events:
+			if !open {
+				l.t.Fatal("the stream ended")
+			}
+			if e.name != "part" {
+				continue
+			}
+			var p struct{ ID, HTML string }
+			if err := json.Unmarshal([]byte(e.data), &p); err != nil {
+				l.t.Fatal(err)
+			}
+			l.last = e.id
+			return p.ID, p.HTML
+		case <-deadline:
+			l.t.Fatal("no part came")
+		}
+	}
+}
+
+// until waits for a part that says words; what comes before may say something else.
+func (l *listening) until(words string) {
+	l.t.Helper()
+	for {
+		if _, html := l.part(); strings.Contains(html, words) {
+			return
+		}
+	}
+}
+
+// next asserts which part comes next.
+func (l *listening) next(id, words string) {
+	l.t.Helper()
+	if got, html := l.part(); got != id || !strings.Contains(html, words) {
+		l.t.Fatalf("next is part %s: %s, want %s with %s", got, html, id, words)
+	}
+}
+
+// seenBy is the state that a page names when it is loaded.
+func seenBy(t *testing.T, body string) string {
+	t.Helper()
+	_, rest, found := strings.Cut(body, `data-seen="`)
+	state, _, _ := strings.Cut(rest, `"`)
+	if !found || state == "" { // a page that could not be made names none
+		t.Fatalf("the page names no state:\n%s", body)
+	}
+	return state
+}
+
+func TestAPartThatReadsOtherwiseIsSent(t *testing.T) {
+	t.Parallel()
+	s, _, server := watched(t)
+	_, body := see(t, server.URL+"/watched?b=2&a=1")
+	if !strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`) {
+		t.Errorf("the page does not say where its stream is:\n%s", body)
+	}
+	l := listen(t, server.URL+"/live/watched?a=1&b=2&seen="+seenBy(t, body), "")
+	s.set("one", "a <b>")
+	l.next("one", "one is a &lt;b&gt;")
+	s.set("one", "b")
+	l.next("one", "one is b")
+	if s.reads["still"].Load() != 1 {
+		t.Errorf("a part that never changes was read %d times", s.reads["still"].Load())
+	}
+}
+
+func TestAStreamGoesOnByState(t *testing.T) {
+	t.Parallel()
+	s, _, server := watched(t)
+	s.set("one", "first")
+	_, body := see(t, server.URL+"/watched")
+	s.set("one", "changed between page and stream")
+	l := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), "")
+	l.next("one", "changed between")
+	l.stop()
+	s.set("calm", "changed while away")
+	again := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), l.last)
+	again.next("calm", "changed while away") // and not "one" once more, nor what ?seen= would say
+	again.stop()
+	third := listen(t, server.URL+"/live/watched", again.last)
+	s.set("one", "last")
+	third.next("one", "last")
+	third.stop()
+	for _, state := range []string{"", "x", "x.y", third.last + ".z", "%0Aid:%20evil.y"} {
+		l := listen(t, server.URL+"/live/watched?seen="+state, "")
+		l.next("one", "last")
+		l.next("calm", "changed while away")
+	}
+}
+
+func TestManyViewersCostOneRead(t *testing.T) {
+	t.Parallel()
+	const viewers = 100
+	s, room, server := watchedWith(t, func(p *page) { p.parts[0].every, p.parts[1].every = time.Hour, time.Hour })
+	_, body := see(t, server.URL+"/watched")
+	state := seenBy(t, body)
+	first := listen(t, server.URL+"/live/watched?seen="+state, "")
+	pgtest.Eventually(t, patience, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 }, "the first viewer's parts are read")
+	all := []*listening{first}
+	for range viewers - 1 {
+		all = append(all, listen(t, server.URL+"/live/watched?seen="+state, ""))
+	}
+	s.set("one", "news")
+	before := s.reads["one"].Load()
+	if before != 2 || s.reads["calm"].Load() != 2 {
+		t.Errorf("%d viewers of what is known cost %d reads", viewers, before)
+	}
+	room.hub.mu.Lock()
+	for _, topic := range room.hub.topics {
+		topic.mu.Lock()
+		topic.parts[0].wanted = true
+		topic.mu.Unlock()
+		signal(topic.wake)
+	}
+	room.hub.mu.Unlock()
+	for _, l := range all {
+		l.next("one", "news")
+	}
+	if now := s.reads["one"].Load(); now != before+1 {
+		t.Errorf("a change for %d viewers cost %d reads", viewers, now-before)
+	}
+}
+
+func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
+	t.Parallel()
+	s, room, server := watched(t)
+	l := listen(t, server.URL+"/live/watched", "")
+	l.until("calm is")
+	// The pulse says "moved" once when it begins; from then on the log stands still.
+	var before int64
+	pgtest.Eventually(t, patience, func() bool {
+		ones, calm := s.reads["one"].Load(), s.reads["calm"].Load()
+		pgtest.Eventually(t, patience, func() bool { return s.reads["one"].Load() > ones+10 }, "the other part is read")
+		before = s.reads["calm"].Load()
+		return before == calm
+	}, "the calm part is left alone")
+	s.set("calm", "moved")
+	if _, err := room.Pool.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`); err != nil {
+		t.Fatal(err)
+	}
+	l.until("calm is moved")
+}
+
+func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
+	t.Parallel()
+	s, _, server := watched(t)
+	s.set("one", "fine")
+	l := listen(t, server.URL+"/live/watched", "")
+	l.until("one is fine")
+	s.fail(errors.New("relation agent_x at 10.0.0.7"))
+	l.until("This could not be read: something went wrong here")
+	s.fail(nil)
+	l.until("one is fine")
+}
+
+func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
+	t.Parallel()
+	s, room, _ := watched(t)
+	p := room.pages[0]
+	v := &visit{URL: "/watched"}
+	who, leave, err := room.hub.join(p, v, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer leave()
+	for i := range 50 {
+		s.set("one", fmt.Sprint("number ", i))
+		pgtest.Eventually(t, patience, func() bool {
+			who.topic.mu.Lock()
+			defer who.topic.mu.Unlock()
+			return strings.Contains(string(who.topic.parts[0].html), fmt.Sprint("number ", i))
+		}, "it is read")
+	}
+	if len(who.news) != 1 {
+		t.Errorf("the viewer was told %d times", len(who.news))
+	}
+	list := who.take()
+	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0].html), "number 49") {
+		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].html)
+	}
+	if list := who.take(); len(list) != 0 {
+		t.Errorf("the viewer gets %s twice", list[0].name)
+	}
+}
+
+func TestViewersAndTopicsAreBounded(t *testing.T) {
+	t.Parallel()
+	_, room, server := watched(t)
+	room.hub.most.topics, room.hub.most.viewers = 2, 3
+	a, b := listen(t, server.URL+"/live/watched?x=1", ""), listen(t, server.URL+"/live/watched?x=2", "")
+	if c := listen(t, server.URL+"/live/watched?x=3", ""); c.status != http.StatusServiceUnavailable {
+		t.Errorf("a third topic: %d", c.status)
+	}
+	third := listen(t, server.URL+"/live/watched?x=2", "")
+	if a.status != 200 || b.status != 200 || third.status != 200 {
+		t.Errorf("viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
+	}
+	if d := listen(t, server.URL+"/live/watched?x=1", ""); d.status != http.StatusServiceUnavailable {
+		t.Errorf("a fourth viewer: %d", d.status)
+	}
+	a.stop()
+	pgtest.Eventually(t, patience, func() bool {
+		l := listen(t, server.URL+"/live/watched?x=3", "")
+		defer l.stop()
+		return l.status == 200
+	}, "there is room again")
+}
+
+func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
+	t.Parallel()
+	_, room, _ := watched(t)
+	var group sync.WaitGroup
+	for i := range 200 {
+		group.Go(func() {
+			who, leave, err := room.hub.join(room.pages[0], &visit{URL: fmt.Sprint("/watched?", i%7)}, "")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			select {
+			case <-who.news:
+			case <-time.After(patience):
+				t.Error("nothing came")
+			}
+			leave()
+		})
+	}
+	group.Wait()
+	room.hub.mu.Lock()
+	defer room.hub.mu.Unlock()
+	if len(room.hub.topics) != 0 || room.hub.viewers != 0 || room.hub.stop != nil || len(room.hub.reading) != 0 {
+		t.Errorf("left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics), room.hub.viewers, room.hub.stop != nil, len(room.hub.reading))
+	}
+}
+
+func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
+	t.Parallel()
+	var began, ended atomic.Int64
+	_, room, _ := watchedWith(t, func(p *page) {
+		p.parts[0].load = func(ctx context.Context, _ *visit) (any, error) {
+			began.Add(1)
+			<-ctx.Done()
+			ended.Add(1)
+			return nil, ctx.Err()
+		}
+	})
+	_, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool { return began.Load() == 1 }, "the part is being read")
+	leave()
+	if began.Load() != 1 || ended.Load() != 1 {
+		t.Errorf("%d reads began, %d ended", began.Load(), ended.Load())
+	}
+}
+
+func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
+	t.Parallel()
+	_, room, _ := watched(t)
+	room.hub.heartbeat = 10 * time.Millisecond
+	handler := room.live(room.pages[0])
+	serve := func(ctx context.Context) string {
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodGet, "/live/watched", http.NoBody))
+		if w.Header().Get("Content-Type") != "text/event-stream" || w.Header().Get("Cache-Control") != "no-store" {
+			t.Errorf("header is %v", w.Header())
+		}
+		return w.Body.String()
+	}
+	over, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	text := serve(over)
+	if !strings.HasPrefix(text, "retry: 2000\nevent: hello\ndata: "+build()+"\n\n") || !strings.Contains(text, "\n\n:\n\n") ||
+		!strings.HasSuffix(text, "event: expired\ndata: login\n\n") {
+		t.Errorf("the stream says\n%s", text)
+	}
+	stopped, stop := context.WithCancel(t.Context())
+	time.AfterFunc(100*time.Millisecond, stop)
+	if text := serve(stopped); strings.Contains(text, "expired") {
+		t.Errorf("a shutdown is told as\n%s", text)
+	}
+}
+
+func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
+	t.Parallel()
+	s, _, server := watchedWith(t, func(p *page) {
+		p.open = func(_ context.Context, v *visit) (string, error) {
+			switch v.Query.Get("x") {
+			case "bad":
+				return "", problem.New(http.StatusBadRequest, "x cannot be bad")
+			case "away":
+				return "", errors.New("connection refused")
+			}
+			return "Title", nil
+		}
+	})
+	if l := listen(t, server.URL+"/live/watched?x=bad", ""); l.status != http.StatusBadRequest {
+		t.Errorf("a filter that does not exist: %d", l.status)
+	}
+	l := listen(t, server.URL+"/live/watched?x=away", "")
+	l.next("one", "This could not be read")
+	if s.reads["one"].Load() != 0 {
+		t.Error("a part of what could not be found was read")
+	}
+}
