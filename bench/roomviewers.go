@@ -87,7 +87,7 @@ func receive(ctx context.Context, address string, n *int64) error {
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // it was told to stop
+			return nil // it was told to stop
 		}
 		return fmt.Errorf("watch the overview: %w", err)
 	}
@@ -97,7 +97,7 @@ func receive(ctx context.Context, address string, n *int64) error {
 	}
 	*n, err = io.Copy(io.Discard, resp.Body)
 	if ctx.Err() != nil {
-		return nil //nolint:nilerr // it was told to stop
+		return nil // it was told to stop
 	}
 	return err
 }

@@ -28,10 +28,8 @@ func plain(text []byte) []byte {
 
 // tricky reports a character that is not shown as itself.
 func tricky(r rune) bool {
-	switch {
-	case r == '\n', r == '\t':
-		return false
-	case r == utf8.RuneError:
+	switch r {
+	case '\n', '\t', utf8.RuneError:
 		return false
 	}
 	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
