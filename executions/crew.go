@@ -68,8 +68,8 @@ func signal(mark chan struct{}) {
 
 // work claims and runs what is ready until ctx ends. What it has claimed then is run under living.
 func (c *crew) work(ctx, living context.Context) {
-	c.setOpen(living)
-	defer c.setOpen(nil)
+	c.begins(living)
+	defer c.ends()
 	c.look() // what became ready while nobody was here
 	poll := c.e.opts.SweepEvery
 	if c.e.opts.PollOnly {
@@ -173,13 +173,17 @@ func (c *crew) isOpen() bool {
 	return c.open
 }
 
-// setOpen says that claims are made, and under which context they are run; with nil, that no more are.
-func (c *crew) setOpen(living context.Context) {
+// begins says that claims are made, and under which context they are run.
+func (c *crew) begins(living context.Context) {
 	c.mu.Lock()
-	c.open = living != nil
-	if c.open {
-		c.living = living
-	}
+	c.open, c.living = true, living
+	c.mu.Unlock()
+}
+
+// ends says that no more claims are made. Those that are being made are run all the same.
+func (c *crew) ends() {
+	c.mu.Lock()
+	c.open = false
 	c.mu.Unlock()
 }
 

@@ -3,6 +3,8 @@ package executions
 import (
 	"context"
 	"encoding/json"
+	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -20,53 +22,82 @@ type occurrence struct {
 // as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
 // and the code that waits for it. The rest goes to the queue.
 func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
-	return e.events.do(ctx, o, func() (Delivered, error) {
+	alone := func() (Delivered, error) {
 		got, err := e.handSeveral(ctx, []occurrence{o})
 		if err != nil {
 			return Delivered{}, err
 		}
 		return got[0].value, nil
-	})
+	}
+	if postgres.IsSealed(ctx) { // a replay: the seal is to refuse it, and others must not take it along
+		return alone()
+	}
+	return e.events.do(ctx, o, alone)
 }
+
+// asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by
+// somebody's lock, and the workers are of more use elsewhere.
+const asideFor = 100 * time.Millisecond
 
 // places are workers set aside for what events wake, of each queue.
 type places struct {
 	e                       *Engine
-	background, interactive int
+	background, interactive int // as many may be claimed
+
+	mu     sync.Mutex
+	lapsed bool
+	left   map[string]int
+	timer  *time.Timer
 }
 
-func (e *Engine) setAside(n int) places {
-	return places{e, e.crews[Background].reserve(n), e.crews[Interactive].reserve(n)}
+func (e *Engine) setAside(n int) *places {
+	p := &places{e: e, background: e.crews[Background].reserve(n), interactive: e.crews[Interactive].reserve(n)}
+	p.left = map[string]int{Background: p.background, Interactive: p.interactive}
+	p.timer = time.AfterFunc(asideFor, p.giveBack)
+	return p
 }
 
-// take uses a place of a queue for a claimed execution.
+// take puts a worker to a claimed execution.
 func (p *places) take(x claimed, worker string) {
-	if x.Queue == Interactive {
-		p.interactive--
-	} else {
-		p.background--
-	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	c := p.e.crews[x.Queue]
+	if p.lapsed { // there may be one worker more for a while
+		c.run(c.life(), x, worker)
+		return
+	}
+	p.left[x.Queue]--
 	c.begin(c.life(), x, worker)
 }
 
 // giveBack returns what was not used.
 func (p *places) giveBack() {
-	p.e.crews[Background].vacate(p.background)
-	p.e.crews[Interactive].vacate(p.interactive)
+	p.timer.Stop()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.lapsed {
+		return
+	}
+	p.lapsed = true
+	for queue, n := range p.left {
+		p.e.crews[queue].vacate(n)
+	}
 }
 
 // handSeveral delivers events in one transaction. Of several, those that would have to wait for somebody are not
 // delivered, and the answer says so.
 func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer[Delivered], error) {
-	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
-	defer cancel()
+	if len(events) > 1 {
+		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
+		defer cancel()
+		ctx = bounded
+	}
 	worker, err := e.current(ctx)
 	if err != nil {
 		return nil, err
 	}
 	at := e.setAside(len(events))
-	defer func() { at.giveBack() }()
+	defer at.giveBack()
 	rows, err := e.queryEvents(ctx, events, worker, at)
 	if err != nil {
 		return nil, err
@@ -112,7 +143,7 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer
 }
 
 // queryEvents is the statement, for one event or for several.
-func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at places) (pgx.Rows, error) {
+func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at *places) (pgx.Rows, error) {
 	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
 	if len(events) == 1 {
 		o := events[0]

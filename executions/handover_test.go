@@ -2,6 +2,7 @@ package executions_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -140,7 +141,7 @@ func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 // script runs statements of a test.
 func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 	t.Helper()
-	for _, s := range strings.Split(sql, ";") {
+	for s := range strings.SplitSeq(sql, ";") {
 		if s != "" {
 			exec(t, pool, s)
 		}
@@ -227,6 +228,30 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
 		t.Errorf("%d events are recorded, want 4", n)
 	}
+}
+
+// A call that an earlier claim left in flight may have no record. The answer has none of these, so it says that there is more to read.
+func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
+	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+		me := worker(t, pool)
+		for lost, key := range []string{"never", "once"} {
+			id := pending(t, pool)
+			if lost > 0 {
+				lose(t, pool, id, "")
+			}
+			exec(t, pool, `select park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
+			got := hand(t, pool, me, 1, batch, key)
+			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
+				t.Errorf("lost %s: %+v", key, got)
+			}
+			exec(t, pool, `select give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			held := value[bool](t, pool, `select held from take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
+			if !held {
+				t.Error("a claim that was given up is not said")
+			}
+		}
+	})
 }
 
 func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
@@ -350,6 +375,71 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 				t.Errorf("%d rows were read to find one that waits", n)
 			}
 		})
+	}
+}
+
+// An event that is held up by somebody's lock does not keep the worker that was meant for what it wakes.
+func TestAnEventThatIsHeldUpKeepsNoWorker(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
+	held := p.beginWith(t, "held")
+	until(t, pool, held, executions.Waiting)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select agent_wait_lock('event', 'held')`)
+	var group errgroup.Group
+	group.Go(func() error {
+		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
+		return err
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
+			and database = (select oid from pg_database where datname = current_database())`) > 0
+	}, "the event waits")
+	mustDeliver(t, pool, "other", "{}")
+	until(t, pool, p.beginWith(t, "other"), executions.Completed)
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	until(t, pool, held, executions.Completed)
+}
+
+// What a replay calls must not reach the database in the company of others.
+func TestASealedEventJoinsNoBatch(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0))
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	sealed, _ := postgres.Sealed(t.Context())
+	group, ctx := errgroup.WithContext(t.Context())
+	for caller := range 6 {
+		group.Go(func() error {
+			for i := range 20 {
+				if caller == 0 {
+					if _, err := p.Deliver(sealed, pool, "EVENT_COMPLETED", "sealed", nil, ""); err == nil {
+						return errors.New("an event was delivered under a seal")
+					}
+					continue
+				}
+				if _, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint(caller, "-", i), nil, ""); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`); n != 0 {
+		t.Errorf("%d events got through the seal", n)
 	}
 }
 

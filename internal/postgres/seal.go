@@ -31,6 +31,12 @@ func Unsealed(ctx context.Context) context.Context {
 	return context.WithValue(ctx, sealKey{}, (*Seal)(nil))
 }
 
+// IsSealed reports whether a context is sealed: what is asked under it must not be passed to anybody who is not.
+func IsSealed(ctx context.Context) bool {
+	s, _ := ctx.Value(sealKey{}).(*Seal)
+	return s != nil
+}
+
 // guard keeps seals. It is the tracer of every connection.
 type guard struct{}
 
