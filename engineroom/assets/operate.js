@@ -37,7 +37,7 @@
     return item;
   };
   const bubble = (role, who, text) => {
-    const item = make("li", "bubble bubble-" + role);
+    const item = make("div", "bubble bubble-" + role);
     item.append(make("p", "muted", who));
     if (text !== undefined) item.append(make("p", "said", text));
     return add(item);
@@ -101,7 +101,7 @@
         text = since = null;
         let item = calls.get(call.id);
         if (!item) {
-          item = make("li", "bubble bubble-tool");
+          item = make("div", "bubble bubble-tool");
           calls.set(call.id, item);
           add(item);
         }
@@ -167,7 +167,7 @@
   const ended = (text) => {
     const trace = turn && turn.trace;
     if (trace) {
-      const item = make("li", "bubble bubble-system");
+      const item = make("div", "bubble bubble-system");
       item.append(make("p", "muted", text + " "));
       item.firstChild.append(link("/traces/" + trace, trace));
       add(item);
@@ -193,11 +193,12 @@
   };
 
   const say = async (message, wait) => {
-    bubble("user", "You", message);
+    if (!wait) bubble("user", "You", message);
     setBusy(true);
     tell(wait ? "Waits for the lane …" : "Thinks …");
     const show = view();
     let result = null, sent = false;
+    const since = Date.now();
     try {
       const body = { message };
       if (session) body.session_id = session;
@@ -216,6 +217,8 @@
       return ended("It ended with an error. Trace ");
     }
     if (result && result.data.ended !== "waiting_approval" && result.data.ended !== "handed_on") return ended("Done. Trace ");
+    if (!turn && sent) await seek(message, since);
+    if (leaving) return;
     if (!turn) {
       note(sent ? "The connection broke before the turn began, or told that it had. If it did, it is among the latest turns." : "The server could not be reached.");
       if (!sent) box.value = message;
@@ -223,6 +226,22 @@
     }
     tell(result ? "The turn goes on …" : "The connection broke. Looking for the turn …");
     return follow(show);
+  };
+  // seek looks for a turn of which the page has not heard that it began.
+  const seek = async (message, since) => {
+    tell("The connection broke. Looking for the turn …");
+    for (let tries = 0; tries < 5 && !leaving; tries++) {
+      try {
+        const response = await api("GET", "/v1/executions?flow=operate&limit=20");
+        if (response.ok) {
+          const x = (await response.json()).items.find((x) => x.input && x.input.message === message &&
+            (!session || x.thread_id === session) && Date.parse(x.created_at) > since - 60000);
+          if (x) return begun({ execution_id: x.id, trace_id: x.trace_id, session_id: x.thread_id });
+          if (tries > 1) return;
+        }
+      } catch { /* nobody answers yet */ }
+      await pause(1000);
+    }
   };
   const refused = (p, status, message) => {
     setBusy(false);
