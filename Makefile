@@ -20,3 +20,5 @@ lint:
 bench:
 	go test -run '^$$' -bench . -benchtime 2s ./...
 	go run ./bench chat-priority
+	go run ./bench waiting
+	go run ./bench engine-room
