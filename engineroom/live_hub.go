@@ -23,6 +23,7 @@ type hub struct {
 	reading   chan struct{} // holds atOnce
 	heartbeat time.Duration
 	second    time.Duration // how often the activity log is looked at
+	trouble   time.Duration // after how long a part is read again that could not be read
 	calm      time.Duration // after how long a calm part is read again although the log stood still
 	readLimit time.Duration // what a part may take
 	most      struct{ topics, viewers int }
@@ -36,7 +37,7 @@ type hub struct {
 func newHub(room *Room) *hub {
 	h := &hub{
 		room: room, reading: make(chan struct{}, atOnce), topics: map[string]*topic{},
-		heartbeat: heartbeat, second: time.Second, calm: 30 * time.Second, readLimit: 15 * time.Second,
+		heartbeat: heartbeat, second: time.Second, trouble: 5 * time.Second, calm: 30 * time.Second, readLimit: 15 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers
 	return h
@@ -56,17 +57,20 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not updated by itself for now").
 			Kind("too-many-viewers", "Too many viewers")
 	}
-	if t == nil {
+	first := t == nil
+	if first {
 		t = newTopic(h, p, v, parts)
 		h.topics[v.URL] = t
-		t.stop = owned(t.run)
 	}
 	h.viewers++
+	who.topic = t
+	t.add(who)
+	if first { // begins with its viewer, so that what it reads first is read once
+		t.stop = owned(t.run)
+	}
 	if h.stop == nil {
 		h.stop = owned(h.pulse)
 	}
-	who.topic = t
-	t.add(who)
 	return who, func() { h.leave(v.URL, t, who) }, nil
 }
 

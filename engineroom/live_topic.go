@@ -34,6 +34,7 @@ type state struct {
 	ended  time.Time // when it had been read
 	moved  bool      // the activity log moved since
 	wanted bool      // a newcomer has something else
+	failed bool      // it could not be read
 }
 
 // viewer is one stream. It remembers what it has, and is only told that there is news: who is slow gets the latest
@@ -127,7 +128,7 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	defer t.mu.Unlock()
 	wait = t.hub.calm
 	for i, s := range t.parts {
-		in := s.next(t.hub.calm).Sub(now)
+		in := s.next(t.hub.calm, t.hub.trouble).Sub(now)
 		if in <= 0 {
 			list = append(list, i)
 			continue
@@ -138,9 +139,13 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 }
 
 // next is when a part is to be read again. It is left alone for as long as reading it took.
-func (s state) next(calm time.Duration) time.Time {
+func (s state) next(calm, trouble time.Duration) time.Time {
 	pause := s.every
-	if s.calm && !s.moved {
+	switch {
+	case s.moved:
+	case s.failed:
+		pause = max(trouble, s.every)
+	case s.calm:
 		pause = max(calm, s.every)
 	}
 	if s.wanted {
@@ -163,11 +168,11 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 	began, v := t.begin(due), *t.seen
 	opened := (&show{visit: &v}).find(ctx, t.page)
 	for _, i := range due {
-		html := t.render(ctx, t.parts[i].part, &v, opened)
+		html, failed := t.render(ctx, t.parts[i].part, &v, opened)
 		if ctx.Err() != nil {
 			return
 		}
-		t.put(i, html, began)
+		t.put(i, html, failed, began)
 	}
 }
 
@@ -182,30 +187,33 @@ func (t *topic) begin(due []int) time.Time {
 }
 
 // render is one part as it is now; what keeps it from being read is said in its place.
-func (t *topic) render(ctx context.Context, one part, v *visit, opened error) []byte {
+func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (html []byte, failed bool) {
 	ctx, cancel := context.WithTimeout(ctx, t.hub.readLimit)
 	defer cancel()
 	room := t.hub.room
-	var html []byte
 	err := opened
+	var data any
 	if err == nil {
-		html, err = room.renderPart(ctx, t.page, one, v)
+		data, err = one.load(ctx, v)
 	}
-	if err != nil {
-		html, err = room.renderTrouble(ctx, t.page, one, err)
+	if err == nil {
+		html, err = room.fill(t.page, one, data)
 	}
-	if err != nil {
+	if err == nil {
+		return html, false
+	}
+	if html, err = room.renderTrouble(ctx, t.page, one, err); err != nil {
 		room.Logger.ErrorContext(ctx, "part of a page not shown", "page", t.page.name, "part", one.name, "error", err)
 	}
-	return html
+	return html, true
 }
 
 // put keeps what was read. It is not older than began.
-func (t *topic) put(i int, html []byte, began time.Time) {
+func (t *topic) put(i int, html []byte, failed bool, began time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &t.parts[i]
-	s.html, s.mark, s.read, s.ended = html, digest(html), began, time.Now()
+	s.html, s.mark, s.failed, s.read, s.ended = html, digest(html), failed, began, time.Now()
 	for who := range t.viewers {
 		if who.marks[i] != s.mark {
 			signal(who.news)

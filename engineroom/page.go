@@ -188,6 +188,11 @@ func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([
 	if err != nil {
 		return room.renderTrouble(ctx, p, one, err)
 	}
+	return room.fill(p, one, data)
+}
+
+// fill executes the template of a part.
+func (room *Room) fill(p page, one part, data any) ([]byte, error) {
 	if one.shared {
 		return room.execute(one.name, data)
 	}
