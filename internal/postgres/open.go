@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -88,18 +87,10 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	}
 	config.ConnConfig.Tracer = guard{} // of sealed contexts
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
-		timesInUTC(conn)
+		readTimes(conn)
 		return nil
 	}
 	return config, nil
-}
-
-// timesInUTC makes the times that conn reads UTC whatever the machine's zone, so that they show alike in
-// JSON and in logs everywhere.
-func timesInUTC(conn *pgx.Conn) {
-	conn.TypeMap().RegisterType(&pgtype.Type{
-		Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
-	})
 }
 
 // route is what one connection told about the way to the server.
