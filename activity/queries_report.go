@@ -43,9 +43,9 @@ func Spend(ctx context.Context, db postgres.DB, since time.Time, by Period) ([]S
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as skill, a.surface, a.model,
 		       case when @daily::boolean then to_char(a.created_at at time zone 'UTC', 'YYYY-MM-DD') else '' end as period,
 		       count(*) as calls,
-		       coalesce(sum((a.token_usage ->> 'prompt_tokens')::bigint), 0)::bigint as prompt_tokens,
-		       coalesce(sum((a.token_usage ->> 'completion_tokens')::bigint), 0)::bigint as completion_tokens,
-		       coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0)::bigint as tokens,
+		       coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt_tokens,
+		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as completion_tokens,
+		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		       sum(a.cost_usd)::float8 as cost_usd
 		  from agent_activity a
 		 where a.kind = 'model' and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))

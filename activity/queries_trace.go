@@ -166,7 +166,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		         limit @limit::int + 1) r
 		 cross join lateral (
 		       select count(*) as activities, count(*) filter (where a.status = 'error') as errors,
-		              coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0)::bigint as tokens,
+		              coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
 		         from agent_activity a where a.trace_id = r.trace_id) t
 		 order by r.id desc`,

@@ -57,7 +57,7 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	rows, err := db.Query(ctx, `
 		with a as (
 		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call') as calls,
-		         coalesce(sum((token_usage ->> 'total_tokens')::bigint) filter (where kind = 'model'), 0)::bigint as tokens,
+		         coalesce(sum(agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
 		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
 		    from agent_activity where id >= (select agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
 		x as (

@@ -136,7 +136,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         order by e.id desc limit @limit::int + 1) r
 		 cross join lateral (
 		       select count(*) as rows, count(*) filter (where a.status = 'error') as errors,
-		              coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0)::bigint as tokens,
+		              coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t

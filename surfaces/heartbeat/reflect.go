@@ -86,7 +86,7 @@ func measure(ctx context.Context, db postgres.DB) (performance, error) {
 		           order by a.id desc limit 1) r)
 		select (select count(*) from (select 1 from agent_activity a, last
 		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect' limit 1000) n),
-		       coalesce(sum((a.token_usage ->> 'total_tokens')::bigint), 0), coalesce(sum(a.cost_usd), 0)::float8
+		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
 		  from agent_activity a
 		 where a.skill_name = 'model_call' and a.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
 	).Scan(&got.News, &got.Tokens, &got.Cost)
