@@ -73,10 +73,10 @@ func (a automationRow) Upcoming() []time.Time {
 	}.Upcoming(upcomingTimes)
 }
 
-const automationColumns = `a.id::text, a.name, left(a.description, 300) as description, a.trigger, a.cron, a.timezone, a.event,
+const automationColumns = `a.id::text, a.name, left(a.description, 300) as description, a.trigger, left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event,
 	left(a.signal, 300) as signal, a.skill_name, left(a.prompt, 300) as prompt, a.flow, a.enabled, a.disabled_by,
-	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, a.paused_for, a.proposed_by, a.last_trace_id, a.next_run_at, a.created_at,
-	coalesce(r.status, '') as run_status, coalesce(r.trace_id, '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
+	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for, left(a.proposed_by, 300) as proposed_by, left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at,
+	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
 	r.claimed_at as run_at`
 
 func collectAutomations(rows pgx.Rows, err error) ([]automationRow, error) {
@@ -129,7 +129,7 @@ type automationRun struct {
 	ExecutionID                                           *string
 }
 
-const runColumns = `r.id::text, a.name as automation, r.cause, r.status, r.trace_id, coalesce(left(r.error_message, 1000), '') as error,
+const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.trace_id, 300) as trace_id, coalesce(left(r.error_message, 1000), '') as error,
 	coalesce(left(r.output::text, 2000), '') as output, r.attempt, r.scheduled_for, r.created_at, r.retry_at, r.finished_at,
 	r.execution_id::text`
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -78,7 +79,7 @@ type deliveryRow struct {
 func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(deliveriesWanted)
 	rows, err := room.Pool.Query(ctx, `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, d.last_trace_id as trace_id, d.execution_id::text, d.attempts, d.replays,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
 		       d.repeats, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
 		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}', jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
@@ -163,7 +164,8 @@ func (targetRow) Capped(n int64) string {
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
-		select t.id::text, t.name, t.url, t.events, t.enabled, t.disabled_by, left(t.disabled_reason, 300) as disabled_reason, t.failures,
+		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200) from unnest(t.events[:20]) e) as events,
+		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason, t.failures,
 		       t.failing_since, case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,
 		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending' limit @count + 1) p) as pending,
 		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead' limit @count + 1) p) as dead
@@ -175,6 +177,9 @@ func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[targetRow])
 	if err != nil {
 		return nil, fmt.Errorf("list targets: %w", err)
+	}
+	for i := range all {
+		all[i].URL = redact.Text(all[i].URL, maxValue)
 	}
 	list, more := onPage(all, mostTargets)
 	return map[string]any{"Targets": list, "More": more}, nil

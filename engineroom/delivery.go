@@ -61,9 +61,9 @@ func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, d.last_trace_id as trace_id, d.trace_id as first_trace_id, d.execution_id::text,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
 		       d.attempts, d.replays, d.repeats, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
-		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, d.body_sha256,
+		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
 		       d.traceparent, coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
 		       coalesce(left(d.outcome::text, 20000), '') as outcome
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint where d.id = @id`,

@@ -134,7 +134,8 @@ func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) 
 // openWait is what an execution waits for now.
 type openWait struct {
 	ID, For, Key, Step string
-	Until, Since       time.Time
+	Until              *time.Time // nil: without end
+	Since              time.Time
 	Number             int
 	Data               shownValue
 	Event              string // which ends it

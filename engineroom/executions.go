@@ -192,8 +192,8 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
-		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.trace_id from agent_executions_waiting w
-		    where @view = 'waiting' and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
+		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.trace_id from agent_executions w
+		    where w.status = 'waiting' and @view = 'waiting' and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
 		    order by w.waiting_until, w.id limit @looked)
 		  union all
 		  (select s.id, s.waiting_until, s.waiting_for, s.surface, s.flow, s.trace_id from agent_executions_stuck s

@@ -79,7 +79,7 @@ func (room *Room) said(ctx context.Context, v *visit) (any, error) {
 	}
 	rows, err := room.Pool.Query(ctx, `
 		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
-		       coalesce(m.trace_id, '') as trace_id, m.created_at as at
+		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
 		  from (select n.* from agent_messages n join agent_threads t on t.id = n.thread_id and t.channel = 'operate'
 		         where n.thread_id = @session and n.seq is not null
 		         order by n.turn desc, n.seq desc limit @most::int + 1) m

@@ -150,7 +150,7 @@ func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
-		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust, s.source, s.disabled_by,
+		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust, left(s.source, 300) as source, s.disabled_by,
 		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision, s.disabled_at, s.trial_at,
 		       s.enabled_at, s.updated_at,
 		       case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,

@@ -112,7 +112,7 @@ type threadTurn struct {
 func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
 	rows, err := room.Pool.Query(ctx, `
-		select t.id, t.channel, left(t.target, 200) as target, left(t.agent, 100) as agent, left(t.owner, 200) as owner,
+		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent, left(t.owner, 200) as owner,
 		       left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said, left(t.summary, 8192) as summary,
 		       octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at, t.updated_at,
 		       left(coalesce(l.locked_by, ''), 255) as holder, l.execution_id::text as holder_id,
@@ -161,8 +161,8 @@ type bubble struct {
 }
 
 // bubbleColumns are those of bubble, of agent_messages m.
-const bubbleColumns = ` m.id::text, m.role, left(m.content, 4001) as text, m.channel, left(m.target, 200) as target, m.status,
-	octet_length(m.content) as bytes, m.turn, m.seq, m.execution_id::text, m.trace_id, m.interrupted, m.attempts,
+const bubbleColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel, left(m.target, 200) as target, m.status,
+	octet_length(m.content) as bytes, m.turn, m.seq, m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
 	left(m.error_message, 1000) as error, m.created_at, m.sent_at, m.delivered_at, m.next_attempt_at `
 
 func collectBubbles(rows pgx.Rows, err error) ([]bubble, error) {

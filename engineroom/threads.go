@@ -104,7 +104,7 @@ func (t threadRow) QueuedCount() string { return capped(t.Queued, queuedMost) }
 
 // threadRowColumns are those of threadRow, of agent_threads t, and threadRowJoins where they come from.
 const (
-	threadRowColumns = ` t.id, t.channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.updated_at,
+	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.updated_at,
 		coalesce(w.role, '') as role, coalesce(w.words, '') as words, coalesce(w.words_bytes, 0) as words_bytes,
 		(select count(*) from (select from agent_messages q where q.thread_id = t.id and q.status = 'queued' limit @queued_most + 1) c) as queued,
 		left(coalesce(k.locked_by, ''), 200) as holder, k.execution_id::text as holder_id, k.since as held_since,

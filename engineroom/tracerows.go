@@ -60,11 +60,11 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	left(coalesce(a.error_message, ''), @text::int) as message, octet_length(a.input::text)::bigint as input_bytes,
 	coalesce(octet_length(a.output::text), 0)::bigint as output_bytes,
 	coalesce(octet_length(a.error_message), 0)::bigint as message_bytes, left(a.error_class, 100) as class,
-	left(a.model, 200) as model, coalesce((a.token_usage ->> 'prompt_tokens')::bigint, 0) as prompt,
-	coalesce((a.token_usage ->> 'completion_tokens')::bigint, 0) as completion,
-	coalesce((a.token_usage ->> 'total_tokens')::bigint, 0) as tokens,
+	left(a.model, 200) as model, agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
+	agent_tokens(a.token_usage, 'completion_tokens') as completion,
+	agent_tokens(a.token_usage, 'total_tokens') as tokens,
 	coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
-	left(a.idempotency_key, 200) as key, a.thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
+	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
 // rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that failed.
 func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {

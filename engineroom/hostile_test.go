@@ -1,0 +1,65 @@
+package engineroom
+
+import (
+	"strings"
+	"testing"
+)
+
+// What somebody wrote straight into the tables, past every check of the packages, takes no part of a page away: times
+// without end, counts that are none, texts of a megabyte in fields that are short.
+func TestRowsThatNobodyChecked(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	const run = "01a20055-1dbc-7d0e-8014-41a4f664fe0a"
+	if _, err := pool.Exec(t.Context(), `alter table agent_executions disable trigger user`); err != nil {
+		t.Fatal(err)
+	}
+	put(t, pool, `
+		insert into agent_threads (id, channel, next_seq, created_at, updated_at)
+		values ('odd', repeat('é<b>', 100000), 9, 'infinity', '-infinity') returning id`)
+	put(t, pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id, trace_id, created_at, sent_at)
+		values ('odd', 1, 1, 'user', 'hello', repeat('é<b>', 100000), 'failed', $1::text::uuid, repeat('é<b>', 100000), 'infinity', '-infinity')
+		returning id::text`, run)
+	put(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until, waiting_step, thread_id,
+		       created_at, started_at, updated_at)
+		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity', '4713-01-01 BC', 'infinity')
+		returning id::text`, run, trace)
+	put(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, created_at, started_at, completed_at)
+		values ($1, 'operate', 'odd', 'completed', '-infinity', '-infinity', '294276-12-31') returning id::text`, trace)
+	for _, usage := range []string{
+		`"x"`, `[]`, `{"prompt_tokens": "abc", "total_tokens": 1e30, "completion_tokens": -5}`, `{"total_tokens": 1.5, "prompt_tokens": {}}`,
+	} {
+		put(t, pool, `
+			insert into agent_activity (trace_id, execution_id, surface, skill_name, kind, status, token_usage, cost_usd, duration_ms,
+			       thread_id, created_at, finished_at)
+			values ($1, $2::text::uuid, 'operate', 'model_call', 'model', 'error', $3::text::jsonb, 'NaN', -5, repeat('é<b>', 100000), 'infinity',
+			       '-infinity') returning id::text`, trace, run, usage)
+	}
+	put(t, pool, `
+		insert into agent_automations (name, trigger, cron, prompt, enabled, disabled_by, paused_for, timezone, source, next_run_at)
+		values ('odd', 'cron', '* * * * *', 'p', false, 'admin', repeat('é<b>', 100000), repeat('é<b>', 100000), repeat('é<b>', 100000), 'infinity')
+		returning id::text`)
+	put(t, pool, `
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id)
+		select id, 'cron', '-infinity', 'dead', repeat('é<b>', 100000) from agent_automations returning id::text`)
+	put(t, pool, `
+		insert into agent_webhook_targets (name, url, secrets, events)
+		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}') returning id::text`)
+	for _, path := range []string{
+		"/", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
+		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/threads", "/threads/odd",
+		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/skills", "/deliveries",
+	} {
+		body := shows(t, server.URL+path)
+		if len(body) > 300_000 {
+			t.Errorf("%s has %d bytes", path, len(body))
+		}
+		if strings.Contains(body, "hunter2") {
+			t.Errorf("%s shows the password of an address", path)
+		}
+	}
+}
