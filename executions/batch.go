@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"time"
@@ -26,6 +27,8 @@ type batcher[In, Out any] struct {
 	// sure reports that a batch that failed with err has changed nothing, so that its writes may be made again; nil
 	// when they may be in any case.
 	sure func(err error) bool
+	// patience is how long a write waits for others to be done; batchPatience when it is not set.
+	patience time.Duration
 
 	mu      sync.Mutex
 	busy    bool // somebody writes; who comes now gathers
@@ -83,7 +86,7 @@ func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, err
 
 // await waits for the answer, but not for ever to be sent.
 func (b *batcher[In, Out]) await(ctx context.Context, w *write[In, Out]) (reply[Out], error) {
-	patience := time.NewTimer(batchPatience)
+	patience := time.NewTimer(cmp.Or(b.patience, batchPatience))
 	defer patience.Stop()
 	for {
 		select {

@@ -3,6 +3,7 @@ package executions_test
 import (
 	"context"
 	"errors"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -47,7 +48,7 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 			out[i], left[i] = 10*v, v == 3
 		}
 		return out, left, nil
-	}, nil)
+	}, nil).Patient()
 	answers, errs := gatherer(t, b, 6, func(i int) (int, error) {
 		alone.Add(1)
 		return 100 * i, nil
@@ -67,7 +68,7 @@ func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
 	refused, broken := errors.New("refused"), errors.New("the connection broke")
 	for _, failure := range []error{refused, broken} {
 		b := executions.NewBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, failure },
-			func(err error) bool { return errors.Is(err, refused) })
+			func(err error) bool { return errors.Is(err, refused) }).Patient()
 		_, errs := gatherer(t, b, 5, func(i int) (int, error) {
 			if i == 2 {
 				return 0, refused
@@ -117,5 +118,35 @@ func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
 		if v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil }); v != i || err != nil {
 			t.Errorf("afterwards: %d, %v", v, err)
 		}
+	}
+}
+
+// A caller who leaves in the moment in which it is to be the next makes room all the same.
+func TestACallerWhoLeavesMakesRoom(t *testing.T) {
+	t.Parallel()
+	for spin := range 200 {
+		b := executions.NewBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+		held, free := make(chan struct{}), make(chan struct{})
+		var under sync.WaitGroup
+		under.Go(func() {
+			_, _ = b.Do(t.Context(), 0, func() (int, error) {
+				close(held)
+				<-free
+				return 0, nil
+			})
+		})
+		<-held
+		ctx, leave := context.WithCancel(t.Context())
+		under.Go(func() { _, _ = b.Do(ctx, 1, func() (int, error) { return 1, nil }) })
+		pgtest.Eventually(t, patience, func() bool { return b.Waiting() == 1 || !b.Busy() || ctx.Err() != nil }, "another gathers")
+		under.Go(func() {
+			for range spin {
+				runtime.Gosched()
+			}
+			leave()
+		})
+		close(free)
+		under.Wait()
+		pgtest.Eventually(t, patience, func() bool { return !b.Busy() }, "there is room")
 	}
 }

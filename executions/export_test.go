@@ -1,6 +1,9 @@
 package executions
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // Batcher is a batcher of numbers, for tests.
 type Batcher struct{ b *batcher[int, int] }
@@ -17,6 +20,12 @@ func NewBatcher(send func(ctx context.Context, in []int) (out []int, left []bool
 	}}}
 }
 
+// Patient makes writes wait for others for as long as it takes.
+func (b *Batcher) Patient() *Batcher {
+	b.b.patience = time.Hour
+	return b
+}
+
 // Do makes a write.
 func (b *Batcher) Do(ctx context.Context, in int, alone func() (int, error)) (int, error) {
 	return b.b.do(ctx, in, alone)
@@ -27,4 +36,11 @@ func (b *Batcher) Waiting() int {
 	b.b.mu.Lock()
 	defer b.b.mu.Unlock()
 	return len(b.b.waiting)
+}
+
+// Busy reports whether a write is under way.
+func (b *Batcher) Busy() bool {
+	b.b.mu.Lock()
+	defer b.b.mu.Unlock()
+	return b.b.busy
 }

@@ -53,6 +53,8 @@ type places struct {
 func (e *Engine) setAside(n int) *places {
 	p := &places{e: e, background: e.crews[Background].reserve(n), interactive: e.crews[Interactive].reserve(n)}
 	p.left = map[string]int{Background: p.background, Interactive: p.interactive}
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.timer = time.AfterFunc(asideFor, p.giveBack)
 	return p
 }
@@ -72,9 +74,9 @@ func (p *places) take(x claimed, worker string) {
 
 // giveBack returns what was not used.
 func (p *places) giveBack() {
-	p.timer.Stop()
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.timer.Stop()
 	if p.lapsed {
 		return
 	}

@@ -230,6 +230,23 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	}
 }
 
+func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0), never) // no sweep helps
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	ids := []string{p.beginWith(t, "k"), p.beginWith(t, "k"), p.beginWith(t, "k")}
+	for _, id := range ids {
+		until(t, pool, id, executions.Waiting)
+	}
+	if got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil || len(got.Resumed) != len(ids) {
+		t.Fatalf("delivered %+v, %v", got, err)
+	}
+	for _, id := range ids {
+		until(t, pool, id, executions.Completed)
+	}
+}
+
 // A call that an earlier claim left in flight may have no record. The answer has none of these, so it says that there is more to read.
 func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {

@@ -36,7 +36,7 @@ func (c *counter) count() int {
 }
 
 // begins are the first requests of a heartbeat.
-var begins = regexp.MustCompile(`insert into agent_executions|claim_agent_execution`)
+var begins = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
 
 // beside is what a process does beside its runs.
 var beside = regexp.MustCompile(`(?i)renew_agent|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
