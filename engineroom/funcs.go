@@ -28,12 +28,12 @@ func funcs() template.FuncMap {
 
 // thousands writes a count with separators: 12,345.
 func thousands(n int64) string {
-	if n < 0 {
-		return "-" + thousands(-n)
-	}
-	digits := strconv.FormatInt(n, 10)
+	digits, sign := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n is no number for the least of all
 	for i := len(digits) - 3; i > 0; i -= 3 {
 		digits = digits[:i] + "," + digits[i:]
+	}
+	if sign {
+		return "-" + digits
 	}
 	return digits
 }

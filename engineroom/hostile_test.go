@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"math"
 	"strings"
 	"testing"
 )
@@ -60,6 +61,19 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		}
 		if strings.Contains(body, "hunter2") {
 			t.Errorf("%s shows the password of an address", path)
+		}
+	}
+}
+
+// The least number has no counterpart: it is written, where negating it would never end.
+func TestEveryNumberIsWritten(t *testing.T) {
+	t.Parallel()
+	for n, want := range map[int64]string{
+		0: "0", 999: "999", 1000: "1,000", -1: "-1", -999: "-999", -123456: "-123,456",
+		math.MaxInt64: "9,223,372,036,854,775,807", math.MinInt64: "-9,223,372,036,854,775,808",
+	} {
+		if got := thousands(n); got != want {
+			t.Errorf("thousands(%d) = %q, want %q", n, got, want)
 		}
 	}
 }
