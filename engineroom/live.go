@@ -44,6 +44,10 @@ func (room *Room) live(p page) http.Handler {
 		if seen == "" {
 			seen = r.URL.Query().Get("seen")
 		}
+		if r.Method == http.MethodHead {
+			w.Header().Set("Content-Type", "text/event-stream")
+			return // a browser sends its next request on the connection as soon as it has the headers
+		}
 		who, leave, err := room.hub.join(p, v, seen)
 		if err != nil {
 			room.Refuse(w, r, err)

@@ -1,9 +1,11 @@
 package engineroom
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -138,9 +140,12 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	}
 	mux.HandleFunc("POST /v1/operate", f.operate)
 	mux.HandleFunc("/v1/", f.rest)
-	server := httptest.NewServer(mux)
+	server := httptest.NewUnstartedServer(mux)
+	living, end := context.WithCancel(context.WithoutCancel(t.Context()))
+	server.Config.BaseContext = func(net.Listener) context.Context { return living }
+	server.Start()
 	t.Cleanup(func() {
-		server.CloseClientConnections() // the page that is open follows what happens
+		end() // the page that is open follows what happens
 		server.Close()
 	})
 	p := browser.Open(t, browser.Look{})

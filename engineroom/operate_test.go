@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -181,5 +182,29 @@ func TestOperateReadsNoMoreThanItShows(t *testing.T) {
 	shows(t, server.URL+"/operate?session="+aSession, "What was said before")
 	for _, path := range []string{"/operate", "/operate?session=" + aSession} {
 		bounded(t, pool, path, "agent_executions", "agent_messages", "agent_pauses")
+	}
+}
+
+// Who only asks whether a stream is there has its answer at once, or the next request on the connection would wait for ever.
+func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 1}, Timeout: 60 * time.Second}
+	t.Cleanup(client.CloseIdleConnections)
+	for _, c := range []struct {
+		method, path string
+		status       int
+	}{{"HEAD", "/live/operate", 200}, {"GET", "/operate", 200}, {"HEAD", "/live/operate?session=%00", 400}, {"GET", "/operate", 200}} {
+		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := client.Do(r)
+		if err != nil {
+			t.Fatalf("%s %s: %v", c.method, c.path, err)
+		}
+		if _, err := io.Copy(io.Discard, got.Body); err != nil || got.Body.Close() != nil || got.StatusCode != c.status {
+			t.Errorf("%s %s: status %d, %v", c.method, c.path, got.StatusCode, err)
+		}
 	}
 }

@@ -52,21 +52,25 @@
   const events = async function* (response) {
     const reader = response.body.getReader(), decoder = new TextDecoder();
     let rest = "";
-    for (;;) {
-      const { done, value } = await reader.read();
-      rest += done ? decoder.decode() : decoder.decode(value, { stream: true });
-      const blocks = rest.split("\n\n");
-      rest = blocks.pop();
-      for (const block of blocks) {
-        let event = "message";
-        const data = [];
-        for (const line of block.split("\n")) {
-          if (line.startsWith("event: ")) event = line.slice(7);
-          else if (line.startsWith("data: ")) data.push(line.slice(6));
+    try {
+      for (;;) {
+        const { done, value } = await reader.read();
+        rest += done ? decoder.decode() : decoder.decode(value, { stream: true });
+        const blocks = rest.split("\n\n");
+        rest = blocks.pop();
+        for (const block of blocks) {
+          let event = "message";
+          const data = [];
+          for (const line of block.split("\n")) {
+            if (line.startsWith("event: ")) event = line.slice(7);
+            else if (line.startsWith("data: ")) data.push(line.slice(6));
+          }
+          if (data.length) yield { event, data: JSON.parse(data.join("\n")) };
         }
-        if (data.length) yield { event, data: JSON.parse(data.join("\n")) };
+        if (done) return;
       }
-      if (done) return;
+    } finally {
+      reader.cancel().catch(() => {}); // a browser has few connections to a server: one that is read no more is given back
     }
   };
   const api = (method, path, body) => fetch(path, {
