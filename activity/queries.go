@@ -136,6 +136,13 @@ func cursor(id string) string {
 	return base64.RawURLEncoding.EncodeToString([]byte(strings.ReplaceAll(id, "-", "")))
 }
 
+// CheckCursor reports a cursor that no listing gave out, with an error that wraps ErrCursor; the empty one is that of
+// the first page.
+func CheckCursor(c string) error {
+	_, err := before(c)
+	return err
+}
+
 // before is the id that a cursor hides, for SQL: null for the first page.
 func before(c string) (any, error) {
 	if c == "" {

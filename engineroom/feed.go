@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"regexp"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -21,9 +20,6 @@ var activityStates = []string{
 	string(activity.Running), string(activity.Success), string(activity.Error), string(activity.PendingApproval),
 	string(activity.Skipped), string(activity.Unknown),
 }
-
-// cursorShape is how the cursors of the log look.
-var cursorShape = regexp.MustCompile(`^[0-9A-Za-z_-]{43}$`)
 
 // activitySurfaces are where work begins.
 var activitySurfaces = []string{
@@ -63,7 +59,7 @@ func askActivity(_ context.Context, v *visit) (string, error) {
 			return "", err
 		}
 	}
-	if asked.Cursor != "" && !cursorShape.MatchString(asked.Cursor) {
+	if activity.CheckCursor(asked.Cursor) != nil {
 		return "", badCursor()
 	}
 	if asked.TraceID != "" {

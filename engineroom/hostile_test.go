@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"math"
+	"net/http"
 	"strings"
 	"testing"
 )
@@ -16,6 +17,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	if _, err := pool.Exec(t.Context(), `alter table agent_executions disable trigger user`); err != nil {
 		t.Fatal(err)
 	}
+	const unknown = "01a20055-1dbc-7d0e-8014-41a4f664fe0b"
 	put(t, pool, `
 		insert into agent_threads (id, channel, next_seq, created_at, updated_at)
 		values ('odd', repeat('é<b>', 100000), 9, 'infinity', '-infinity') returning id`)
@@ -28,6 +30,9 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		       created_at, started_at, updated_at)
 		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity', '4713-01-01 BC', 'infinity')
 		returning id::text`, run, trace)
+	put(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_until)
+		values ($1::text::uuid, $2, 'operate', 'odd', 'waiting', 'godot', 'infinity') returning id::text`, unknown, trace)
 	put(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, created_at, started_at, completed_at)
 		values ($1, 'operate', 'odd', 'completed', '-infinity', '-infinity', '294276-12-31') returning id::text`, trace)
@@ -52,7 +57,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}') returning id::text`)
 	for _, path := range []string{
 		"/", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
-		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/threads", "/threads/odd",
+		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown, "/threads", "/threads/odd",
 		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/skills", "/deliveries",
 	} {
 		body := shows(t, server.URL+path)
@@ -76,4 +81,21 @@ func TestEveryNumberIsWritten(t *testing.T) {
 			t.Errorf("thousands(%d) = %q, want %q", n, got, want)
 		}
 	}
+}
+
+// What is in an address and cannot be in the tables is refused, not asked for.
+func TestAddressesThatNothingHas(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	for _, list := range []string{"traces", "executions", "threads", "approvals", "skills", "automations", "objectives", "memory", "deliveries", "outgoing"} {
+		for _, id := range []string{"%00", "a%00b", "%ff%fe"} {
+			for _, prefix := range []string{"/", "/live/"} {
+				path := prefix + list + "/" + id
+				if status, _ := see(t, server.URL+path); status != http.StatusNotFound {
+					t.Errorf("%s: status %d, want 404", path, status)
+				}
+			}
+		}
+	}
+	turnsAway(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest, "take it from the page before")
 }

@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -172,6 +173,11 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 
 // find asks what the page is about.
 func (s *show) find(ctx context.Context, p page) error {
+	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
+		if value := s.path(m[1]); !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
+			return missing("there is no page %.200q", s.URL) // nothing is called what is not text
+		}
+	}
 	if p.open == nil {
 		return nil
 	}
