@@ -54,15 +54,23 @@ type Page struct {
 // Open opens an empty page; it closes with the test.
 func Open(tb testing.TB, look Look) *Page {
 	tb.Helper()
-	if look.Width == 0 {
-		look.Width, look.Height = 1280, 900
-	}
 	ctx, cancel := chromedp.NewContext(process(tb), chromedp.WithTargetID(newTab(tb)))
 	tb.Cleanup(cancel)
 	p := &Page{tb: tb, ctx: ctx}
 	chromedp.ListenTarget(ctx, p.hear)
 	if err := chromedp.Run(ctx); err != nil {
 		tb.Fatalf("open a page: %v", err)
+	}
+	p.do("prepare the page", network.Enable(), cdplog.Enable())
+	p.As(look)
+	return p
+}
+
+// As changes how the page is looked at, without loading it again.
+func (p *Page) As(look Look) {
+	p.tb.Helper()
+	if look.Width == 0 {
+		look.Width, look.Height = 1280, 900
 	}
 	scheme, motion := "light", "no-preference"
 	if look.Dark {
@@ -71,13 +79,11 @@ func Open(tb testing.TB, look Look) *Page {
 	if look.Still {
 		motion = "reduce"
 	}
-	p.do("prepare the page", network.Enable(), cdplog.Enable(),
-		emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
+	p.do("change the look", emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
 		emulation.SetScriptExecutionDisabled(look.NoScript),
 		emulation.SetEmulatedMedia().WithFeatures([]*emulation.MediaFeature{
 			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},
 		}))
-	return p
 }
 
 // newTab opens a window with a profile of its own; a tab alone a browser without a window refuses.
@@ -172,10 +178,29 @@ func (p *Page) Eval(script string, out any) {
 		func(e *runtime.EvaluateParams) *runtime.EvaluateParams { return e.WithAwaitPromise(true) }))
 }
 
-// Until waits until a JavaScript expression is true.
+// Until waits until a JavaScript expression, which is no promise, is true. The page may go elsewhere meanwhile.
 func (p *Page) Until(what, condition string) {
 	p.tb.Helper()
-	p.do("wait until "+what, chromedp.Poll("("+condition+")", nil, chromedp.WithPollingInterval(100*time.Millisecond), chromedp.WithPollingTimeout(patience)))
+	ctx, cancel := context.WithTimeout(p.ctx, patience)
+	defer cancel()
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	var last error
+	for {
+		var holds bool
+		err := chromedp.Run(ctx, chromedp.Evaluate("Boolean("+condition+")", &holds))
+		switch {
+		case holds:
+			return
+		case ctx.Err() == nil:
+			last = err // between two pages there may be nothing to evaluate it in
+		}
+		select {
+		case <-ctx.Done():
+			p.tb.Fatalf("wait until %s: it did not come (%v)\n%s", what, last, p.where())
+		case <-tick.C:
+		}
+	}
 }
 
 // Shows waits until the page's text has words.
@@ -184,10 +209,16 @@ func (p *Page) Shows(words string) {
 	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
 }
 
-// Offline cuts the page off from the network, or connects it again.
+// Offline cuts the page off from the network, or connects it again. What is under way breaks off.
 func (p *Page) Offline(off bool) {
 	p.tb.Helper()
-	p.do("change the network", network.OverrideNetworkState(off, 0, -1, -1))
+	everywhere := []*network.Conditions{{DownloadThroughput: -1, UploadThroughput: -1}}
+	p.do("change the network", chromedp.ActionFunc(func(ctx context.Context) error {
+		if _, err := network.EmulateNetworkConditionsByRule(off, everywhere).Do(ctx); err != nil {
+			return err
+		}
+		return network.OverrideNetworkState(off, 0, -1, -1).Do(ctx)
+	}))
 }
 
 // Screenshot writes the window, or with whole the whole page, as PNG.
