@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/cookiejar"
 	"net/url"
 	"strings"
 	"testing"
@@ -105,6 +106,11 @@ func TestServeWorksUntilItIsStopped(t *testing.T) {
 	if code, _ := get(t, base+"/v1/lanes"); code != http.StatusUnauthorized {
 		t.Errorf("lanes without the token: %d", code)
 	}
+	contains(t, s.err.String(), "engine_room="+base+"/")
+	if code, page := get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
+		t.Errorf("a page without a login: %d\n%s", code, page)
+	}
+	seesRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	s.stop()
 	if code := <-s.ended; code != 0 || s.out.String() != "" || !strings.Contains(s.err.String(), "msg=stopped") {
 		t.Errorf("exit %d, stdout %q, stderr %s", code, s.out.String(), s.err.String())
@@ -112,6 +118,35 @@ func TestServeWorksUntilItIsStopped(t *testing.T) {
 	if strings.Contains(s.err.String(), "0123456789abcdef") {
 		t.Error("the token is in the log")
 	}
+}
+
+// seesRoom logs in, and pulls a lever that cannot be pulled.
+func seesRoom(t *testing.T, base, adminToken string) {
+	t.Helper()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	browser := &http.Client{Jar: jar}
+	post := func(path string, form url.Values) string {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, base+path, strings.NewReader(form.Encode()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+		answer, err := browser.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer answer.Body.Close()
+		page, err := io.ReadAll(answer.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(page)
+	}
+	contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>", `data-live="/live/lanes"`)
+	contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}), "<h1>Lanes</h1>", "skill not found")
 }
 
 // withSecret puts a password into a URL of the test server, which asks for none.
