@@ -86,10 +86,12 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 		tell("event: delta\ndata: {\"text\":\"Dropped.\"}\n\n" + doneEvent)
 	default:
 		for _, e := range []any{
-			map[string]any{"delta": map[string]string{"text": "wrong"}}, map[string]any{"restart": map[string]any{}},
+			map[string]any{"delta": map[string]string{"text": "wrong"}},
+			map[string]any{"restart": map[string]any{}},
 			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "started"}},
 			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "success", "result": 7, "duration_ms": 12}},
-			map[string]any{"delta": map[string]string{"text": "Here: "}}, map[string]any{"delta": map[string]string{"text": hostile}},
+			map[string]any{"delta": map[string]string{"text": "Here: "}},
+			map[string]any{"delta": map[string]string{"text": hostile}},
 		} {
 			for name, data := range e.(map[string]any) {
 				text, _ := json.Marshal(data)
