@@ -173,11 +173,6 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 
 // find asks what the page is about.
 func (s *show) find(ctx context.Context, p page) error {
-	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
-		if value := s.path(m[1]); !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
-			return missing("there is no page %.200q", s.URL) // nothing is called what is not text
-		}
-	}
 	if p.open == nil {
 		return nil
 	}
@@ -185,7 +180,22 @@ func (s *show) find(ctx context.Context, p page) error {
 	if err == nil && title != "" {
 		s.Title = title
 	}
+	if err != nil && !s.named(p) {
+		if told, _ := problem.Of(err); told.Status >= http.StatusInternalServerError {
+			return missing("there is no page %.200q", s.URL)
+		}
+	}
 	return err
+}
+
+// named reports whether what the path has in its wildcards is text: PostgreSQL refuses to look for anything else.
+func (s *show) named(p page) bool {
+	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
+		if value := s.path(m[1]); !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
+			return false
+		}
+	}
+	return true
 }
 
 // renderPart is one part; what it cannot read it says in its place.
