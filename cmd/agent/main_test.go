@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -27,7 +28,7 @@ func TestMain(m *testing.M) {
 		main()
 	}
 	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a time that is not put into UTC shows
-	pgtest.Main(m)
+	pgtest.Main(browser.Tests{M: m})
 }
 
 // pgWait is how long something may take that takes a moment.
