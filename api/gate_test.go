@@ -79,6 +79,9 @@ func whoMay() map[string]api.Access {
 		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept", "POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads", "POST /v1/threads/id/messages",
 		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock", "PUT /v1/executions/id/lock/lock_id",
 		"DELETE /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/executions/id/checkpoints",
+		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
+		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable", "POST /v1/webhooks/outbox/id/resend",
+		"POST /v1/automations/runs/id/redrive",
 	} {
 		all[name] = api.Admin
 	}
