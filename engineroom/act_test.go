@@ -3,6 +3,7 @@ package engineroom
 import (
 	"io"
 	"maps"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
