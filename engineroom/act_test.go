@@ -3,7 +3,6 @@ package engineroom
 import (
 	"io"
 	"maps"
-	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
