@@ -13,7 +13,8 @@ const (
 	// batchPatience is how long a write waits for others to be done before it goes by itself: one that is held up by
 	// somebody's lock must not hold up the rest.
 	batchPatience = 25 * time.Millisecond
-	// gatherFor is how long the first of several waits for those that come with it, where the last write was not alone.
+	// gatherFor is how long the first of several waits for those that come with it, where the last write was not alone:
+	// until there are as many again, but not longer.
 	gatherFor = 100 * time.Microsecond
 )
 
@@ -32,7 +33,8 @@ type batcher[In, Out any] struct {
 
 	mu      sync.Mutex
 	busy    bool // somebody writes; who comes now gathers
-	crowd   bool // the last write was of several, so the next will hardly be of one
+	last    int  // how many the last write was of: after several the next will hardly be of one
+	gather  *time.Timer
 	waiting []*write[In, Out]
 }
 
@@ -58,7 +60,7 @@ type reply[Out any] struct {
 // the write may yet be made.
 func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
 	b.mu.Lock()
-	if !b.busy && !b.crowd {
+	if !b.busy && b.last < 2 {
 		b.busy = true
 		b.mu.Unlock()
 		defer b.next(ctx)
@@ -66,11 +68,17 @@ func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, err
 	}
 	w := &write[In, Out]{in: in, done: make(chan reply[Out], 1)}
 	b.waiting = append(b.waiting, w)
+	all := false
 	if !b.busy {
 		b.busy = true
-		time.AfterFunc(gatherFor, func() { b.next(ctx) })
+		b.gather = time.AfterFunc(gatherFor, func() { b.next(ctx) })
+	} else if b.gather != nil && len(b.waiting) >= b.last {
+		all = b.gather.Stop()
 	}
 	b.mu.Unlock()
+	if all {
+		b.next(ctx)
+	}
 	got, err := b.await(ctx, w)
 	switch {
 	case err != nil:
@@ -132,8 +140,9 @@ func (b *batcher[In, Out]) next(ctx context.Context) {
 	together := b.waiting[:n:n]
 	b.waiting = append([]*write[In, Out](nil), b.waiting[n:]...)
 	b.busy = n > 0
+	b.gather = nil
 	if n > 0 {
-		b.crowd = n > 1
+		b.last = n
 	}
 	b.mu.Unlock()
 	switch n {

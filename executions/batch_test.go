@@ -125,7 +125,7 @@ func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
 func TestACallerWhoLeavesMakesRoom(t *testing.T) {
 	t.Parallel()
 	for spin := range 200 {
-		b := executions.NewBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+		b := executions.NewBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil).Patient()
 		held, free := make(chan struct{}), make(chan struct{})
 		var under sync.WaitGroup
 		under.Go(func() {
