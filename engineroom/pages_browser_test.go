@@ -130,7 +130,7 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	soil(t, pool, text+strings.Repeat("W", 1<<20))
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
-		fit(t, p, server.URL+address, "light", "dark phone")
+		fit(t, p, server.URL+address, "dark phone")
 		var odd []string
 		p.Eval(`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
 		if len(odd) > 0 {
