@@ -127,7 +127,7 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	pool, server := open(t)
 	text := hostile + strings.Repeat("W", 2000)
 	list := addresses(t, pool, populated(t, pool, text))
-	soil(t, pool, text+strings.Repeat("W", 1<<20))
+	soil(t, pool, text+strings.Repeat("W", 1<<17))
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
 		fit(t, p, server.URL+address, "dark phone")
