@@ -209,7 +209,7 @@ func (p *Page) Shows(words string) {
 	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
 }
 
-// Offline cuts the page off from the network, or connects it again. What is under way breaks off.
+// Offline cuts the page off from the network, or connects it again: new requests fail. A stream that is open stays open.
 func (p *Page) Offline(off bool) {
 	p.tb.Helper()
 	everywhere := []*network.Conditions{{DownloadThroughput: -1, UploadThroughput: -1}}
