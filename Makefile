@@ -2,8 +2,9 @@
 # make test   all tests
 # make lint   format, vet, lint
 # make bench  benchmarks, each beside the raw floor of the same run
+# make pictures  the pictures of docs/engine-room.md, by the test that looks at every page
 
-.PHONY: run build test lint bench
+.PHONY: run build test lint bench pictures
 
 build:
 	go build -trimpath -o bin/agent ./cmd/agent
@@ -22,3 +23,6 @@ bench:
 	go run ./bench chat-priority
 	go run ./bench waiting
 	go run ./bench engine-room
+
+pictures:
+	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 -run TestEveryPageIsFit ./engineroom

@@ -3,6 +3,8 @@ package engineroom
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -115,10 +117,29 @@ func fit(t *testing.T, p *browser.Page, address string, ways ...string) {
 func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	list := addresses(t, pool, populated(t, pool, "It is done. See the list."))
+	made := populated(t, pool, "It is done. See the list.")
+	list := addresses(t, pool, made)
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
 		fit(t, p, server.URL+address, "light", "dark", "light phone", "dark phone")
+	}
+	pictures(t, p, server.URL, made)
+}
+
+// pictures are those of the documentation, made where AGENT_PICTURES says (make pictures).
+func pictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
+	t.Helper()
+	dir := os.Getenv("AGENT_PICTURES")
+	if dir == "" {
+		return
+	}
+	for _, shot := range []struct{ name, page, way string }{
+		{"overview", "/", "light"}, {"trace", "/traces/{id}", "light"}, {"approval", "/approvals/{id}", "dark"}, {"phone", "/activity", "dark phone"},
+	} {
+		p.As(manners[shot.way])
+		p.Go(base + made[shot.page])
+		p.Until("the page is live", `document.body.innerText.includes("Live")`)
+		p.Screenshot(filepath.Join(dir, shot.name+".png"), false)
 	}
 }
 
