@@ -47,6 +47,9 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	if _, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run}); !errors.Is(err, executions.ErrNoFork) {
 		t.Errorf("fork of a run: %v", err)
 	}
+	pgtest.Eventually(t, patience, func() bool {
+		return w.value(t, `select (status = 'completed')::text from agent_executions where id = (select execution_id from agent_automation_runs)`) == "true"
+	}, "the run's execution ends")
 	again, err := e.Replay(t.Context(), run)
 	if err != nil || !again.Equal {
 		t.Errorf("the run is not replayed: %+v, %v", again.Divergence, err)
