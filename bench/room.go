@@ -45,6 +45,7 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 	flags.Int64Var(&b.small, "small", 10_000, "rows of the activity log at first")
 	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the activity log then; a hundredth of it are executions")
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
+	data := flags.String("data", "", "folder that keeps the database, to measure it again without filling it; empty for one that is removed")
 	flags.DurationVar(&b.watched, "watched", 30*time.Second, "how long the overview is watched, by nobody, one and a hundred")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -53,7 +54,7 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 		return errors.New("engine-room: -small is at least 1000, -large at least -small, -visits at least 1")
 	}
 	server, err := pgserver.Start(ctx, pgserver.Config{
-		Ephemeral: true, Durable: true, Progress: func(line string) { fmt.Fprintln(errw, line) },
+		Dir: *data, Ephemeral: *data == "", Durable: true, Progress: func(line string) { fmt.Fprintln(errw, line) },
 	})
 	if err != nil {
 		return fmt.Errorf("start PostgreSQL: %w", err)
@@ -91,8 +92,14 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 
 // measure visits all pages at both sizes.
 func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, error) {
-	if err := b.fill(ctx, 0, b.small); err != nil {
+	filled, err := b.filled(ctx)
+	if err != nil {
 		return nil, err
+	}
+	if !filled {
+		if err := b.fill(ctx, 0, b.small); err != nil {
+			return nil, err
+		}
 	}
 	paths, err := b.paths(ctx)
 	if err != nil {
@@ -102,13 +109,15 @@ func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, e
 	for _, path := range paths {
 		pages = append(pages, &visited{path: path})
 	}
-	for _, p := range pages {
-		if p.small, err = b.visit(ctx, handler, p.path); err != nil {
+	if !filled {
+		for _, p := range pages {
+			if p.small, err = b.visit(ctx, handler, p.path); err != nil {
+				return nil, err
+			}
+		}
+		if err := b.fill(ctx, b.small, b.large); err != nil {
 			return nil, err
 		}
-	}
-	if err := b.fill(ctx, b.small, b.large); err != nil {
-		return nil, err
 	}
 	for _, p := range pages {
 		before, err := b.scanned(ctx)
@@ -125,6 +134,15 @@ func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, e
 		p.scanned = after - before
 	}
 	return pages, nil
+}
+
+// filled says whether an earlier run left the larger log here.
+func (b *room) filled(ctx context.Context) (yes bool, err error) {
+	err = b.pool.QueryRow(ctx, "select count(*) >= $1 from agent_executions", b.large/100).Scan(&yes)
+	if err != nil {
+		return false, fmt.Errorf("look what is there: %w", err)
+	}
+	return yes, nil
 }
 
 // handler is the room alone: who may enter is not measured.

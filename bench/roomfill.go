@@ -33,13 +33,13 @@ func (b *room) fill(ctx context.Context, from, to int64) error {
 	return b.count(ctx)
 }
 
-// count works off what has not been counted, as housekeeping does. What was written just now is left to the pages.
+// count works off what has not been counted, as housekeeping does. Nobody writes meanwhile, so nothing has to be left for later.
 func (b *room) count(ctx context.Context) error {
 	began := time.Now()
 	for {
 		var counted int
 		var more bool
-		if err := b.pool.QueryRow(ctx, "select counted, more from count_agent_activity(50000, '1 second')").Scan(&counted, &more); err != nil {
+		if err := b.pool.QueryRow(ctx, "select counted, more from count_agent_activity(50000, '1 millisecond')").Scan(&counted, &more); err != nil {
 			return fmt.Errorf("count the log: %w", err)
 		}
 		if !more {
@@ -55,7 +55,7 @@ func (b *room) fillPiece(ctx context.Context, from, to int64) error {
 			return err
 		}
 		args := postgres.Strict{"from": from, "to": to, "of": b.large, "base": b.base}
-		for _, sql := range []string{madeExecutions, madeActivity, madeThreads, madeMessages} {
+		for _, sql := range []string{madeSkills, madeExecutions, madeActivity, madeThreads, madeMessages} {
 			if _, err := tx.Exec(ctx, sql, args); err != nil {
 				return err
 			}
@@ -67,6 +67,13 @@ func (b *room) fillPiece(ctx context.Context, from, to int64) error {
 // Execution number e stands for the hundred rows from 100·e; the whole log is spread evenly over the time. An id is its
 // time, made unique by its number.
 const (
+	madeSkills = `
+		insert into agent_skills (name, description, tool_definition, handler)
+		select 'skill_' || n, 'Skill number ' || n,
+		       jsonb_build_object('type', 'function', 'function', jsonb_build_object('name', 'skill_' || n, 'parameters', '{"type": "object"}'::jsonb)),
+		       'builtin:noop'
+		  from generate_series(0, 29) n where @from::bigint + @to::bigint + @of::bigint > 0 and @base::timestamptz is not null
+		on conflict do nothing`
 	madeExecutions = `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at, completed_at,
 		                              waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
