@@ -183,7 +183,7 @@ func (e *Engine) enlist(ctx context.Context) error {
 		if err == nil || !transient(err) || ctx.Err() != nil {
 			return err
 		}
-		e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		e.warnUnavailable(ctx, err)
 		if !sleep(ctx, time.Second) {
 			return err
 		}

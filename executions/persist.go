@@ -27,7 +27,7 @@ func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)
 		case r.steps() != begun: // called again, it would take its own steps for others
 			return value, err
 		}
-		r.e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		r.e.warnUnavailable(ctx, err)
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return value, err
 		}

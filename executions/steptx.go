@@ -52,7 +52,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 		case !transient(err):
 			return keep(ctx, r, s, nil, zero, asStepError(s.key, err))
 		}
-		r.e.log.WarnContext(ctx, "database unavailable, trying again", "step", s.key, "error", err)
+		r.e.warnUnavailable(ctx, err, "step", s.key)
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return zero, context.Cause(ctx)
 		}

@@ -202,7 +202,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 		case ctx.Err() != nil, !transient(err):
 			return nil, err
 		}
-		r.e.log.WarnContext(ctx, "database unavailable, trying again", "step", step, "error", err)
+		r.e.warnUnavailable(ctx, err, "step", step)
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return nil, context.Cause(ctx)
 		}

@@ -38,12 +38,21 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 		case ctx.Err() != nil, !transient(err):
 			return err
 		}
-		e.log.WarnContext(ctx, "database unavailable, trying again", "error", err)
+		e.warnUnavailable(ctx, err)
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return errors.Join(context.Cause(ctx), err)
 		}
 		pause = min(2*pause, longestPause)
 	}
+}
+
+// warnUnavailable logs a try that met a database in trouble, with what to do where that is known.
+func (e *Engine) warnUnavailable(ctx context.Context, err error, about ...any) {
+	about = append(about, "error", err)
+	if what, todo := postgres.Trouble(err); what != "" {
+		about = append(about, "trouble", what, "hint", todo)
+	}
+	e.log.WarnContext(ctx, "database unavailable, trying again", about...)
 }
 
 // transient reports an error that another try may not meet: the server is away, starting or stopping, or
@@ -54,7 +63,7 @@ func transient(err error) bool {
 		case "08", "40", "57":
 			return code != "57014" // a cancelled query was meant
 		case "53":
-			return code == "53300" // too many connections
+			return code != "53400" // disk full, out of memory, too many connections; not a limit of somebody's making
 		case "23": // a try whose connection broke was still at work: the next sees the row that it opened
 			return postgres.Constraint(err) == "agent_activity_open_step"
 		}

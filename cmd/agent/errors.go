@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -107,6 +108,7 @@ func (c *cli) complain(code int, err error) {
 	if errors.As(err, &exit) && exit.cause == nil {
 		return
 	}
+	err = advised(err)
 	if !c.json {
 		for _, line := range errorLines(err) {
 			c.say("agent: %s", printable(line))
@@ -114,8 +116,8 @@ func (c *cli) complain(code int, err error) {
 		return
 	}
 	fault := map[string]string{"code": errorWord(code), "message": err.Error()}
-	if advised, ok := errors.AsType[*hinted](err); ok {
-		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), "; "+advised.hint), advised.hint
+	if known, ok := errors.AsType[*hinted](err); ok {
+		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), "; "+known.hint), known.hint
 	}
 	if run, ok := errors.AsType[*traced](err); ok {
 		fault["trace_id"] = run.id
@@ -123,6 +125,15 @@ func (c *cli) complain(code int, err error) {
 	// Texts can always be encoded, so there is no error to report.
 	text, _ := json.Marshal(map[string]any{"error": fault})
 	c.say("%s", text)
+}
+
+// advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.
+func advised(err error) error {
+	what, todo := postgres.Trouble(err)
+	if _, known := errors.AsType[*hinted](err); known || what == "" || strings.Contains(err.Error(), todo) {
+		return err
+	}
+	return hint(err, "%s: %s", what, todo)
 }
 
 // errorLines is an error as lines: one, except where there is a list of problems.

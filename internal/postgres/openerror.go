@@ -41,9 +41,12 @@ const (
 func explain(config *pgx.ConnConfig, err error) error {
 	e := &openError{target: target(config), cause: err}
 	var pgErr *pgconn.PgError
+	trouble, mend := Trouble(err)
 	switch {
 	case errors.As(err, &pgErr):
 		e.what, e.todo = refusal(config, pgErr)
+	case trouble != "": // of this process
+		e.what, e.todo = trouble, mend
 	case isTLS(err):
 		e.what = "the two sides do not agree on TLS (" + root(err).Error() + ")"
 		e.todo = "add ?sslmode=disable for a server without TLS, or sslrootcert=FILE for its certificate authority"

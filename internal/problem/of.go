@@ -1,6 +1,7 @@
 package problem
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -54,7 +55,8 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, executions.ErrDraining):
 		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
 	case Away(err):
-		return New(http.StatusServiceUnavailable, "the database does not answer; try again").
+		what, _ := postgres.Trouble(err) // what to do about it is for the operator, and in the log
+		return New(http.StatusServiceUnavailable, "%s; try again", cmp.Or(what, "the database does not answer")).
 			Kind("database-away", "Database away"), true
 	}
 	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
@@ -93,7 +95,8 @@ func is(err error, targets ...error) bool {
 	return false
 }
 
-// Away reports that the database could not be asked: not there, starting, stopping, full or too slow.
+// Away reports that the database could not be asked, or cannot write: not there, starting, stopping, full, read-only or
+// too slow.
 func Away(err error) bool {
 	if _, unreachable := errors.AsType[*pgconn.ConnectError](err); unreachable {
 		return true
@@ -102,5 +105,5 @@ func Away(err error) bool {
 		return true
 	}
 	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
-		postgres.IsCode(err, "53300", "57014", "57P01", "57P02", "57P03")
+		postgres.IsCode(err, "25006", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03")
 }

@@ -24,6 +24,8 @@ import (
 	"net/http"
 	"regexp"
 	"strconv"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // ContentType is that of every problem.
@@ -82,8 +84,11 @@ func Path(r *http.Request) string { return lockInPath.ReplaceAllString(r.URL.Pat
 func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem {
 	p, news := Of(err)
 	if news && log != nil {
-		log.ErrorContext(r.Context(), "request failed", "method", r.Method, "path", Path(r), "status", p.Status,
-			"trace_id", traceID, "error", err)
+		about := []any{"method", r.Method, "path", Path(r), "status", p.Status, "trace_id", traceID, "error", err}
+		if what, todo := postgres.Trouble(err); what != "" {
+			about = append(about, "trouble", what, "hint", todo)
+		}
+		log.ErrorContext(r.Context(), "request failed", about...)
 	}
 	said := *p
 	if said.TraceID == "" {
