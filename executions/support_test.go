@@ -133,7 +133,7 @@ func completions(t *testing.T, db postgres.DB, id string) int {
 // listener runs a notification listener until the test ends.
 func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
-	l := postgres.NewListener(postgres.Dialer(pool), discard())
+	l := postgres.NewListener(pgtest.Dialer(t, pool), discard())
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
 	group.Go(func() error { return l.Run(ctx) })

@@ -19,7 +19,7 @@ import (
 // listening is a keeper that is woken by notifications.
 func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
-	listener := postgres.NewListener(postgres.Dialer(db), slog.New(slog.DiscardHandler))
+	listener := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
@@ -182,7 +182,7 @@ func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	conn, err := postgres.Dialer(db)(t.Context())
+	conn, err := pgtest.Dialer(t, db)(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

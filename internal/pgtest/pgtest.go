@@ -10,6 +10,10 @@
 // may commit, use several connections, NOTIFY and run workers, in parallel, and see only what they
 // wrote themselves.
 //
+// With AGENT_TEST_POOLER=1 in the environment the databases are reached through a PgBouncer in transaction mode
+// (internal/pgbouncer), one for each test binary: scripts/test runs the suites of lanes and executions a second
+// time so. [DirectURL] is the way around it, for what needs a session.
+//
 // A test package that uses it has
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -24,6 +28,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -91,6 +96,34 @@ func EmptyURL(tb testing.TB) string {
 		tb.Fatal(err)
 	}
 	return s.lend(tb, name)
+}
+
+// Pooled reports whether test databases are reached through a pooler.
+func Pooled() bool { return os.Getenv("AGENT_TEST_POOLER") == "1" }
+
+// DirectURL is the connection string without a pooler of a database that url, from [URL] or [EmptyURL], names.
+func DirectURL(tb testing.TB, url string) string {
+	tb.Helper()
+	s, err := theServer.get()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	config, err := pgx.ParseConfig(url)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return s.urlOf(config.Database)
+}
+
+// Dialer opens single connections, without a pooler, to the database of pool, which is from [DB], [Empty] or one of
+// their URLs: for LISTEN.
+func Dialer(tb testing.TB, pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
+	tb.Helper()
+	if !Pooled() {
+		return postgres.Dialer(pool)
+	}
+	direct := DirectURL(tb, pool.Config().ConnString())
+	return func(ctx context.Context) (*pgx.Conn, error) { return pgx.Connect(ctx, direct) }
 }
 
 func open(tb testing.TB, url string) *pgxpool.Pool {

@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -44,9 +45,10 @@ type shared struct {
 
 // server is where this binary's test databases are made.
 type server struct {
-	own   *pgserver.Server // nil for AGENT_TEST_DATABASE_URL
-	url   string
-	admin *pgxpool.Pool
+	own    *pgserver.Server // nil for AGENT_TEST_DATABASE_URL
+	url    string
+	admin  *pgxpool.Pool
+	pooler *pgbouncer.Pooler // nil without AGENT_TEST_POOLER
 
 	building sync.Mutex // one builder per process, so that those who wait for it take no connection
 }
@@ -65,10 +67,14 @@ func (s *shared) stop() error {
 		return nil
 	}
 	s.server.admin.Close()
-	if s.server.own == nil {
-		return nil
+	var err error
+	if s.server.pooler != nil {
+		err = s.server.pooler.Stop(context.Background())
 	}
-	return s.server.own.Stop(context.Background())
+	if s.server.own == nil {
+		return err
+	}
+	return errors.Join(err, s.server.own.Stop(context.Background()))
 }
 
 func startServer() (*server, error) {
@@ -90,6 +96,9 @@ func startServer() (*server, error) {
 	s.admin, err = postgres.Open(ctx, s.url, postgres.Options{MaxConns: adminConns, ApplicationName: "pgtest"})
 	if err == nil && s.own != nil && !s.own.Adopted() {
 		err = s.sweep(ctx)
+	}
+	if err == nil && Pooled() {
+		s.pooler, err = pgbouncer.Start(ctx, pgbouncer.Config{Server: s.url, Progress: tell})
 	}
 	if err != nil {
 		return nil, fmt.Errorf("pgtest: %w", err)
@@ -156,7 +165,14 @@ func (s *server) lend(tb testing.TB, database string) string {
 			tb.Error(err)
 		}
 	})
-	return s.urlOf(database)
+	if s.pooler == nil {
+		return s.urlOf(database)
+	}
+	pooled, err := s.pooler.URL(s.urlOf(database))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return pooled
 }
 
 func (s *server) drop(ctx context.Context, database string) error {

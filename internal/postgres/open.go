@@ -59,6 +59,13 @@ func Dialer(pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	}
 }
 
+// Pooled reports whether pool, made by [Open], ended at a connection pooler when it was opened: then LISTEN has no
+// effect on its connections, and nothing may be kept in a session.
+func Pooled(pool *pgxpool.Pool) bool {
+	g, ok := pool.Config().ConnConfig.Tracer.(guard)
+	return ok && g.pooled
+}
+
 func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if strings.TrimSpace(url) == "" {
 		return nil, errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
@@ -102,6 +109,7 @@ type route struct {
 // adapt makes config fit the way to the server. An isolation level and the end of idle transactions are
 // startup parameters that PgBouncer refuses, so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string) error {
+	config.Tracer = guard{pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 		if r.pooled {

@@ -37,8 +37,10 @@ func IsSealed(ctx context.Context) bool {
 	return s != nil
 }
 
-// guard keeps seals. It is the tracer of every connection.
-type guard struct{}
+// guard keeps seals. It is the tracer of every connection, and so knows where they lead.
+type guard struct {
+	pooled bool // a pooler is in between
+}
 
 func (guard) check(ctx context.Context) context.Context {
 	s, _ := ctx.Value(sealKey{}).(*Seal)

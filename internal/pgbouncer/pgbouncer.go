@@ -1,0 +1,232 @@
+// Package pgbouncer puts a PgBouncer in transaction mode in front of a PostgreSQL, for tests: what works
+// through it works through any pooler that lends a server connection for one transaction at a time.
+//
+// A [Pooler] serves every database of one server, on a unix socket in a folder of its own, with few server
+// connections for each database, so that clients do get another one for each transaction. It accepts startup
+// parameters as strictly as PgBouncer does by default, and keeps its log. It is PgBouncer's own program as Debian
+// packages it, the one in AGENT_TEST_PGBOUNCER, or one on the PATH. As root it is installed when it is missing,
+// with the service that Debian's package brings (port 6432, no databases, not used here); else the test stops and
+// says which command to run.
+//
+// PgBouncer refuses to run as root: started by root, it runs as the user postgres, else nobody, as the servers of
+// internal/pgserver do. On Linux it ends with the process that started it, however that ends.
+package pgbouncer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+const (
+	port       = 6432 // names the socket
+	readyLimit = time.Minute
+	stopLimit  = 10 * time.Second
+	askEvery   = 10 * time.Millisecond
+)
+
+// Config says which pooler is wanted.
+type Config struct {
+	// Server is a connection string of the server behind it. Its user, with its password, is the only one that the
+	// pooler lets in; any database of the server can be reached.
+	Server string
+	// PoolSize is how many server connections a database has at most; 8 when 0.
+	PoolSize int
+	// Prepared is max_prepared_statements, how many prepared statements of its clients it keeps on a server
+	// connection. Versions before 1.21 keep none and refuse the setting: see [Pooler.Prepares].
+	Prepared int
+	// Progress gets one line for a person while something is installed; nil for none.
+	Progress func(line string)
+}
+
+// Pooler is a running PgBouncer. Its methods may be called from any goroutine.
+type Pooler struct {
+	dir     string
+	version version
+	server  *pgx.ConnConfig
+	process *os.Process
+	ended   chan struct{}
+	end     error // how the process ended, once ended is closed
+}
+
+// Start starts a pooler and returns when it serves. ctx limits the start only. The error says what is missing, or
+// has the end of the pooler's log.
+func Start(ctx context.Context, config Config) (*Pooler, error) {
+	p, err := start(ctx, config)
+	if err != nil {
+		return nil, fmt.Errorf("start PgBouncer: %w", err)
+	}
+	return p, nil
+}
+
+func start(ctx context.Context, config Config) (_ *Pooler, err error) {
+	if config.Progress == nil {
+		config.Progress = func(string) {}
+	}
+	server, err := pgx.ParseConfig(config.Server)
+	if err != nil {
+		return nil, errors.New("the server's connection string cannot be read") // the parser's text may quote its password
+	}
+	binary, err := find(ctx, config.Progress)
+	if err != nil {
+		return nil, err
+	}
+	p := &Pooler{server: server, ended: make(chan struct{})}
+	if p.version, err = versionOf(ctx, binary); err != nil {
+		return nil, err
+	}
+	if config.Prepared > 0 && !p.Prepares() {
+		return nil, fmt.Errorf("version %s keeps no prepared statements: it takes 1.21 or later", p.version)
+	}
+	// Below the folder for temporary files itself: a test's own folder is closed to others, and too long for a socket.
+	if p.dir, err = os.MkdirTemp("", "lk-pgbouncer-"); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(p.dir))
+		}
+	}()
+	user, err := account()
+	if err != nil {
+		return nil, err
+	}
+	if err := p.configure(config, user); err != nil {
+		return nil, err
+	}
+	if err := p.launch(binary, user); err != nil {
+		return nil, err
+	}
+	if err := p.ready(ctx); err != nil {
+		return nil, errors.Join(err, p.kill())
+	}
+	return p, nil
+}
+
+// ready waits until the pooler lets somebody in.
+func (p *Pooler) ready(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, readyLimit)
+	defer cancel()
+	for {
+		err := p.ask(ctx)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.ended:
+			return fmt.Errorf("it ended (%w); the end of its log:\n%s", p.end, lastLines(p.Log(), 5))
+		case <-ctx.Done():
+			return fmt.Errorf("it does not answer: %w; the end of its log:\n%s", err, lastLines(p.Log(), 5))
+		case <-time.After(askEvery):
+		}
+	}
+}
+
+// ask connects to the server by way of the pooler.
+func (p *Pooler) ask(ctx context.Context) error {
+	conn, err := pgconn.Connect(ctx, p.urlOf(p.server.Database, nil))
+	if err != nil {
+		return err
+	}
+	return errors.Join(conn.Ping(ctx), conn.Close(ctx))
+}
+
+// URL is the connection string by which the database that direct names is reached through the pooler. What direct
+// sets besides (pool_max_conns, application_name and so on) it sets too.
+func (p *Pooler) URL(direct string) (string, error) {
+	config, err := pgx.ParseConfig(direct)
+	if err != nil {
+		return "", errors.New("through PgBouncer: the connection string cannot be read")
+	}
+	var settings url.Values
+	if u, err := url.Parse(direct); err == nil {
+		settings = u.Query()
+	}
+	return p.urlOf(config.Database, settings), nil
+}
+
+func (p *Pooler) urlOf(database string, settings url.Values) string {
+	query := url.Values{}
+	for name, values := range settings {
+		if !strings.HasPrefix(name, "ssl") {
+			query[name] = values
+		}
+	}
+	query.Set("host", p.dir)
+	query.Set("port", strconv.Itoa(port))
+	return (&url.URL{Scheme: "postgres", User: url.User(p.server.User), Path: "/" + database, RawQuery: query.Encode()}).String()
+}
+
+// Prepares reports whether this version can keep prepared statements of its clients ([Config.Prepared]).
+func (p *Pooler) Prepares() bool { return p.version.atLeast(1, 21) }
+
+// Version is that of the program, for example "1.18.0".
+func (p *Pooler) Version() string { return p.version.String() }
+
+// Log is what the pooler has logged until now.
+func (p *Pooler) Log() string {
+	text, err := os.ReadFile(filepath.Join(p.dir, logFile))
+	if err != nil {
+		return err.Error()
+	}
+	return string(text)
+}
+
+// Stop ends the pooler, and with it the connections of its clients, and removes its folder. When ctx ends first, the
+// pooler is killed. A pooler that had ended by itself is an error.
+func (p *Pooler) Stop(ctx context.Context) error {
+	select {
+	case <-p.ended:
+		err := fmt.Errorf("it had ended before (%w); the end of its log:\n%s", p.end, lastLines(p.Log(), 20))
+		return errors.Join(fmt.Errorf("stop PgBouncer: %w", err), os.RemoveAll(p.dir))
+	default:
+	}
+	if err := p.process.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("stop PgBouncer: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, stopLimit)
+	defer cancel()
+	var err error
+	select {
+	case <-p.ended:
+	case <-ctx.Done():
+		err = p.kill()
+	}
+	if err := errors.Join(err, os.RemoveAll(p.dir)); err != nil {
+		return fmt.Errorf("stop PgBouncer: %w", err)
+	}
+	return nil
+}
+
+func (p *Pooler) kill() error {
+	err := p.process.Kill()
+	if errors.Is(err, os.ErrProcessDone) {
+		err = nil
+	}
+	if err == nil {
+		<-p.ended
+	}
+	return err
+}
+
+// lastLines is the end of a text.
+func lastLines(text string, n int) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}
+
+// command is the program with its one argument.
+func (p *Pooler) command(binary string) *exec.Cmd {
+	return exec.Command(binary, filepath.Join(p.dir, configFile)) //nolint:noctx // it lives until Stop
+}

@@ -1,0 +1,264 @@
+package pgbouncer_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// soon is within which things happen that need no timeout.
+const soon = time.Minute
+
+// pooler starts one in front of the test server, and returns a connection string through it of a new database, and the
+// direct one.
+func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through, direct string) {
+	t.Helper()
+	direct = pgtest.DirectURL(t, pgtest.EmptyURL(t))
+	config.Server = direct
+	p, err := pgbouncer.Start(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	if through, err = p.URL(direct); err != nil {
+		t.Fatal(err)
+	}
+	return p, through, direct
+}
+
+func open(t *testing.T, url string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+func connect(t *testing.T, url string) *pgx.Conn {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
+	return conn
+}
+
+// pid is the process that serves the next transaction of conn.
+func pid(t *testing.T, conn postgres.DB) (pid int) {
+	t.Helper()
+	if err := conn.QueryRow(t.Context(), "select pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid); err != nil {
+		t.Fatal(err)
+	}
+	return pid
+}
+
+func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
+	t.Parallel()
+	_, through, _ := pooler(t, pgbouncer.Config{PoolSize: 1})
+	first, second := connect(t, through), connect(t, through)
+	if a, b := pid(t, first), pid(t, second); a != b {
+		t.Errorf("two clients have the server connections %d and %d, want one", a, b)
+	}
+	tx, err := first.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid(t, tx)
+	// The only server connection is lent: the other client waits for it, and has it after the commit.
+	answered := make(chan error, 1)
+	go func() { answered <- second.Ping(t.Context()) }()
+	select {
+	case err := <-answered:
+		t.Errorf("another client was answered during the transaction: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-answered:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(soon):
+		t.Error("another client does not get the server connection after the commit")
+	}
+}
+
+func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
+	t.Parallel()
+	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 2})
+	pool := open(t, through)
+	if !postgres.Pooled(pool) || postgres.Pooled(open(t, direct)) {
+		t.Error("it is not known which of the two is pooled")
+	}
+	if got := pool.Config().ConnConfig.DefaultQueryExecMode; got != pgx.QueryExecModeCacheDescribe {
+		t.Errorf("mode %s", got)
+	}
+	// The same statement from many clients, on whatever server connection: once described, sent unnamed.
+	failed := make(chan error, 64)
+	for range cap(failed) {
+		go func() {
+			var sum int
+			err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum)
+			if err == nil && sum != 42 {
+				err = errors.New("41 + 1 is not 42")
+			}
+			failed <- err
+		}()
+	}
+	for range cap(failed) {
+		if err := <-failed; err != nil {
+			t.Error(err)
+		}
+	}
+	// Told otherwise it is still known where it leads.
+	if told := open(t, through+"&default_query_exec_mode=exec"); !postgres.Pooled(told) {
+		t.Error("a mode in the connection string hides the pooler")
+	}
+}
+
+func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
+	t.Parallel()
+	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
+	watching := open(t, direct)
+	conn := connect(t, through)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := conn.Exec(ctx, "select pg_sleep(600)")
+		ended <- err
+	}()
+	sleeping := func() (n int) {
+		const asleep = `select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'`
+		if err := watching.QueryRow(t.Context(), asleep).Scan(&n); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	pgtest.Eventually(t, soon, func() bool { return sleeping() == 1 }, "the statement runs")
+	cancel()
+	if err := <-ended; err == nil {
+		t.Error("the statement was not cancelled")
+	}
+	pgtest.Eventually(t, soon, func() bool { return sleeping() == 0 }, "the statement is cancelled")
+}
+
+// Prepared statements are kept by 1.21 and later, when they are told to; cache_statement can be set there.
+func TestPreparedStatements(t *testing.T) {
+	t.Parallel()
+	p, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
+	if !p.Prepares() {
+		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, Prepared: 100})
+		if err == nil || !strings.Contains(err.Error(), "keeps no prepared statements") {
+			t.Errorf("version %s is asked to keep prepared statements: %v", p.Version(), err)
+		}
+		// What cache_statement would do there: the statement is prepared on a connection that others use.
+		first, second := connect(t, through), connect(t, through)
+		if _, err := first.Prepare(t.Context(), "answer", "select 42"); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := second.Prepare(t.Context(), "answer", "select 43"); !postgres.IsCode(err, "42P05") {
+			t.Errorf("another client's statement of the same name: %v, want 42P05", err)
+		}
+		return
+	}
+	_, through, _ = pooler(t, pgbouncer.Config{PoolSize: 2, Prepared: 100})
+	pool := open(t, through+"&default_query_exec_mode=cache_statement")
+	for i := range 20 {
+		var got int
+		if err := pool.QueryRow(t.Context(), "select $1::int", i).Scan(&got); err != nil || got != i {
+			t.Errorf("%d, %v", got, err)
+		}
+	}
+}
+
+// It changes the environment, so it is not parallel.
+func TestItSaysWhyItDoesNotStart(t *testing.T) {
+	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"}); err == nil || strings.Contains(err.Error(), "hunter2") {
+		t.Errorf("error %v", err)
+	}
+	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	for name, c := range map[string]struct{ script, want string }{
+		"ends":         {"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac", "FATAL no room"},
+		"another":      {"echo nginx 1.0", "no version of PgBouncer"},
+		"does not run": {"exit 3", "exit status 3"},
+		"is not there": {"", "no such file"},
+	} {
+		path := filepath.Join(dir, name)
+		if c.script != "" {
+			if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.Chmod(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("AGENT_TEST_PGBOUNCER", path)
+		if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct}); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: error %v, want %q", name, err, c.want)
+		}
+	}
+}
+
+func TestStopLeavesNothing(t *testing.T) {
+	t.Parallel()
+	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
+	p, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct})
+	if err != nil {
+		t.Fatal(err)
+	}
+	through, err := p.URL(direct)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := connect(t, through)
+	if !strings.Contains(p.Log(), "process up") {
+		t.Errorf("its log does not say that it is up:\n%s", p.Log())
+	}
+	config, err := pgx.ParseConfig(through)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := conn.Ping(t.Context()); err == nil {
+		t.Error("a client is still connected")
+	}
+	if _, err := os.Stat(config.Host); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("its folder is still there: %v", err)
+	}
+}

@@ -1,0 +1,127 @@
+package pgbouncer
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/user"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+const (
+	configFile = "pgbouncer.ini"
+	usersFile  = "users"
+	logFile    = "log"
+	maxClients = 2000
+)
+
+// owner is the unprivileged user that the pooler runs as when we are root; nil for ourselves.
+type owner struct{ uid, gid int }
+
+func account() (*owner, error) {
+	if os.Geteuid() != 0 {
+		return nil, nil
+	}
+	for _, name := range []string{"postgres", "nobody"} {
+		found, err := user.Lookup(name)
+		if err != nil {
+			continue
+		}
+		uid, err := strconv.Atoi(found.Uid)
+		if err != nil {
+			return nil, fmt.Errorf("user %s: %w", name, err)
+		}
+		gid, err := strconv.Atoi(found.Gid)
+		if err != nil {
+			return nil, fmt.Errorf("user %s: %w", name, err)
+		}
+		return &owner{uid, gid}, nil
+	}
+	return nil, errors.New("it does not run as root, and there is neither a user postgres nor nobody: run useradd --system postgres")
+}
+
+// configure writes the pooler's files and gives them to the user that it runs as.
+func (p *Pooler) configure(config Config, user *owner) error {
+	files := map[string]string{
+		configFile: p.settings(config),
+		usersFile:  quoted(p.server.User) + " " + quoted(p.server.Password) + "\n",
+		logFile:    "",
+	}
+	for name, text := range files {
+		if err := os.WriteFile(filepath.Join(p.dir, name), []byte(text), 0o600); err != nil {
+			return err
+		}
+	}
+	if user == nil {
+		return nil
+	}
+	return filepath.WalkDir(p.dir, func(path string, _ fs.DirEntry, err error) error {
+		return errors.Join(err, os.Lchown(path, user.uid, user.gid))
+	})
+}
+
+// settings is the configuration file.
+func (p *Pooler) settings(config Config) string {
+	size := config.PoolSize
+	if size == 0 {
+		size = 8
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "[databases]\n* = host=%s port=%d\n", p.server.Host, p.server.Port)
+	fmt.Fprintf(&b, "[pgbouncer]\nunix_socket_dir = %s\nlisten_port = %d\nauth_type = trust\nauth_file = %s\n",
+		p.dir, port, filepath.Join(p.dir, usersFile))
+	fmt.Fprintf(&b, "pool_mode = transaction\ndefault_pool_size = %d\nmax_client_conn = %d\n", size, maxClients)
+	if config.Prepared > 0 {
+		fmt.Fprintf(&b, "max_prepared_statements = %d\n", config.Prepared)
+	} else if p.Prepares() {
+		b.WriteString("max_prepared_statements = 0\n")
+	}
+	if p.server.TLSConfig != nil {
+		b.WriteString("server_tls_sslmode = require\n")
+	}
+	// A database that a test has dropped must not keep others from their connections.
+	b.WriteString("server_login_retry = 1\n")
+	return b.String()
+}
+
+// quoted is a word of the file of users.
+func quoted(word string) string { return `"` + strings.ReplaceAll(word, `"`, `""`) + `"` }
+
+// launch starts the process. The kernel ends it when the thread that started it does, so that thread waits for it.
+func (p *Pooler) launch(binary string, user *owner) error {
+	log, err := os.OpenFile(filepath.Join(p.dir, logFile), os.O_WRONLY|os.O_APPEND, 0)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := p.command(binary)
+	cmd.Dir, cmd.Stdout, cmd.Stderr, cmd.SysProcAttr = p.dir, log, log, dieWithUs()
+	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
+	cmd.SysProcAttr.Setpgid = true // ^C at a terminal is for the tests, who stop it
+	if user != nil {
+		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(user.uid), Gid: uint32(user.gid)}
+	}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			p.end = cmd.Wait()
+			if p.end == nil {
+				p.end = errors.New("exit status 0")
+			}
+			close(p.ended)
+		}
+	}()
+	if err := <-started; err != nil {
+		return err
+	}
+	p.process = cmd.Process
+	return nil
+}
