@@ -145,10 +145,13 @@ func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, out
 	failed := r.written(ctx, s, err, out)
 	switch {
 	case failed == nil:
-	case bounded.Err() != nil && ctx.Err() == nil && transient(err) && !errors.Is(failed, ErrStale):
+	case bounded.Err() != nil && transient(err) && !errors.Is(failed, ErrStale):
 		// The database could not be written to for as long as a lease lasts. That is no result of the step: the run
 		// ends here, and its claim, which then has no run, is handed on.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
+		if ctx.Err() != nil { // it has ended already: nobody could renew the lease either
+			return errors.Join(context.Cause(ctx), failed)
+		}
 		r.stop(ErrLost)
 		return ErrLost
 	default:
