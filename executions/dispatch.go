@@ -8,7 +8,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/riverqueue/river"
-	"github.com/riverqueue/river/riverdriver/riverpgxv5"
 
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -52,7 +51,7 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	if e.opts.PollOnly {
 		poll = 500 * time.Millisecond
 	}
-	client, err := river.NewClient(riverpgxv5.New(pool), &river.Config{
+	client, err := river.NewClient(driver(pool, e.opts.Direct), &river.Config{
 		Schema:  migrations.RiverSchema,
 		Logger:  quiet(e.log),
 		Workers: workers,

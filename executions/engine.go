@@ -43,7 +43,9 @@ type Options struct {
 	SweepEvery time.Duration
 	// StopTimeout is how long steps under way may take to finish at a shutdown; default 20 s.
 	StopTimeout time.Duration
-	PollOnly    bool // River without LISTEN, for a transaction pooler
+	// PollOnly is River without LISTEN. Without Direct it is so in any case where the pool ends at a pooler.
+	PollOnly bool
+	Direct   *pgxpool.Pool // leads to the server itself, for LISTEN, where the pool ends at a pooler; may be nil
 }
 
 // Engine is one process's part in running executions. Register flows before Run; everything else may be
@@ -82,6 +84,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	opts.LeaseTTL = max(cmp.Or(opts.LeaseTTL, 30*time.Second).Truncate(time.Second), time.Second)
 	opts.SweepEvery = max(cmp.Or(opts.SweepEvery, 5*time.Second), 100*time.Millisecond)
 	opts.StopTimeout = cmp.Or(opts.StopTimeout, 20*time.Second)
+	opts.PollOnly = opts.PollOnly || opts.Direct == nil && postgres.Pooled(pool)
 	e := &Engine{
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),

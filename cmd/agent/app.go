@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -48,13 +47,13 @@ type app struct {
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
 	a := &app{config: cfg, log: log, pool: pool, getenv: func(name string) string { return c.environ[name] }}
-	a.listener = postgres.NewListener(postgres.Dialer(pool), log)
+	a.listener = postgres.NewListener(postgres.Dialer(s.sessions()), log)
 	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: cfg.LanesEnabled})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
 		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
-		PollOnly: pooled(pool),
+		Direct: s.direct,
 	})
 	if err != nil {
 		return nil, err
@@ -177,9 +176,4 @@ func (a *app) living(ctx context.Context, fn func(ctx context.Context) error, mo
 	}
 	a.remote.Close()
 	return err
-}
-
-// pooled reports whether a transaction pooler stands before the server: then LISTEN is of no use.
-func pooled(pool *pgxpool.Pool) bool {
-	return pool.Config().ConnConfig.DefaultQueryExecMode == pgx.QueryExecModeCacheDescribe
 }

@@ -50,6 +50,7 @@ type session struct {
 	config    config.Config
 	log       *slog.Logger
 	pool      *pgxpool.Pool
+	direct    *pgxpool.Pool    // the way around a pooler; nil without DATABASE_DIRECT_URL
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
 	url       string
@@ -57,8 +58,10 @@ type session struct {
 
 // close gives everything back that is open.
 func (s *session) close(ctx context.Context) {
-	if s.pool != nil {
-		s.pool.Close()
+	for _, pool := range []*pgxpool.Pool{s.pool, s.direct} {
+		if pool != nil {
+			pool.Close()
+		}
 	}
 	if s.server != nil {
 		if err := s.server.Stop(context.WithoutCancel(ctx)); err != nil {
@@ -105,6 +108,12 @@ func (s *session) connect(ctx context.Context) error {
 		return err
 	}
 	s.pool = pool
+	if s.config.DirectURL.IsSet() && s.url == s.config.DatabaseURL.Reveal() {
+		if err := s.around(ctx); err != nil {
+			s.close(ctx)
+			return err
+		}
+	}
 	return nil
 }
 
@@ -139,7 +148,7 @@ func (s *session) migrate(ctx context.Context, c *cli) ([]string, error) {
 	if errors.Is(migrations.Check(ctx, s.pool), migrations.ErrOutdated) {
 		c.say("bringing the schema to version %d …", migrations.Version())
 	}
-	return migrations.Up(ctx, s.pool)
+	return migrations.Up(ctx, s.sessions())
 }
 
 // shown says where the database is. The own server's address can be given to psql; another's may hide a

@@ -60,6 +60,7 @@ func (k *checker) all(c *Config) {
 // connections checks addresses and tokens. A secret is never quoted.
 func (k *checker) connections(c *Config) {
 	k.database("DATABASE_URL", c.DatabaseURL)
+	k.database("DATABASE_DIRECT_URL", c.DirectURL)
 	k.database("AGENT_TEST_DATABASE_URL", c.TestDatabaseURL)
 	if _, err := splitListen(c.Listen); err != nil {
 		k.refuse("AGENT_LISTEN", "%q is not an address (%v)", c.Listen, err)
