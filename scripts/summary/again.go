@@ -37,7 +37,8 @@ func (r *result) secondTry(again runner, out io.Writer) (unsteady int) {
 	for _, c := range list {
 		fmt.Fprintln(out, "AGAIN", c)
 		second := newResult()
-		err := again(func(in io.Reader) error { return second.read(in, out) }, c.arguments()...)
+		_, under, _ := strings.Cut(c.pkg, " ")
+		err := again(func(in io.Reader) error { return second.read(stream{in, under}, out) }, c.arguments()...)
 		if err != nil || !c.passes(second) {
 			fmt.Fprintln(out, "failed on the second try as well:", c, reason(err))
 			continue

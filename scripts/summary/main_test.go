@@ -9,9 +9,9 @@ import (
 	"testing"
 )
 
-// stream makes what go test -json prints from short lines: "run p A", "fail p A", "out p A text"; a package's own have
+// printed makes what go test -json prints from short lines: "run p A", "fail p A", "out p A text"; a package's own have
 // "-" for the test.
-func stream(t *testing.T, lines ...string) string {
+func printed(t *testing.T, lines ...string) string {
 	t.Helper()
 	var b strings.Builder
 	for _, line := range lines {
@@ -52,7 +52,7 @@ func (p *play) run(read func(io.Reader) error, more ...string) error {
 	if len(lines) > 0 && lines[0] == "exit" {
 		lines, end = lines[1:], errors.New("exit status 1")
 	}
-	if err := read(strings.NewReader(stream(p.t, lines...))); err != nil {
+	if err := read(strings.NewReader(printed(p.t, lines...))); err != nil {
 		return err
 	}
 	return end
@@ -75,6 +75,7 @@ func TestSummary(t *testing.T) {
 	aAgain := "-run ^A$ p"
 	cases := map[string]struct {
 		first  []string
+		also   []string
 		exit   int
 		again  map[string][]string
 		asked  []string
@@ -172,13 +173,31 @@ func TestSummary(t *testing.T) {
 			first: []string{"run p A", "pass p A", "out p - pgtest: no server", "fail p -"}, exit: 1, asked: []string{"p"}, code: 1,
 			again: map[string][]string{"p": {"exit", "run p A", "pass p A", "fail p -"}}, last: "1 passed, 0 failed, 0 skipped",
 		},
+		"the same package under another environment": {
+			first: []string{"run p A", "pass p A", "pass p -"}, also: []string{"run p A", "pass p A", "pass p -"},
+			last: "2 passed, 0 failed, 0 skipped", says: []string{"ok   p X=1\n"},
+		},
+		"a failure under another environment only": {
+			first: []string{"run p A", "pass p A", "pass p -"}, also: []string{"run p A", "fail p A", "run p B", "pass p B", "fail p -"}, exit: 1, code: 1,
+			asked: []string{"-run ^A$ p X=1"}, again: map[string][]string{"-run ^A$ p X=1": {"exit", "run p A", "fail p A", "fail p -"}},
+			last: "2 passed, 1 failed, 0 skipped", says: []string{"FAIL p X=1 A\n"},
+		},
+		"unsteady under another environment": {
+			first: []string{"run p A", "pass p A", "pass p -"}, also: []string{"run p A", "fail p A", "run p B", "pass p B", "fail p -"}, exit: 1,
+			asked: []string{"-run ^A$ p X=1"}, again: map[string][]string{"-run ^A$ p X=1": {"run p A", "pass p A", "pass p -"}},
+			last: "3 passed, 0 failed, 0 skipped, 1 unsteady",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			p := &play{t: t, script: c.again}
 			var out strings.Builder
-			code := summarise(strings.NewReader(stream(t, c.first...)), &out, c.exit, p.run)
+			streams := []stream{{in: strings.NewReader(printed(t, c.first...))}}
+			if c.also != nil {
+				streams = append(streams, stream{strings.NewReader(printed(t, c.also...)), "X=1"})
+			}
+			code := summarise(streams, &out, c.exit, p.run)
 			printed := out.String()
 			if lines := strings.Split(strings.TrimSpace(printed), "\n"); code != c.code || lines[len(lines)-1] != c.last {
 				t.Errorf("exit code %d, want %d, and %q, want %q", code, c.code, lines[len(lines)-1], c.last)
@@ -206,7 +225,7 @@ func TestSummary(t *testing.T) {
 func TestWithoutACommandNothingIsRunAgain(t *testing.T) {
 	t.Parallel()
 	var out strings.Builder
-	code := summarise(strings.NewReader(stream(t, failedOnce...)), &out, 1, repeat(t.Context(), nil))
+	code := summarise([]stream{{in: strings.NewReader(printed(t, failedOnce...))}}, &out, 1, repeat(t.Context(), nil))
 	if code != 1 || !strings.HasSuffix(out.String(), "\n2 passed, 2 failed, 0 skipped\n") {
 		t.Errorf("exit code %d and %q", code, out.String())
 	}
@@ -225,5 +244,8 @@ func TestRepeatRunsTheCommandWithMoreArguments(t *testing.T) {
 	}
 	if err := repeat(t.Context(), []string{"false"})(read); err == nil {
 		t.Error("a command that fails is taken for one that succeeds")
+	}
+	if err := repeat(t.Context(), []string{"sh", "-c", `echo "$SUMMARY_TEST $*"`, "sh"})(read, "-run", "^A$", "p SUMMARY_TEST=1"); err != nil || got != "1 -run ^A$ p\n" {
+		t.Errorf("under another environment: %q, %v", got, err)
 	}
 }

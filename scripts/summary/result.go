@@ -59,14 +59,17 @@ func (r *result) sum() (all tally) {
 	return all
 }
 
-func (r *result) read(in io.Reader, out io.Writer) error {
-	lines := bufio.NewScanner(in)
+func (r *result) read(s stream, out io.Writer) error {
+	lines := bufio.NewScanner(s.in)
 	lines.Buffer(nil, 16<<20)
 	for lines.Scan() {
 		var e event
 		if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
 			fmt.Fprintln(out, lines.Text())
 			continue
+		}
+		if s.under != "" && e.Package != "" {
+			e.Package += " " + s.under
 		}
 		r.take(e, out)
 	}
