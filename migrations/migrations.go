@@ -7,6 +7,13 @@
 // the server when the process dies. Each file is one transaction together with its row in
 // agent_migrations, so a death in the middle leaves whole files applied and the rest to do.
 //
+// It may be called while other processes serve, of this version or the one before. A file never stands in
+// a queue for a lock for longer than two seconds, because all who come later stand behind it: it gives up,
+// lets them pass, and tries again. What a file may do at all is the rule of docs/upgrading.md, expand
+// first and contract a release later, and the tests here hold every file to it. A file whose first line is
+// `-- outside a transaction` builds indexes concurrently, statement by statement; what a death leaves half
+// built is removed and built again.
+//
 // A database that was migrated by a newer binary is refused (ErrNewer), as is one whose applied files
 // differ from this binary's (ErrChanged): files that have been released are never edited. sql/0001_lanes.sql
 // opens with an essay about the tables.
@@ -53,8 +60,11 @@ type migration struct {
 
 // Up migrates the database to Version, River's schema included, and returns the names of the files it
 // applied. It is idempotent and safe to run by many processes at once.
-func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
-	all, err := load()
+func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWith(ctx, pool, files) }
+
+// UpWith is Up with the files sql/*.sql of another version, as its binary would do it: for the tests of upgrades.
+func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, error) {
+	all, err := load(version)
 	if err != nil {
 		return nil, err
 	}
@@ -63,8 +73,8 @@ func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
 		return nil, fmt.Errorf("migrate: %w", err)
 	}
 	defer func() { _ = lock.Rollback(context.WithoutCancel(ctx)) }()
-	if _, err := lock.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('agent migrations', 0))`); err != nil {
-		return nil, fmt.Errorf("lock migrations: %w", err)
+	if err := alone(ctx, lock); err != nil {
+		return nil, err
 	}
 	_, err = pool.Exec(ctx, `
 		create table if not exists agent_migrations (
@@ -91,10 +101,34 @@ func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
 	return applied, nil
 }
 
+// alone takes the lock under which one process migrates, or waits for it. An index that is built concurrently waits for
+// all who have a snapshot. So the lock is asked for again and again, since a session that stands in a queue has one, and
+// by the simple protocol, since that of the other's last statement lives on in its portal. The session does nothing else
+// while migrations run, for however long: the server must not end it for that.
+func alone(ctx context.Context, lock pgx.Tx) error {
+	if _, err := lock.Exec(ctx, `set local idle_in_transaction_session_timeout = 0`); err != nil {
+		return fmt.Errorf("lock migrations: %w", err)
+	}
+	for {
+		var mine bool
+		err := lock.QueryRow(ctx, `select pg_try_advisory_xact_lock(hashtextextended('agent migrations', 0))`,
+			pgx.QueryExecModeSimpleProtocol).Scan(&mine)
+		if err != nil {
+			return fmt.Errorf("lock migrations: %w", err)
+		}
+		if mine {
+			return nil
+		}
+		if err := pause(ctx, askEvery); err != nil {
+			return fmt.Errorf("wait for another process that migrates: %w", err)
+		}
+	}
+}
+
 // Check returns nil when the database has exactly this binary's schema, ErrOutdated when migrations are
 // missing, ErrNewer or ErrChanged when the schema is another version's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
-	all, err := load()
+	all, err := load(files)
 	if err != nil {
 		return err
 	}
@@ -117,7 +151,7 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 
 // Version is the number of the newest migration in this binary.
 func Version() int {
-	all, err := load()
+	all, err := load(files)
 	if err != nil {
 		return 0
 	}
@@ -127,7 +161,7 @@ func Version() int {
 // Hash names this binary's schema: equal hashes mean equal migrations.
 func Hash() string {
 	sum := sha256.New()
-	all, err := load()
+	all, err := load(files)
 	if err != nil {
 		return ""
 	}
@@ -137,25 +171,26 @@ func Hash() string {
 	return hex.EncodeToString(sum.Sum(nil))[:16]
 }
 
-// load reads the embedded files in order.
-func load() ([]migration, error) {
-	names, err := fs.Glob(files, "sql/*.sql")
+// load reads the files of a version in order.
+func load(version fs.FS) ([]migration, error) {
+	names, err := fs.Glob(version, "sql/*.sql")
 	if err != nil {
 		return nil, fmt.Errorf("list migrations: %w", err)
 	}
 	all := make([]migration, 0, len(names))
 	for _, path := range names {
-		text, err := files.ReadFile(path)
+		text, err := fs.ReadFile(version, path)
 		if err != nil {
 			return nil, fmt.Errorf("read %s: %w", path, err)
 		}
 		name := strings.TrimPrefix(path, "sql/")
-		version, err := strconv.Atoi(name[:strings.IndexByte(name, '_')])
+		digits, _, _ := strings.Cut(name, "_")
+		number, err := strconv.Atoi(digits)
 		if err != nil {
 			return nil, fmt.Errorf("migration %s has no number: %w", name, err)
 		}
 		sum := sha256.Sum256(text)
-		all = append(all, migration{version, name, string(text), hex.EncodeToString(sum[:])})
+		all = append(all, migration{number, name, string(text), hex.EncodeToString(sum[:])})
 	}
 	return all, nil
 }
@@ -183,22 +218,6 @@ func check(ctx context.Context, pool *pgxpool.Pool, all []migration) ([]migratio
 		}
 	}
 	return all[len(applied):], nil
-}
-
-// apply runs one file and records it, in one transaction.
-func (m migration) apply(ctx context.Context, pool *pgxpool.Pool) error {
-	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, m.sql); err != nil {
-			return err
-		}
-		_, err := tx.Exec(ctx, `insert into agent_migrations (version, name, hash) values ($1, $2, $3)`,
-			m.version, m.name, m.hash)
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("apply migration %s: %w", m.name, err)
-	}
-	return nil
 }
 
 func upRiver(ctx context.Context, pool *pgxpool.Pool) error {

@@ -1,0 +1,205 @@
+package migrations_test
+
+import (
+	"context"
+	"io/fs"
+	"maps"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/fstest"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// next is this version's files and those of a later one.
+func next(t *testing.T, later map[string]string) fs.FS {
+	t.Helper()
+	all := fstest.MapFS{}
+	for _, path := range released(t) {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[path] = &fstest.MapFile{Data: text}
+	}
+	for name, text := range later {
+		all["sql/"+name] = &fstest.MapFile{Data: []byte(text)}
+	}
+	return all
+}
+
+// released lists the files there are.
+func released(t *testing.T) []string {
+	t.Helper()
+	paths, err := fs.Glob(os.DirFS("."), "sql/*.sql")
+	if err != nil || len(paths) == 0 {
+		t.Fatalf("%d migrations: %v", len(paths), err)
+	}
+	return paths
+}
+
+// opened is a pool for a connection string with one more parameter.
+func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
+	t.Helper()
+	u, err := url.Parse(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	query := u.Query()
+	query.Set(name, value)
+	u.RawQuery = query.Encode()
+	db, err := postgres.Open(t.Context(), u.String(), postgres.Options{MaxConns: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(db.Close)
+	return db
+}
+
+// upgrade migrates in the background, and says how it went.
+func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
+	t.Helper()
+	done := make(chan error, 1)
+	var running sync.WaitGroup
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	t.Cleanup(cancel)
+	running.Go(func() {
+		_, err := migrations.UpWith(ctx, db, to)
+		done <- err
+	})
+	t.Cleanup(running.Wait)
+	return done
+}
+
+func ended(t *testing.T, done <-chan error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Fatal(err)
+		}
+	case <-ctx.Done():
+		t.Fatal("the migration does not end")
+	}
+}
+
+// A statement that waits for a lock makes all wait that come later; a serving process would stand still for as long as the
+// longest transaction lasts.
+func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	reader, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = reader.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, reader, `select count(*) from agent_executions`)
+	done := upgrade(t, db, next(t, map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
+	blocked(t, db, 1, "add column more")
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	if _, err := db.Exec(ctx, `select count(*) from agent_executions`); err != nil {
+		t.Fatalf("a reader behind the migration: %v", err)
+	}
+	if err := reader.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ended(t, done)
+	if !get[bool](t, db, `select exists (select from agent_migrations where version = 9001)`) {
+		t.Error("the migration is not recorded")
+	}
+}
+
+// The session with the lock is idle in a transaction for as long as a file takes, and the pool's sessions are ended for that.
+func TestALongMigrationKeepsItsLock(t *testing.T) {
+	t.Parallel()
+	db := opened(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
+	_, err := migrations.UpWith(t.Context(), db, next(t, map[string]string{"9001_long.sql": `
+		create table witness (held boolean not null);
+		select pg_sleep(1);
+		insert into witness select exists (select from pg_locks where locktype = 'advisory' and granted
+		   and database = (select oid from pg_database where datname = current_database()))`}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !get[bool](t, db, `select held from witness`) {
+		t.Error("the lock was lost while a file was applied")
+	}
+}
+
+const index = "-- outside a transaction\n" +
+	"-- Found by thread; a comment; with a semicolon.\n" +
+	"create index concurrently if not exists by_thread on agent_executions (thread_id, id);\n" +
+	"create unique index concurrently if not exists by_flow on agent_executions (flow);\n"
+
+// A process that waits to migrate must not be waited for by an index that is built concurrently.
+func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	later := next(t, map[string]string{"9001_index.sql": index})
+	var all []<-chan error
+	for range 3 {
+		all = append(all, upgrade(t, opened(t, url, "pool_max_conns", "3"), later))
+	}
+	for _, done := range all {
+		ended(t, done)
+	}
+	db := opened(t, url, "pool_max_conns", "2")
+	if n := get[int](t, db, `select count(*) from pg_index where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
+		t.Errorf("%d of 2 indexes are whole", n)
+	}
+}
+
+func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	insertExecution(t, db)
+	second := insertExecution(t, db)
+	later := next(t, map[string]string{"9001_index.sql": index})
+	if err := <-upgrade(t, db, later); !postgres.IsCode(err, "23505") {
+		t.Fatalf("a unique index on what is not unique: %v", err)
+	}
+	if get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
+		t.Fatal("nothing was left half built")
+	}
+	exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
+	ended(t, upgrade(t, db, later))
+	if !get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
+		t.Error("the index was left half built")
+	}
+}
+
+// An upgrade by way of every version ends with the schema that a new database gets.
+func TestFilesCanBeAppliedOneAtATime(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	soFar := fstest.MapFS{}
+	paths := released(t)
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		soFar[path] = &fstest.MapFile{Data: text}
+		names, err := migrations.UpWith(t.Context(), db, maps.Clone(soFar))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := []string{strings.TrimPrefix(path, "sql/")}; !slices.Equal(names, want) {
+			t.Errorf("applied %v, want %v", names, want)
+		}
+	}
+	if err := migrations.Check(t.Context(), db); err != nil {
+		t.Error(err)
+	}
+}
