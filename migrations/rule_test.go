@@ -1,0 +1,236 @@
+package migrations_test
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// The rule is in docs/upgrading.md: a release expands the schema in ways that the release before it does not notice, and
+// contracts it only when no release that may be running still uses what goes. Two tests hold every file to it. This
+// one looks at what a file did, by comparing the catalogue before and after; rulewords_test.go reads what no catalogue
+// shows. What a file does all the same is listed in allowed, with the reason.
+
+// catalogue lists what the program of the release before relies on, and what takes long to make.
+const catalogue = `
+	with ours as (
+	  select c.oid, c.relname, c.relkind, c.relfilenode from pg_class c
+	   where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'm') and not c.relispartition and c.relname <> 'agent_migrations'),
+	functions as (
+	  select p.oid, p.proname, pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
+	         array(select t::regtype::text from unnest(p.proargtypes) with ordinality u(t, n) order by n) as types, p.pronargs - p.pronargdefaults as needed
+	    from pg_proc p where p.pronamespace = 'public'::regnamespace and p.prorettype <> 'trigger'::regtype and p.prokind = 'f')
+	select 'relation' as kind, relname as name, '' as part, relkind::text as about, relfilenode::text as more, '{}'::text[] as types, 0 as needed from ours
+	union all
+	select 'column', o.relname, a.attname, format_type(a.atttypid, a.atttypmod),
+	       case when a.attnotnull and not a.atthasdef and a.attidentity = '' and a.attgenerated = '' then 'must be given' when a.attnotnull then 'not null' else '' end, '{}', 0
+	  from ours o join pg_attribute a on a.attrelid = o.oid and a.attnum > 0 and not a.attisdropped
+	union all
+	select 'index', o.relname, i.indexrelid::regclass::text, '', i.indrelid::regclass::text, '{}', 0 from ours o join pg_index i on i.indrelid = o.oid
+	union all
+	select 'constraint', o.relname, n.conname, pg_get_constraintdef(n.oid), case when n.convalidated then 'validated' else '' end, '{}', 0
+	  from ours o join pg_constraint n on n.conrelid = o.oid and n.contype in ('c', 'f', 'u', 'x')
+	union all
+	select 'function', proname, identity, result, '', types, needed from functions`
+
+// thing is a row of the catalogue.
+type thing struct {
+	Kind, Name, Part, About, More string
+	Types                         []string
+	Needed                        int
+}
+
+func (x thing) key() string { return x.Kind + " " + x.Name + " " + x.Part }
+
+// schema is the catalogue by key.
+type schema map[string]thing
+
+func (s schema) has(kind, name, part string) bool {
+	_, ok := s[kind+" "+name+" "+part]
+	return ok
+}
+
+func schemaOf(t *testing.T, db postgres.DB) schema {
+	t.Helper()
+	rows, err := db.Query(t.Context(), catalogue)
+	if err != nil {
+		t.Fatal(err)
+	}
+	things, err := pgx.CollectRows(rows, pgx.RowToStructByPos[thing])
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := schema{}
+	for _, x := range things {
+		s[x.key()] = x
+	}
+	return s
+}
+
+// breaks lists, in words, what a step from one schema to the next takes from the release before, or what it may hold up.
+func breaks(before, after schema) []string {
+	var found []string
+	say := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
+	for key, old := range before {
+		now, there := after[key]
+		switch old.Kind {
+		case "relation":
+			if !there {
+				say("drops %s", old.Name)
+			} else if old.More != now.More && now.About == "r" {
+				say("rewrites %s", old.Name)
+			}
+		case "column":
+			if !after.has("relation", old.Name, "") {
+				continue
+			}
+			switch {
+			case !there:
+				say("drops column %s.%s", old.Name, old.Part)
+			case old.About != now.About:
+				say("changes column %s.%s from %s to %s", old.Name, old.Part, old.About, now.About)
+			case old.More == "" && now.More != "" || old.More == "not null" && now.More == "must be given":
+				say("column %s.%s now %s", old.Name, old.Part, now.More)
+			}
+		case "function":
+			if !there && !after.answers(old) {
+				say("drops function %s(%s)", old.Name, strings.Join(old.Types, ", "))
+			} else if there && old.About != now.About {
+				say("function %s(%s) returns %s, not %s", old.Name, strings.Join(old.Types, ", "), now.About, old.About)
+			}
+		}
+	}
+	for key, now := range after {
+		old, there := before[key]
+		if !before.has("relation", now.Name, "") {
+			continue // of a table that this file makes
+		}
+		switch {
+		case now.Kind == "column" && !there && now.More == "must be given":
+			say("new column %s.%s must be given", now.Name, now.Part)
+		case now.Kind == "index" && !there:
+			say("builds index %s on %s", now.Part, now.Name)
+		case now.Kind == "constraint" && (!there || old.About != now.About):
+			say("constraint %s on %s", now.Part, now.Name)
+		}
+	}
+	slices.Sort(found)
+	return found
+}
+
+// answers reports whether a call of an old function finds another one that takes and gives the same.
+func (s schema) answers(old thing) bool {
+	for _, f := range s {
+		if f.Kind == "function" && f.Name == old.Name && f.About == old.About && f.Needed <= len(old.Types) &&
+			len(f.Types) >= len(old.Types) && slices.Equal(f.Types[:len(old.Types)], old.Types) {
+			return true
+		}
+	}
+	return false
+}
+
+// TestEveryMigrationExpandsOrSaysWhyNot applies the files one after the other and compares what was before and after.
+func TestEveryMigrationExpandsOrSaysWhyNot(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	soFar := fstest.MapFS{}
+	before := schema{}
+	for _, path := range released(t) {
+		text := read(t, path)
+		soFar[path] = &fstest.MapFile{Data: []byte(text)}
+		if _, err := migrations.UpWith(t.Context(), db, soFar); err != nil {
+			t.Fatal(err)
+		}
+		after := schemaOf(t, db)
+		found := append(breaks(before, after), wordsAgainstTheRule(text)...)
+		if strings.HasPrefix(text, "-- outside a transaction\n") {
+			found = slices.DeleteFunc(found, func(what string) bool { return strings.HasPrefix(what, "builds index ") })
+		}
+		judge(t, strings.TrimPrefix(path, "sql/"), found)
+		before = after
+	}
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// judge compares what a file does against the rule with what the list says about it.
+func judge(t *testing.T, name string, found []string) {
+	t.Helper()
+	for _, what := range found {
+		if allowed[name][what] == "" {
+			t.Errorf("%s %s. A process of the release before may be running: see docs/upgrading.md. If none minds, say why in allowed_test.go", name, what)
+		}
+	}
+	for what := range allowed[name] {
+		if !slices.Contains(found, what) {
+			t.Errorf("%s does not do this: %s. Remove it from allowed_test.go", name, what)
+		}
+	}
+}
+
+// Each change that the release before would notice, or that takes long, is found; what it does not notice is not.
+func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	exec(t, db, `
+		create table a (id int primary key, name text not null default '', size int not null, note text);
+		create view v as select id, name from a;
+		create function f(x int, y text) returns int language sql as 'select 1'`)
+	for change, want := range map[string]string{
+		`drop table a cascade`:                                         "drops a; drops v",
+		`drop view v`:                                                  "drops v",
+		`alter table a rename to b`:                                    "drops a",
+		`alter table a drop column note`:                               "drops column a.note",
+		`alter table a rename column note to notes`:                    "drops column a.note",
+		`alter table a alter column note type varchar(9)`:              "changes column a.note from text to character varying(9); rewrites a",
+		`alter table a alter column size type bigint`:                  "changes column a.size from integer to bigint; rewrites a",
+		`alter table a alter column note set not null`:                 "column a.note now must be given",
+		`alter table a alter column name drop default`:                 "column a.name now must be given",
+		`alter table a add column more int not null`:                   "new column a.more must be given",
+		`alter table a add column more uuid default gen_random_uuid()`: "rewrites a",
+		`alter table a add check (size > 0)`:                           "constraint a_size_check on a",
+		`alter table a add unique (size)`:                              "builds index a_size_key on a; constraint a_size_key on a",
+		`create index a_note on a (note)`:                              "builds index a_note on a",
+		`drop function f(int, text)`:                                   "drops function f(integer, text)",
+		`drop function f(int, text); create function f(x int, y text) returns text language sql as 'select ''a''::text'`: "function f(integer, text) returns text, not integer",
+		`drop function f(int, text); create function f(x int, y text, z int) returns int language sql as 'select 1'`:     "drops function f(integer, text)",
+		`drop view v; create view v as select id from a`:                                                                 "drops column v.name",
+
+		`alter table a add column more int not null default 1`:                                                                 "",
+		`alter table a add column more text`:                                                                                   "",
+		`alter table a alter column name drop not null`:                                                                        "",
+		`create table c (id int primary key, name text not null)`:                                                              "",
+		`create or replace view v as select id, name, size from a`:                                                             "",
+		`create or replace function f(x int, y text) returns int language sql as 'select 2'`:                                   "",
+		`drop function f(int, text); create function f(x int, y text, z int default 0) returns int language sql as 'select 1'`: "",
+	} {
+		tx, err := db.Begin(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := schemaOf(t, tx)
+		exec(t, tx, change)
+		if got := strings.Join(breaks(before, schemaOf(t, tx)), "; "); got != want {
+			t.Errorf("%s\nfound %q, want %q", change, got, want)
+		}
+		if err := tx.Rollback(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
