@@ -49,6 +49,12 @@ func Main(m interface{ Run() int }) {
 		fmt.Fprintln(os.Stderr, "pgtest:", err)
 		code = max(code, 1)
 	}
+	if looked, ok := m.(interface{ Leaks() error }); ok && code == 0 { // see internal/leaks
+		if err := looked.Leaks(); err != nil {
+			fmt.Fprintln(os.Stderr, "pgtest:", err)
+			code = 1
+		}
+	}
 	os.Exit(code)
 }
 
