@@ -3,6 +3,7 @@
 //	go run ./bench chat-priority
 //	go run ./bench waiting
 //	go run ./bench engine-room
+//	go run ./bench lanes
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
@@ -45,7 +46,9 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return waiting(ctx, args[1:], out, errw)
 		case "engine-room":
 			return engineRoom(ctx, args[1:], out, errw)
+		case "lanes":
+			return lanesBench(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes")
 }

@@ -25,7 +25,7 @@ func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lea
 // granted again: the holds are counted, and the lane is free when the last is released. A lane that a parent of
 // the execution holds, which waits for it, is borrowed if the execution may; Lender says so, and a release gives it back.
 func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
-	try := tryLane
+	try := k.tryTogether
 	if owner.claim {
 		try = takeLane
 	}
@@ -163,18 +163,16 @@ func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error
 	}
 }
 
-// tryLane asks for a lane without waiting. The join reads the row as it was before the function ran.
+// tryLane asks for a lane without waiting.
 func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
 		       coalesce(a.locked_by, '') as holder,
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
-		       coalesce(was.locked_by, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
+		       coalesce(a.was_holder, '') as was_holder,
+		       coalesce(extract(epoch from clock_timestamp() - a.was_until), 0)::float8 as stale_for,
 		       '' as lender, false as soon
-		  from acquire_agent_lock(@lane, @owner, @ttl) a
-		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
-		        and was.fencing_token < a.fencing_token`,
+		  from ask_agent_lock(@lane, @owner, @ttl) a`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
 		return answer{}, err
@@ -182,7 +180,8 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
 }
 
-// takeLane is tryLane for the claim of an execution, which may borrow.
+// takeLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was before the function
+// ran.
 func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,

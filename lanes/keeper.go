@@ -36,6 +36,8 @@ type Keeper struct {
 	enabled  bool
 	turns    turns
 	changed  chan struct{} // has room for one: wakes Run when there is a new lease to renew
+	tries    together[wanted, answer]
+	frees    together[held, bool]
 
 	mu   sync.Mutex
 	held map[key]*hold
@@ -48,6 +50,9 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled,
 		changed: make(chan struct{}, 1), held: make(map[key]*hold),
 	}
+	k.tries.send = func(ctx context.Context, all []wanted) ([]*answer, error) { return tryMany(ctx, k.db, all) }
+	k.tries.late = k.lateGrant
+	k.frees.send = func(ctx context.Context, all []held) ([]*bool, error) { return freeMany(ctx, k.db, all) }
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}

@@ -137,9 +137,7 @@ func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
 	if last, answer := k.depart(l); !last {
 		return answer, nil
 	}
-	var released bool
-	err = k.db.QueryRow(ctx, `select release_agent_lock(@lane, @owner, @token)`,
-		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&released)
+	released, err := k.freeTogether(ctx, held{h.lane, h.owner, h.token})
 	if err != nil {
 		return nil, err
 	}

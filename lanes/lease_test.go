@@ -276,7 +276,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 		}
 		left <- err
 	}()
-	blocked(t, db, "acquire_agent_lock")
+	blocked(t, db, "ask_agent_lock")
 	leave()
 	select {
 	case err := <-left:

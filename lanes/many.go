@@ -1,0 +1,124 @@
+package lanes
+
+import (
+	"context"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// wanted is a lane that somebody asks for.
+type wanted struct {
+	lane  string
+	owner Owner
+	ttl   time.Duration
+}
+
+// held is a lease that somebody gives back.
+type held struct {
+	lane  string
+	owner Owner
+	token int64
+}
+
+// tryTogether is tryLane, with others who ask now. The claims of executions do not come here: see takeLane.
+func (k *Keeper) tryTogether(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+	return k.tries.ask(ctx, wanted{lane, owner, ttl}, func() (answer, error) { return tryLane(ctx, db, lane, owner, ttl) })
+}
+
+// numbered is an answer to one of many, from 1.
+type numbered struct {
+	N int64
+	answer
+}
+
+// tryMany asks for several lanes, of different owners, in one commit.
+func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, error) {
+	var lanes, owners []string
+	var ttls []int32
+	for _, w := range all {
+		lanes, owners, ttls = append(lanes, w.lane), append(owners, w.owner.name), append(ttls, seconds(w.ttl))
+	}
+	rows, err := db.Query(ctx, `
+		select a.n, a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
+		       coalesce(a.locked_by, '') as holder,
+		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
+		       coalesce(a.was_holder, '') as was_holder,
+		       coalesce(extract(epoch from clock_timestamp() - a.was_until), 0)::float8 as stale_for,
+		       '' as lender, false as soon
+		  from acquire_many_agent_locks(@lanes::text[], @owners::text[], @ttls::int[]) a`,
+		postgres.Strict{"lanes": lanes, "owners": owners, "ttls": ttls})
+	if err != nil {
+		return nil, err
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[numbered])
+	if err != nil {
+		return nil, err
+	}
+	answers := make([]*answer, len(all))
+	for i := range found {
+		answers[found[i].N-1] = &found[i].answer
+	}
+	return answers, nil
+}
+
+// lateGrant gives back what was granted to a caller who has gone away.
+func (k *Keeper) lateGrant(w wanted, a answer) {
+	k.mu.Lock()
+	nested := k.held[key{w.lane, w.owner.name}] != nil
+	k.mu.Unlock()
+	if !a.Acquired || nested {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), releaseLimit)
+	defer cancel()
+	if _, err := freeLane(ctx, k.db, held{w.lane, w.owner, a.FencingToken}); err != nil {
+		k.log.WarnContext(ctx, "lane may be held until its lease ends", "lane", w.lane, "owner", w.owner.name, "error", err)
+	}
+}
+
+// freeTogether is freeLane, with others who give theirs back now.
+func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err error) {
+	alone := func() (bool, error) { return freeLane(ctx, k.db, h) }
+	if h.owner.claim {
+		return alone()
+	}
+	return k.frees.ask(ctx, h, alone)
+}
+
+// freeLane releases one lane; it waits for a fenced write under its token. The commit is not waited for: a server that
+// crashes within the same second may hold the lane for its owner, who is gone, until the lease ends. That is safe, and
+// nothing else is in this transaction. A grant is always durable, and all that was committed before it.
+func freeLane(ctx context.Context, db postgres.DB, h held) (released bool, err error) {
+	err = db.QueryRow(ctx, `
+		select release_agent_lock(@lane, @owner, @token) from set_config('synchronous_commit', 'off', true)`,
+		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&released)
+	return released, err
+}
+
+// freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
+func freeMany(ctx context.Context, db postgres.DB, all []held) ([]*bool, error) {
+	var lanes, owners []string
+	var tokens []int64
+	for _, h := range all {
+		lanes, owners, tokens = append(lanes, h.lane), append(owners, h.owner.name), append(tokens, h.token)
+	}
+	rows, err := db.Query(ctx, `
+		select f.n from set_config('synchronous_commit', 'off', true),
+		       release_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]) f`,
+		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})
+	if err != nil {
+		return nil, err
+	}
+	freed, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	if err != nil {
+		return nil, err
+	}
+	answers, yes := make([]*bool, len(all)), true
+	for _, n := range freed {
+		answers[n-1] = &yes
+	}
+	return answers, nil
+}
