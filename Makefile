@@ -2,9 +2,10 @@
 # make test   all tests
 # make lint   format, vet, lint
 # make bench  benchmarks, each beside the raw floor of the same run
+# make fuzz   every fuzz target for a while: make fuzz TIME=3m
 # make pictures  the pictures of docs/engine-room.md, by the test that looks at every page
 
-.PHONY: run build test lint bench pictures
+.PHONY: run build test lint bench fuzz pictures
 
 build:
 	go build -trimpath -o bin/agent ./cmd/agent
@@ -23,6 +24,9 @@ bench:
 	go run ./bench chat-priority
 	go run ./bench waiting
 	go run ./bench engine-room
+
+fuzz:
+	./scripts/fuzz $(or $(TIME),1m)
 
 pictures:
 	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 -run TestEveryPageIsFit ./engineroom

@@ -1,0 +1,126 @@
+package flows
+
+import (
+	"encoding/json"
+	"testing"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// FuzzTemplate looks for a template that panics, that is filled in differently the second time, or whose text without
+// references is changed.
+func FuzzTemplate(f *testing.F) {
+	for _, text := range []string{
+		"", "{{", "{{}}", "a {{name}} b", `{{a.0.b ?? "x"}}`, "{{ name | default: 'it''s' }}", `{{name | default: 1e400}}`, `{{name ?? "}}"}}`,
+		"{{name ?? 'a\\'b'}}", `{{"{{"}}name}}`, "{{a.-1}}", "{{a.99999999999999999999}}", "{{name}}{{name}}", "{{\x00}}", "{{name ?? \xff}}",
+	} {
+		f.Add(text, `{"name": "v", "a": [{"b": 1.5}, null, "x"], "_": {"b": [1, [2]]}}`)
+	}
+	f.Fuzz(func(t *testing.T, text, variables string) {
+		vars := map[string]any{}
+		if json.Unmarshal([]byte(variables), &vars) != nil {
+			return
+		}
+		made, err := parseTemplate(text)
+		if err != nil || made == nil {
+			return
+		}
+		first, err := made.value(vars)
+		if err != nil {
+			return
+		}
+		if again, err := fill(parseTree(text, "", func(string, error) {}), vars); err != nil || asJSON(again) != asJSON(first) {
+			t.Errorf("%q is %v, then %v, %v", text, first, again, err)
+		}
+		if _, err := json.Marshal(first); err != nil {
+			t.Errorf("%q gives %v, which is not JSON: %v", text, first, err)
+		}
+	})
+}
+
+// FuzzExpression looks for an expression that panics, that needs more than it is given, or whose value is not JSON.
+func FuzzExpression(f *testing.F) {
+	for _, text := range []string{
+		"", "n > 1", "n ?? 0", "list | filter(# > 1) | len()", "all(list, {# > 0})", `split(text, "")[0] + "x"`, "fromJSON(text)", "toJSON($env)",
+		"let x = n; x / 0", "int('9999999999999999999')", "n % 0", "round(n / 0)", "list[9]", "text[-1:]", "n in list", "not (text matches '(')", "min(list)",
+		"text matches '^(a+)+$'", "first(list)?.a", "-n", "1/0 == -1/0", "float('nan')", "float('inf')", "[float('inf')]", "{'a': n}", "type(nil)",
+	} {
+		f.Add(text, `{"n": 3, "list": [1, 2.5, "x"], "text": "aaaa"}`)
+	}
+	f.Fuzz(func(t *testing.T, text, variables string) {
+		vars := map[string]any{}
+		if json.Unmarshal([]byte(variables), &vars) != nil {
+			return
+		}
+		made, err := compileExpression(text)
+		if err != nil {
+			return
+		}
+		before := asJSON(vars)
+		got, err := made.value(vars)
+		if err != nil {
+			return
+		}
+		if _, err := json.Marshal(got); err != nil {
+			t.Errorf("%q gives %v, which is not JSON: %v", text, got, err)
+		}
+		if asJSON(vars) != before {
+			t.Errorf("%q changed the variables", text)
+		}
+	})
+}
+
+// FuzzDefinition looks for a definition that panics, or that is valid and whose stored form is not.
+func FuzzDefinition(f *testing.F) {
+	for _, text := range []string{
+		"name: a\nactions: [{actionType: send_message, parameters: {message: 'hi {{name ?? \"you\"}}'}}]",
+		"name: a\ninput: {type: object, properties: {n: {type: integer, default: x}}}\nactions: [{actionType: wait_for_response, timeout: 1d12h, onTimeout: retry}]",
+		"name: a\nactions: [{actionType: if, parameters: {condition: 'n > 1', then: [{actionType: end}]}}]",
+		"name: a\nvariables: {executionId: 1}\nactions: [{actionType: set_variable, when: '{{x}}'}, 3, null]",
+		"name: a\ninput: {$ref: 'file:///etc/passwd'}\nactions: []", "name: a\nactions: [{actionType: for_each, parameters: {items: '{{list}}', actions: []}}]",
+		"actions: &a [*a]", "name: .inf\nactions: {? [a] : b}",
+	} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		var tree any
+		if yaml.Unmarshal([]byte(text), &tree) != nil {
+			return
+		}
+		raw, err := json.Marshal(tree)
+		if err != nil {
+			return
+		}
+		var d Definition
+		if json.Unmarshal(raw, &d) != nil || Validate(d) != nil {
+			return
+		}
+		stored, err := json.Marshal(d)
+		if err != nil {
+			t.Fatalf("%q cannot be stored: %v", text, err)
+		}
+		var back Definition
+		if err := json.Unmarshal(stored, &back); err != nil {
+			t.Fatalf("%s cannot be read back: %v", stored, err)
+		}
+		if err := Validate(back); err != nil {
+			t.Errorf("%s is valid before it is stored, and not after: %v", stored, err)
+		}
+	})
+}
+
+// FuzzLength looks for a duration that is negative, or longer than is offered.
+func FuzzLength(f *testing.F) {
+	for _, text := range []string{"90m", "1d12h", "0.5ms", "99999999999w", "1h1h", "-1s", "1e9s", "", "5200w"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		d, err := parseLength(text)
+		if err == nil && (d < 0 || d.Hours() > 100*365*24) {
+			t.Errorf("%q is %s", text, d)
+		}
+		if err == nil {
+			inWords(d)
+		}
+	})
+}

@@ -1,0 +1,85 @@
+package chatwire_test
+
+import (
+	"bufio"
+	"encoding/json"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+)
+
+// FuzzStream writes an answer of any text as server-sent events and reads it as a client does: what comes out is what
+// went in, and nothing in it can end an event or begin another.
+func FuzzStream(f *testing.F) {
+	for _, s := range []string{
+		"", "Hello, world. ", "a\nb\r\nc\rd", "data: [DONE]\n\n", "\n\nevent: x\ndata: y\n\n", "\x00\u2028\u2029\ufeff", "ñandú 日本 🎉 👨‍👩‍👧", "\xff\xfe", strings.Repeat("äö", 300),
+	} {
+		f.Add(s, s, "m")
+	}
+	f.Fuzz(func(t *testing.T, text, arguments, model string) {
+		w := httptest.NewRecorder()
+		s := chatwire.Open(w, "id", model, 1)
+		s.Role()
+		for _, piece := range chatwire.Pieces(text) {
+			s.Text(piece)
+		}
+		s.Call(0, openai.ToolCall{ID: model, Function: openai.FunctionCall{Name: "f", Arguments: arguments}})
+		s.Finish(openai.FinishReasonStop)
+		s.Done()
+		if err := s.Err(); err != nil {
+			t.Fatal(err)
+		}
+		said, called, ends := read(t, w.Body.String())
+		if ends != 1 {
+			t.Errorf("%q ends %d times", w.Body, ends)
+		}
+		if utf8.ValidString(text) && said != text || utf8.ValidString(arguments) && called != arguments {
+			t.Errorf("%q and %q came out as %q and %q", text, arguments, said, called)
+		}
+		if strings.Join(chatwire.Pieces(text), "") != text {
+			t.Errorf("the pieces of %q are %q", text, chatwire.Pieces(text))
+		}
+		for _, piece := range chatwire.Pieces(text) {
+			if utf8.ValidString(text) && (!utf8.ValidString(piece) || piece == "") {
+				t.Errorf("%q has the piece %q", text, piece)
+			}
+		}
+	})
+}
+
+// read takes a stream apart line by line, as strict as a client may be.
+func read(t *testing.T, stream string) (text, arguments string, ends int) {
+	t.Helper()
+	lines := bufio.NewScanner(strings.NewReader(stream))
+	lines.Buffer(nil, 1<<26)
+	for lines.Scan() {
+		data, isData := strings.CutPrefix(lines.Text(), "data: ")
+		switch {
+		case lines.Text() == "":
+			continue
+		case !isData || strings.Contains(data, "\r"):
+			t.Fatalf("line %q", lines.Text())
+		case data == "[DONE]":
+			ends++
+			continue
+		}
+		var chunk openai.ChatCompletionStreamResponse
+		if err := json.Unmarshal([]byte(data), &chunk); err != nil || len(chunk.Choices) != 1 {
+			t.Fatalf("chunk %q: %v", data, err)
+		}
+		delta := chunk.Choices[0].Delta
+		text += delta.Content
+		for _, call := range delta.ToolCalls {
+			arguments += call.Function.Arguments
+		}
+	}
+	if err := lines.Err(); err != nil {
+		t.Fatal(err)
+	}
+	return text, arguments, ends
+}
