@@ -1,0 +1,374 @@
+//go:build unix
+
+package lanecheck_test
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+var (
+	rounds = flag.Int("laneproof.rounds", envInt("AGENT_PROVE_ROUNDS", 1), "rounds of histories; make prove asks for many")
+	seed   = flag.Uint64("laneproof.seed", 0, "seed of what processes do; 0 takes one from the clock")
+)
+
+func envInt(name string, otherwise int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// server is a PostgreSQL of the test's own, which may crash.
+type server struct {
+	t     testing.TB
+	dir   string
+	own   *pgserver.Server
+	admin *pgxpool.Pool
+}
+
+func newServer(t testing.TB) *server {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "lanecheck-") //nolint:usetesting // the test's own folder is closed to the server's user
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &server{t: t, dir: dir}
+	t.Cleanup(func() {
+		if s.admin != nil {
+			s.admin.Close()
+		}
+		if s.own != nil {
+			_ = s.own.Stop(context.Background()) // the test may have ended while it was down
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s.start()
+	if _, err := migrations.Up(t.Context(), s.admin); err != nil {
+		t.Fatal(err)
+	}
+	s.exec(writesTable)
+	return s
+}
+
+func (s *server) start() {
+	s.t.Helper()
+	own, err := pgserver.Start(s.t.Context(), pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.own = own
+	if s.admin == nil {
+		s.admin, err = postgres.Open(s.t.Context(), own.URL(), postgres.Options{ApplicationName: "lanecheck admin"})
+		if err != nil {
+			s.t.Fatal(err)
+		}
+	}
+}
+
+// crash stops the server as pg_ctl's immediate mode does, so that it has to recover, and starts it again.
+func (s *server) crash() {
+	s.t.Helper()
+	content, err := os.ReadFile(filepath.Join(s.own.Dir(), "data", "postmaster.pid"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	first, _, _ := strings.Cut(string(content), "\n")
+	pid, err := strconv.Atoi(strings.TrimSpace(first))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
+		s.t.Fatal(err)
+	}
+	_ = s.own.Stop(context.Background()) // it is being stopped
+	<-s.own.Done()
+	s.start()
+}
+
+func (s *server) exec(sql string, args ...any) {
+	s.t.Helper()
+	if _, err := s.admin.Exec(s.t.Context(), sql, args...); err != nil {
+		s.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// count is a number that a query finds; it is asked again while the server comes back.
+func (s *server) count(sql string, args ...any) (n int) {
+	s.t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := s.admin.QueryRow(s.t.Context(), sql, args...).Scan(&n)
+		if err == nil {
+			return n
+		}
+		if time.Now().After(deadline) || !rest(s.t.Context(), 20*time.Millisecond) {
+			s.t.Fatalf("%s: %v", sql, err)
+		}
+	}
+}
+
+// scene is processes that compete for lanes while faults happen.
+type scene struct {
+	t      testing.TB
+	server *server
+	proxy  *proxy
+	dir    string
+	lanes  []string
+	round  int
+	seed   uint64
+	rand   *rand.Rand
+
+	mu        sync.Mutex
+	processes []*process
+	tapes     []string
+	group     sync.WaitGroup // paused processes that will be woken
+	faults    map[string]int
+}
+
+// skews are the clocks of the processes, seconds ahead.
+var skews = []int64{0, 3600, -3600, 86_400 * 400}
+
+func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
+	t.Helper()
+	c := &scene{
+		t: t, server: s, proxy: newProxy(t, s.own.URL()), dir: t.TempDir(), round: round, seed: seed + uint64(round),
+		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, //nolint:gosec // not a secret
+	}
+	for n := range 8 {
+		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
+	}
+	return c
+}
+
+// launch starts one process more.
+func (c *scene) launch(role string) {
+	c.t.Helper()
+	n := len(c.tapes)
+	name := fmt.Sprintf("r%d.%s%d", c.round, role, n)
+	p := part{
+		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
+		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
+	}
+	c.tapes = append(c.tapes, p.Tape)
+	a := start(c.t, p)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.processes = append(c.processes, a)
+}
+
+// some is a process that runs, and takes it out of the others' reach.
+func (c *scene) some() *process {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	i := c.rand.IntN(len(c.processes))
+	a := c.processes[i]
+	c.processes = append(c.processes[:i], c.processes[i+1:]...)
+	return a
+}
+
+// busy waits until the processes have done so many operations more.
+func (c *scene) busy(more int64) {
+	c.t.Helper()
+	size := func() (all int64) {
+		for _, path := range c.tapes {
+			if info, err := os.Stat(path); err == nil {
+				all += info.Size()
+			}
+		}
+		return all
+	}
+	const each = 400 // about the length of two lines
+	for want, deadline := size()+more*each, time.Now().Add(patience); size() < want; {
+		if time.Now().After(deadline) || !rest(c.t.Context(), 5*time.Millisecond) {
+			c.t.Fatalf("the processes did not do %d operations within %s", more, patience)
+		}
+	}
+}
+
+// kill ends a process as kill -9 does, in the middle of what it does, and starts another.
+func (c *scene) kill() {
+	a := c.some()
+	a.kill()
+	c.faults["kill -9"]++
+	c.launch(a.part.Role)
+}
+
+// pause stops a process for longer than any lease, while the others go on.
+func (c *scene) pause() {
+	a := c.some()
+	a.signal(c.t, syscall.SIGSTOP)
+	c.faults["SIGSTOP past the TTL"]++
+	c.group.Go(func() {
+		rest(c.t.Context(), 2300*time.Millisecond)
+		a.signal(c.t, syscall.SIGCONT)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.processes = append(c.processes, a)
+	})
+}
+
+// terminate ends some sessions with pg_terminate_backend.
+func (c *scene) terminate() {
+	n := c.server.count(`select count(pg_terminate_backend(pid)) from (
+		select pid from pg_stat_activity where application_name = 'lanecheck' and pid <> pg_backend_pid()
+		 order by (state <> 'idle') desc, random() limit 3) t`)
+	c.faults["pg_terminate_backend"] += n
+}
+
+// cut breaks the connection of who sends the next request.
+func (c *scene) cut(where cut) {
+	before := c.proxy.done[where].Load()
+	c.proxy.next.Store(int32(where))
+	for deadline := time.Now().Add(patience); c.proxy.done[where].Load() == before; {
+		if time.Now().After(deadline) || !rest(c.t.Context(), 2*time.Millisecond) {
+			c.t.Fatalf("no request about lanes within %s", patience)
+		}
+	}
+	c.faults[[...]string{"", "cut, unseen", "cut, before the commit", "cut, after the commit"}[where]]++
+}
+
+// crash crashes the server, and notes that.
+func (c *scene) crash() {
+	tape, err := newTape(tapeIn(c.dir, "harness"), "harness")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.tapes = append(c.tapes, tape.file.Name())
+	var ops []*op
+	for _, lane := range c.lanes {
+		ops = append(ops, tape.call(&op{Kind: kindCrash, Lane: lane}))
+	}
+	c.server.crash()
+	for _, o := range ops {
+		tape.done(o, nil)
+	}
+	c.faults["crash of the server"]++
+}
+
+// play runs the scene: all kinds of faults, one after the other, in an order of chance.
+func (c *scene) play() map[string][]*op {
+	c.t.Helper()
+	for range 2 {
+		c.launch("sql")
+		c.launch("lanes")
+	}
+	c.launch("lanes")
+	c.busy(100)
+	acts := []func(){
+		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
+		c.crash,
+	}
+	for where := unseen; where < cuts; where++ {
+		for range 3 {
+			acts = append(acts, func() { c.cut(where) })
+		}
+	}
+	c.rand.Shuffle(len(acts), func(i, j int) { acts[i], acts[j] = acts[j], acts[i] })
+	for _, act := range acts {
+		act()
+		c.busy(60)
+	}
+	c.group.Wait()
+	c.busy(100)
+	for len(c.processes) > 0 {
+		c.some().stop(c.t)
+	}
+	byLane, err := read(c.tapes)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return byLane
+}
+
+// tally counts what a history has in it.
+func tally(byLane map[string][]*op, into map[string]int) {
+	for _, ops := range byLane {
+		for _, o := range ops {
+			name := string(o.Kind) + " "
+			switch {
+			case o.Return == 0:
+				name += "unheard"
+			case o.OK:
+				name += "yes"
+			default:
+				name += "no"
+			}
+			into[name]++
+		}
+	}
+}
+
+// needed is what a history must have in it to prove anything.
+var needed = []string{
+	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
+	"release yes", "release no", "break yes", "write yes", "write no",
+}
+
+func TestLanesAreLinearizable(t *testing.T) {
+	t.Parallel()
+	s := newServer(t)
+	if *seed == 0 {
+		*seed = uint64(time.Now().UnixNano())
+	}
+	t.Logf("seed %d", *seed)
+	did, faults := map[string]int{}, map[string]int{}
+	all := 0
+	for round := 0; round < *rounds || len(missing(did)) > 0; round++ {
+		if round > *rounds+5 {
+			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missing(did))
+		}
+		c := newScene(t, s, *seed, round)
+		began := time.Now()
+		history := c.play()
+		recorded := time.Since(began)
+		n := checkAll(t, history)
+		all += n
+		tally(history, did)
+		for name, k := range c.faults {
+			faults[name] += k
+		}
+		if n := s.count(backwards); n != 0 {
+			t.Errorf("round %d: %d fenced writes under a token after one under a larger", round, n)
+		}
+		t.Logf("round %d: %d operations on %d lanes recorded in %s, checked in %s", round, n, len(history),
+			recorded.Round(time.Millisecond), (time.Since(began) - recorded).Round(time.Millisecond))
+		if t.Failed() {
+			return
+		}
+	}
+	t.Logf("%d operations %v, faults %v", all, did, faults)
+}
+
+func missing(did map[string]int) (all []string) {
+	for _, name := range needed {
+		if did[name] == 0 {
+			all = append(all, name)
+		}
+	}
+	return all
+}
+
+var _ = pgx.ErrNoRows
