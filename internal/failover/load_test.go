@@ -1,0 +1,212 @@
+//go:build unix
+
+package failover_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// load is everybody outside: who starts executions, gives events, speaks in threads and asks as a visitor, and who takes a
+// lane by plain SQL. All try again until they are answered, under the same key; what was answered is noted.
+type load struct {
+	*world
+	ctx   context.Context // ends when no more may begin
+	stop  context.CancelFunc
+	group sync.WaitGroup
+	jobs  errgroup.Group
+
+	mu     sync.Mutex
+	turn   int
+	runs   map[int]string    // executions that were started: their ids
+	given  map[string]string // events that were accepted: their keys by id
+	notes  map[string]string // messages: their content by id
+	heard  map[string]string // answers that visitors got, by thread and question
+	tokens []int64           // of the lane probe, as they were answered
+	tries  int               // requests that were not answered, or with an error of the server
+}
+
+// begin starts the load.
+func (w *world) begin() *load {
+	ctx, stop := context.WithCancel(w.t.Context())
+	l := &load{
+		world: w, ctx: ctx, stop: stop, runs: map[int]string{}, given: map[string]string{}, notes: map[string]string{}, heard: map[string]string{},
+	}
+	l.jobs.SetLimit(32)
+	w.t.Cleanup(func() {
+		stop()
+		w.open()
+		l.group.Wait()
+		_ = l.jobs.Wait() // none fails
+	})
+	l.group.Go(l.people)
+	l.group.Go(l.lane)
+	return l
+}
+
+// end lets nothing more begin, and what has begun come to its answer.
+func (l *load) end() {
+	l.stop()
+	l.group.Wait()
+	_ = l.jobs.Wait() // none fails
+}
+
+// people start an execution, give its event, and say something, over and over.
+func (l *load) people() {
+	for n := 1; rest(l.ctx, 100*time.Millisecond); n++ {
+		l.jobs.Go(func() error {
+			l.start(n)
+			if n%3 == 0 {
+				l.say(n)
+			}
+			l.give(n)
+			return nil
+		})
+		if n%4 == 0 {
+			l.jobs.Go(func() error { l.ask(n); return nil })
+		}
+	}
+}
+
+func (l *load) start(n int) {
+	var got struct{ ID string }
+	l.insist("/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
+		"flow": "errand", "thread_id": fmt.Sprintf("t%d", n), "input": map[string]any{"n": n},
+	}, &got)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.runs[n] = got.ID
+}
+
+func (l *load) give(n int) {
+	key, id := fmt.Sprintf("event %d", n), fmt.Sprintf("given %d", n)
+	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "EVENT_COMPLETED", "key": key, "data": map[string]any{"is": key}, "id": id}, nil)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.given[id] = key
+}
+
+func (l *load) say(n int) {
+	var got struct {
+		ID string `json:"message_id"`
+	}
+	content := fmt.Sprintf("note %d", n)
+	l.insist(fmt.Sprintf("/v1/threads/t%d/messages", n), adminToken, content, "", map[string]any{"content": content}, &got)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.notes[got.ID] = content
+}
+
+func (l *load) ask(n int) {
+	var got struct {
+		Choices []struct{ Message struct{ Content string } }
+	}
+	question := fmt.Sprintf("question %d", n)
+	l.insist("/v1/chat/completions", visitorKey, question, fmt.Sprintf("v%d", n), map[string]any{
+		"model": "agent", "messages": []map[string]any{{"role": "user", "content": question}},
+	}, &got)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, c := range got.Choices {
+		l.heard[question] = c.Message.Content
+	}
+}
+
+// lane takes a lane and gives it back, over and over.
+func (l *load) lane() {
+	for n := 0; rest(l.ctx, 30*time.Millisecond); n++ {
+		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
+		var token *int64
+		owner := fmt.Sprintf("prober %d", n)
+		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1)`, owner).Scan(&token)
+		if err == nil && token != nil {
+			l.mu.Lock()
+			l.tokens = append(l.tokens, *token)
+			l.mu.Unlock()
+			_, _ = l.db.Exec(ctx, `select release_agent_lock('probe', $1)`, owner) // else it expires
+		}
+		cancel()
+	}
+}
+
+// insist sends a request to the processes by turns until one answers it well.
+func (l *load) insist(path, token, key, thread string, body, into any) {
+	text, err := json.Marshal(body)
+	if err != nil {
+		l.t.Error(err)
+		return
+	}
+	for ctx := l.t.Context(); ctx.Err() == nil; rest(ctx, 100*time.Millisecond) {
+		status, answer := l.post(ctx, path, token, key, thread, text)
+		switch {
+		case status >= 200 && status < 300:
+			if into != nil {
+				if err := json.Unmarshal(answer, into); err != nil {
+					l.t.Errorf("POST %s: %v in %s", path, err, answer)
+				}
+			}
+			return
+		case status >= 400 && status < 500 && status != http.StatusConflict && status != http.StatusTooManyRequests:
+			l.t.Errorf("POST %s %s: %d %s", path, text, status, answer)
+			return
+		}
+		l.mu.Lock()
+		l.tries++
+		l.mu.Unlock()
+	}
+}
+
+func (l *load) post(ctx context.Context, path, token, key, thread string, body []byte) (int, []byte) {
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	l.mu.Lock()
+	l.turn++
+	base := l.bases[l.turn%len(l.bases)]
+	l.mu.Unlock()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, base+path, bytes.NewReader(body))
+	if err != nil {
+		return 0, nil
+	}
+	for name, value := range map[string]string{"Authorization": "Bearer " + token, "Content-Type": "application/json", "Idempotency-Key": key, "X-Thread-Id": thread} {
+		if value != "" {
+			req.Header.Set(name, value)
+		}
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return 0, nil
+	}
+	return resp.StatusCode, answer
+}
+
+// started is how many executions were confirmed.
+func (l *load) started() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.runs)
+}
+
+// rest waits, and reports false when ctx has ended.
+func rest(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return ctx.Err() == nil
+	case <-ctx.Done():
+		return false
+	}
+}
