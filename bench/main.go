@@ -4,6 +4,7 @@
 //	go run ./bench waiting
 //	go run ./bench engine-room
 //	go run ./bench lanes
+//	go run ./bench executions
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
@@ -48,7 +49,9 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return engineRoom(ctx, args[1:], out, errw)
 		case "lanes":
 			return lanesBench(ctx, args[1:], out, errw)
+		case "executions":
+			return engineSpeed(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions")
 }

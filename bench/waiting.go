@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -25,7 +26,7 @@ import (
 const (
 	waitFlow   = "bench_wait"  // waits for an event, then ends
 	delayFlow  = "bench_delay" // waits for a time, then ends
-	atOnce     = 8             // callers of the concurrent rows
+	atOnce     = 32            // callers of the concurrent rows
 	warmup     = 200           // executions before anything is counted
 	manyAtOnce = 30 * time.Minute
 )
@@ -296,11 +297,16 @@ func (b *waitBench) awake(ctx context.Context, began time.Time, n int) (resumed,
 
 // until asks the database again and again.
 func (b *waitBench) until(ctx context.Context, question string) error {
+	return untilTrue(ctx, b.pool, question)
+}
+
+// untilTrue asks the database again and again.
+func untilTrue(ctx context.Context, pool *pgxpool.Pool, question string) error {
 	ticker := time.NewTicker(10 * time.Millisecond)
 	defer ticker.Stop()
 	for {
 		var yes bool
-		if err := b.pool.QueryRow(ctx, question).Scan(&yes); err != nil || yes {
+		if err := pool.QueryRow(ctx, question).Scan(&yes); err != nil || yes {
 			return err
 		}
 		select {

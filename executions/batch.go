@@ -12,7 +12,7 @@ const (
 	batchMost = 100
 	// batchPatience is how long a write waits for others to be done before it goes by itself: one that is held up by
 	// somebody's lock must not hold up the rest.
-	batchPatience = 25 * time.Millisecond
+	batchPatience = 250 * time.Millisecond
 	// gatherFor is how long the first of several waits for those that come with it, where the last write was not alone:
 	// until there are as many again, but not longer.
 	gatherFor = 100 * time.Microsecond

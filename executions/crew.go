@@ -285,6 +285,7 @@ type claimed struct {
 	held        bool // lanes or calls of an earlier claim are open, or may have been interrupted
 	checkpoints map[string]Checkpoint
 	interrupted map[string]bool
+	over        func(row *Execution) // gets the row as it ended, where that is known without asking; may be nil
 }
 
 // claim takes up to n ready executions, with their records, in one round trip and one transaction.

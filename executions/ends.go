@@ -5,8 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -20,38 +18,55 @@ type lastWrite struct {
 	failure   *string
 	step      *string
 	variables json.RawMessage // nil when the row has them
+	wanted    bool            // somebody waits for the row
 }
 
-// finishSeveral writes ends in one commit, each under its own claim, and answers how many lanes each freed: none, because
-// what holds any is left to be ended by itself, as is one whose claim is not live any more.
-func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]answer[int], error) {
+// finished is what became of an end.
+type finished struct {
+	freed int        // lanes
+	row   *Execution // as it ended, where it was wanted and the end was shared
+}
+
+// finishSeveral writes ends in one commit, each under its own claim. They free no lanes, because what holds any is left to
+// be ended by itself, as is one whose claim is not live any more.
+func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
 	ids, claims, statuses, summaries := make([]string, n), make([]int64, n), make([]string, n), make([]string, n)
 	results, failures, steps, variables := make([]*string, n), make([]*string, n), make([]*string, n), make([]*string, n)
+	wanted, answers := make([]bool, n), make([]answer[finished], n)
 	for i, x := range ends {
-		ids[i], claims[i], statuses[i], summaries[i] = x.id, x.claim, string(x.status), x.summary
+		ids[i], claims[i], statuses[i], summaries[i], wanted[i] = x.id, x.claim, string(x.status), x.summary, x.wanted
 		results[i], failures[i], steps[i], variables[i] = jsonText(x.result), x.failure, x.step, jsonText(x.variables)
+		answers[i].alone = true
 	}
 	rows, err := e.pool.Query(ctx, `
-		select n, verdict = 'alone' from finish_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[],
-		       @failures, @steps, (@variables::text[])::jsonb[])`,
+		select n, `+columns+` from (
+		  select d.n, (d.execution).* from end_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[],
+		         @failures, @steps, (@variables::text[])::jsonb[], @wanted) d) x`,
 		postgres.Strict{
 			"ids": ids, "claims": claims, "statuses": statuses, "summaries": summaries, "results": results, "failures": failures,
-			"steps": steps, "variables": variables,
+			"steps": steps, "variables": variables, "wanted": wanted,
 		})
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
-	answers := make([]answer[int], n)
-	var at int
-	var alone bool
-	_, err = pgx.ForEachRow(rows, []any{&at, &alone}, func() error {
-		answers[at-1].alone = alone
-		return nil
-	})
-	if err != nil {
+	defer rows.Close()
+	for rows.Next() {
+		var place int
+		var x *Execution
+		into := make([]any, executionColumns)
+		if rows.RawValues()[1] != nil {
+			x = &Execution{}
+			into = x.targets()
+		}
+		if err := rows.Scan(append([]any{&place}, into...)...); err != nil {
+			return nil, fmt.Errorf("finish %d executions: %w", n, err)
+		}
+		answers[place-1] = answer[finished]{value: finished{row: x}}
+	}
+	if err := rows.Err(); err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
 	return answers, nil

@@ -70,8 +70,11 @@ type Engine struct {
 	alarm       chan struct{} // a timer is due sooner than was known
 	crews       map[string]*crew
 	due         dueTime
-	ends        *batcher[lastWrite, int]
+	ends        *batcher[lastWrite, finished]
 	events      *batcher[occurrence, Delivered]
+	starts      *batcher[postgres.Strict, Execution]
+	points      *batcher[point, struct{}]
+	parks       *batcher[parking, []byte]
 	paused      pauseWatch
 }
 
@@ -93,9 +96,14 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
-	e.ends = &batcher[lastWrite, int]{send: e.finishSeveral}
-	// An event without an id that was sent twice would count twice: it is sent again only where the database has said no.
-	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: func(err error) bool { return postgres.Code(err) != "" }}
+	e.ends = &batcher[lastWrite, finished]{send: e.finishSeveral}
+	e.points = &batcher[point, struct{}]{send: e.recordSeveral}
+	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
+	// stale: they are sent again only where the database has said no.
+	refused := func(err error) bool { return postgres.Code(err) != "" }
+	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: refused}
+	e.starts = &batcher[postgres.Strict, Execution]{send: e.startSeveral, sure: refused}
+	e.parks = &batcher[parking, []byte]{send: e.parkSeveral, sure: refused}
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err
@@ -150,7 +158,11 @@ func (e *Engine) Run(ctx context.Context) error {
 	// River and the lease outlive ctx for as long as the shutdown takes.
 	living, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	if err := e.river.Start(living); err != nil {
+	switch err := e.startRiver(ctx, living); {
+	case err != nil && over(ctx):
+		e.retire(context.WithoutCancel(ctx))
+		return nil
+	case err != nil:
 		return fmt.Errorf("start River: %w", err)
 	}
 	group, _ := errgroup.WithContext(living)

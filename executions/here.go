@@ -5,6 +5,8 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
@@ -19,8 +21,12 @@ func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 // handed back and goes on elsewhere.
 func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, func(ctx context.Context, claimed Execution) (Execution, error) {
-		if err := e.execute(ctx, claimed, *claimed.ClaimedBy); err != nil {
+		over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
+		switch {
+		case err != nil:
 			return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+		case over != nil:
+			return *over, nil
 		}
 		return Get(context.WithoutCancel(ctx), e.pool, claimed.ID)
 	})
@@ -36,7 +42,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Cont
 	}
 	// An interrupt must not leave a row of which nobody here knows.
 	heard, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
-	claimed, created, err := s.insert(heard, e.pool, "running", worker)
+	claimed, created, err := e.insertClaimed(heard, s, worker)
 	cancel()
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, refusedByPause(ctx, e.pool, err))
@@ -45,6 +51,23 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Cont
 		return claimed, nil
 	}
 	return run(ctx, claimed)
+}
+
+// insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
+func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
+	alone := func() (Execution, error) {
+		got, _, err := s.insert(ctx, e.pool, "running", worker)
+		return got, err
+	}
+	if s.DedupeKey != "" || postgres.IsSealed(ctx) {
+		return s.insert(ctx, e.pool, "running", worker)
+	}
+	args, err := s.arguments("running", worker)
+	if err != nil {
+		return Execution{}, false, err
+	}
+	got, err := e.starts.do(ctx, args, alone)
+	return got, err == nil, err
 }
 
 // InsertClaimed inserts, in a transaction of the caller's, an execution that this process has claimed. After
@@ -69,8 +92,12 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
 	}
-	if err := e.execute(ctx, claimed, *claimed.ClaimedBy); err != nil {
+	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
+	switch {
+	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
+	case over != nil:
+		return *over, nil
 	}
 	return e.standing(ctx, claimed.ID)
 }

@@ -133,15 +133,7 @@ func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, out
 	}
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	err := r.write(bounded, func(b *pgx.Batch) {
-		if s.entry != nil && effect != nil {
-			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
-		}
-		if effect != nil && effect.Settle != nil {
-			effect.Settle(b)
-		}
-		r.queueCheckpoint(b, s, output, failure != nil)
-	})
+	err := r.writeResult(bounded, s, effect, out, output, failure != nil)
 	failed := r.written(ctx, s, err, out)
 	switch {
 	case failed == nil:
@@ -162,6 +154,22 @@ func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, out
 	}
 	r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
 	return nil
+}
+
+// writeResult is the commit of record. A step that is nothing but its result shares it with others.
+func (r *run) writeResult(ctx context.Context, s spec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
+	if s.entry == nil && (effect == nil || effect.Settle == nil) {
+		return r.keepPoint(ctx, s, output, failed)
+	}
+	return r.write(ctx, func(b *pgx.Batch) {
+		if s.entry != nil && effect != nil {
+			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
+		}
+		if effect != nil && effect.Settle != nil {
+			effect.Settle(b)
+		}
+		r.queueCheckpoint(b, s, output, failed)
+	})
 }
 
 // written deals with the answer to a durable write.

@@ -35,7 +35,8 @@ type run struct {
 	carrying    bool            // a write under way takes them along
 	poison      error           // why no further step may run
 	failedStep  string
-	replay      *replaying // the record of a replay, which does nothing new; nil in a real run
+	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
+	replay      *replaying           // the record of a replay, which does nothing new; nil in a real run
 }
 
 type runKey struct{}
@@ -96,12 +97,15 @@ func (e *Engine) attend(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	return e.execute(ctx, claimed, worker)
+	_, err = e.execute(ctx, claimed, worker)
+	return err
 }
 
-// execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read.
-func (e *Engine) execute(ctx context.Context, x Execution, worker string) error {
-	return e.perform(ctx, claimed{Execution: x}, worker, func() {})
+// execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It returns
+// the row as it ended, where that is known without asking.
+func (e *Engine) execute(ctx context.Context, x Execution, worker string) (over *Execution, err error) {
+	err = e.perform(ctx, claimed{Execution: x, over: func(row *Execution) { over = row }}, worker, func() {})
+	return over, err
 }
 
 // perform runs a claimed execution until it ends, parks, is lost or is handed back. It calls returned when the function
@@ -112,7 +116,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	claimed := took.Execution
 	r := &run{
 		e: e, exec: claimed, worker: worker, began: time.Now(), cancel: cancel,
-		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted,
+		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
 	ctx = trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
 		TraceID: trace.ID(claimed.TraceID), ExecutionID: claimed.ID, Surface: trace.Surface(claimed.Surface), Agent: claimed.Agent,
@@ -279,10 +283,10 @@ func (r *run) finish(ctx context.Context, status Status, result Result, failure 
 	}
 	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	freed, err := r.writeEnd(detached, status, plain(result.Summary), value, failure)
+	done, err := r.writeEnd(detached, status, plain(result.Summary), value, failure)
 	if err != nil && postgres.Code(err) != "" && !transient(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
-		freed, err = r.writeEnd(detached, status, "", nil, failure)
+		done, err = r.writeEnd(detached, status, "", nil, failure)
 	}
 	switch {
 	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
@@ -296,7 +300,7 @@ func (r *run) finish(ctx context.Context, status Status, result Result, failure 
 	}
 	r.e.log.InfoContext(ctx, "execution completed", about...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
-	r.e.log.InfoContext(ctx, "locks released", "count", freed)
+	r.e.log.InfoContext(ctx, "locks released", "count", done.freed)
 	if r.exec.ParentID != nil || r.exec.ThreadID != nil { // the next turn of a thread may wait for this one
 		r.e.tellParent(detached, r.exec.ID)
 	}
@@ -319,31 +323,32 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	}
 }
 
-// writeEnd writes the terminal row, and returns how many lanes that freed.
-func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (freed int, err error) {
-	var message, step *string
+// writeEnd writes the terminal row.
+func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
+	end := lastWrite{id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), wanted: r.over != nil}
 	if failure != nil {
-		message, step = new(plain(failure.Error())), null(r.failed(failure))
+		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
 	}
-	text := r.unwritten()
-	alone := func() (freed int, err error) {
-		err = r.with(ctx, text, func(text json.RawMessage) error {
+	alone := func() (done finished, err error) {
+		err = r.with(ctx, end.variables, func(text json.RawMessage) error {
 			return r.e.write(ctx, func(b *pgx.Batch) {
 				b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
 					"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
-					"result": value, "error": message, "step": step,
-				}).QueryRow(func(row pgx.Row) error { return row.Scan(&freed) })
+					"result": value, "error": end.failure, "step": end.step,
+				}).QueryRow(func(row pgx.Row) error { return row.Scan(&done.freed) })
 				r.queueVariables(b, text)
 			})
 		})
-		return freed, err
+		return done, err
 	}
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
 		return alone()
 	}
-	return r.e.ends.do(ctx, lastWrite{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, failure: message, step: step, variables: text,
-	}, alone)
+	done, err = r.e.ends.do(ctx, end, alone)
+	if done.row != nil {
+		r.over(done.row)
+	}
+	return done, err
 }
 
 // finishStale tells an end that was refused, or came too late, from one whose answer was lost.

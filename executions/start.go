@@ -58,18 +58,6 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execu
 	return got, created, nil
 }
 
-// startHere inserts an execution that the workers of this process look for at once.
-func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error) {
-	got, created, err := s.insert(ctx, e.pool, "pending", "")
-	if err != nil {
-		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
-	}
-	if created {
-		e.ready(got.Queue, 1)
-	}
-	return got, created, nil
-}
-
 // StartTx is Start in a transaction of the caller's: the execution exists when that commits.
 func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
 	got, created, err := s.insert(ctx, tx, "pending", "")

@@ -260,6 +260,9 @@ func ways(t *testing.T, pool *pgxpool.Pool, id, what string) {
 		t.Fatal(err)
 	}
 	at := executions.Pending
+	if len(steps) > 0 && steps[0].Old == executions.Running {
+		at = executions.Running // it began claimed
+	}
 	for _, s := range steps {
 		if s.Old != at || !slices.Contains(next[s.Old], s.New) {
 			t.Errorf("%s: went %v", what, steps)
@@ -299,6 +302,11 @@ func TestGoReachesEveryState(t *testing.T) {
 		})["flow"],
 	})
 	until(t, pool, p.begin(t, "complete"), executions.Completed)
+	queued, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "complete", Surface: trace.Flow, DedupeKey: "queued"})
+	if err != nil || queued.Status != executions.Pending {
+		t.Fatalf("a start that is not shared is %s, %v", queued.Status, err)
+	}
+	until(t, pool, queued.ID, executions.Completed)
 	failed := until(t, pool, p.begin(t, "fail"), executions.Failed)
 	if str(failed.ErrorMessage) != "no" {
 		t.Errorf("error message %q", str(failed.ErrorMessage))
@@ -324,11 +332,11 @@ func TestGoReachesEveryState(t *testing.T) {
 			t.Errorf("cancelled by %q because of %q", str(x.CancelledBy), str(x.CancelReason))
 		}
 	}
-	ids, err := executions.List(t.Context(), pool, executions.Filter{})
+	all, err := executions.List(t.Context(), pool, executions.Filter{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, x := range ids {
+	for _, x := range all {
 		ways(t, pool, x.ID, x.Flow)
 	}
 }

@@ -187,7 +187,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 	for unsure := false; ; unsure = true {
 		text := r.unwritten()
 		err := r.with(ctx, text, func(text json.RawMessage) (err error) {
-			came, err = r.tryPark(ctx, step, w, data, text)
+			came, err = r.parkShared(ctx, step, w, data, text)
 			return err
 		})
 		switch {

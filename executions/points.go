@@ -1,0 +1,78 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// point is the result of a step that has no activity row, as it is written.
+type point struct {
+	id, step, print string
+	claim           int64
+	failed          bool
+	output          json.RawMessage
+	variables       json.RawMessage // nil when the row has them
+}
+
+// keepPoint writes the result of a step, together with those of other runs that come at the same time.
+func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, failed bool) error {
+	text := r.carry()
+	alone := func() (struct{}, error) {
+		return struct{}{}, r.with(ctx, text, func(text json.RawMessage) error {
+			return r.e.write(ctx, func(b *pgx.Batch) {
+				r.queueVariables(b, text)
+				r.queueCheckpoint(b, s, output, failed)
+			})
+		})
+	}
+	_, err := r.e.points.do(ctx, point{
+		id: r.exec.ID, step: s.key, print: s.print, claim: r.exec.Claim, failed: failed, output: output, variables: text,
+	}, alone)
+	r.carried(text, err)
+	return err
+}
+
+// recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be written
+// by itself, where it is refused or waits.
+func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]answer[struct{}], error) {
+	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
+	defer cancel()
+	n := len(points)
+	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
+	outputs, variables := make([]*string, n), make([]*string, n)
+	for i, p := range points {
+		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
+		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
+	}
+	rows, err := e.pool.Query(ctx, `
+		select n, verdict = 'alone' from record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
+		       (@variables::text[])::jsonb[])`,
+		postgres.Strict{
+			"ids": ids, "claims": claims, "steps": steps, "prints": prints, "failed": failed, "outputs": outputs, "variables": variables,
+		})
+	if err != nil {
+		return nil, fmt.Errorf("record %d steps: %w", n, err)
+	}
+	answers, err := verdicts[struct{}](rows, n)
+	if err != nil {
+		return nil, fmt.Errorf("record %d steps: %w", n, err)
+	}
+	return answers, nil
+}
+
+// verdicts reads which of n writes of a batch were left to be made by themselves.
+func verdicts[Out any](rows pgx.Rows, n int) ([]answer[Out], error) {
+	answers := make([]answer[Out], n)
+	var at int
+	var alone bool
+	_, err := pgx.ForEachRow(rows, []any{&at, &alone}, func() error {
+		answers[at-1].alone = alone
+		return nil
+	})
+	return answers, err
+}
