@@ -196,7 +196,7 @@ const declared = `
 kind: flow
 name: wide
 actions:
-  - actionType: set_variable
+  - actionType: set
     parameters: {variables: {seen: "{{input.n}}"}}
 ---
 kind: webhook
