@@ -327,16 +327,16 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	conn, err := pool.Acquire(t.Context())
+	conn, err := pgtest.Dialer(t, pool)(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Release()
+	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	exec(t, conn, `listen agent_ready`)
 	resume(t, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	if _, err := conn.Conn().WaitForNotification(ctx); err != nil {
+	if _, err := conn.WaitForNotification(ctx); err != nil {
 		t.Errorf("nobody is told: %v", err)
 	}
 	until(t, pool, id, executions.Completed)
