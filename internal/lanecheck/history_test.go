@@ -220,7 +220,7 @@ func mark(ops []*op) {
 const checkLimit = 20 * time.Second
 
 // check says why the history of a lane is not linearizable; nil when it is.
-func check(lane string, ops []*op, first state) error {
+func check(lane string, ops []*op, first state, limit time.Duration) error {
 	history := make([]porcupine.Operation, 0, len(ops)+1)
 	var last int64
 	for i, o := range ops {
@@ -236,18 +236,21 @@ func check(lane string, ops []*op, first state) error {
 	over := &op{Kind: kindOver, Lane: lane, Call: last + 1, Return: last + 2}
 	history = append(history, porcupine.Operation{ClientId: len(ops), Input: over, Call: over.Call, Return: over.Return})
 	model := laneModel(first)
-	switch result, info := porcupine.CheckOperationsVerbose(model, history, checkLimit); result {
+	switch result, info := porcupine.CheckOperationsVerbose(model, history, limit); result {
 	case porcupine.Ok:
 		return nil
 	case porcupine.Unknown:
-		return fmt.Errorf("lane %s: the checker was not done with %d operations within %s\n%s", lane, len(history), checkLimit,
+		return fmt.Errorf("lane %s: %w: %d operations in %s\n%s", lane, errUnchecked, len(history), limit,
 			excerpt(history, info, first))
 	default:
 		return fmt.Errorf("lane %s: %w\n%s", lane, errIllegal, excerpt(history, info, first))
 	}
 }
 
-var errIllegal = errors.New("no order of the operations explains their answers")
+var (
+	errIllegal   = errors.New("no order of the operations explains their answers")
+	errUnchecked = errors.New("the checker was not done in time, which proves nothing")
+)
 
 // excerpt is where the longest explanation of a history ends.
 func excerpt(history []porcupine.Operation, info porcupine.LinearizationInfo, first state) string {
@@ -291,7 +294,7 @@ func checkAll(t *testing.T, byLane map[string][]*op) (n int) {
 	t.Helper()
 	for lane, ops := range byLane {
 		n += len(ops)
-		if err := check(lane, ops, state{}); err != nil {
+		if err := check(lane, ops, state{}, checkLimit); err != nil {
 			t.Errorf("%v\nthe history is kept in %s", err, keep(t, ops))
 		}
 	}

@@ -105,10 +105,12 @@ func (s *session) acquire(ctx context.Context) {
 		_, err := s.conn.Exec(ctx, `select leave_agent_lock_queue($1, $2)`, g.lane, g.owner)
 		s.tape.done(o, err)
 	default:
-		s.ask(ctx, kindAcquire, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
-			from acquire_agent_lock($1, $2, $3)`, g)
+		s.ask(ctx, kindAcquire, acquireSQL, g)
 	}
 }
+
+const acquireSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
+	from acquire_agent_lock($1, $2, $3)`
 
 func (s *session) ask(ctx context.Context, kind kind, sql string, g grant) (stop bool) {
 	o := s.tape.call(&op{Kind: kind, Lane: g.lane, Owner: g.owner, TTL: g.ttl})

@@ -1,0 +1,271 @@
+//go:build unix
+
+package lanecheck_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// stage is a database of a test's own in which two plain SQL sessions play a script.
+type stage struct {
+	t    *testing.T
+	pool *pgxpool.Pool
+	tape *tape
+	a, b *session
+}
+
+func newStage(t *testing.T) *stage {
+	t.Helper()
+	url := pgtest.URL(t)
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	tape, err := newTape(tapeIn(t.TempDir(), "stage"), "stage")
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &stage{t: t, pool: pool, tape: tape}
+	g.exec(writesTable)
+	g.a, g.b = g.session(url, "a"), g.session(url, "b")
+	return g
+}
+
+func (g *stage) session(url, name string) *session {
+	g.t.Helper()
+	conn, err := pgx.Connect(g.t.Context(), url)
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })                                    // its database is dropped next
+	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} //nolint:gosec // not a secret
+}
+
+func (g *stage) exec(sql string, args ...any) {
+	g.t.Helper()
+	if _, err := g.pool.Exec(g.t.Context(), sql, args...); err != nil {
+		g.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func (g *stage) count(sql string, args ...any) (n int) {
+	g.t.Helper()
+	if err := g.pool.QueryRow(g.t.Context(), sql, args...).Scan(&n); err != nil {
+		g.t.Fatalf("%s: %v", sql, err)
+	}
+	return n
+}
+
+// acquire asks for the lane as a session, and returns what it was given.
+func (g *stage) acquire(s *session, seconds int64) grant {
+	g.t.Helper()
+	want := grant{lane: "x", owner: s.name, ttl: seconds * 1_000_000}
+	s.ask(g.t.Context(), kindAcquire, acquireSQL, want)
+	if len(s.held) == 0 {
+		return want
+	}
+	return s.held[len(s.held)-1]
+}
+
+// mustAcquire is acquire of a lane that is free.
+func (g *stage) mustAcquire(s *session, seconds int64) grant {
+	g.t.Helper()
+	got := g.acquire(s, seconds)
+	if got.token == 0 {
+		g.t.Fatalf("session %s does not get a lane that is free", s.name)
+	}
+	return got
+}
+
+// gate is what a planted acquire waits at between its look and its write, so that two of them look before either writes.
+const gate = 4711
+
+// plants are faults that lanes could have, and a script in which each does harm.
+var plants = map[string]struct {
+	fault  string
+	script func(g *stage)
+	writes bool // the fenced writes show it, too
+}{
+	"no row lock": {
+		fault: `create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
+			language plpgsql volatile as $$
+			#variable_conflict use_column
+			declare held agent_locks; now_ timestamptz := clock_timestamp();
+			begin
+			  select l.* into held from agent_locks l where l.lane = p_lane;
+			  if held.expires_at > now_ and held.locked_by <> p_locked_by then
+			    return query select false, held.fencing_token, held.expires_at, held.locked_by;
+			    return;
+			  end if;
+			  perform pg_advisory_xact_lock_shared(4711);
+			  return query update agent_locks l
+			     set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
+			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
+			end $$`,
+		script: func(g *stage) {
+			tx, err := g.pool.Begin(g.t.Context())
+			if err != nil {
+				g.t.Fatal(err)
+			}
+			if _, err := tx.Exec(g.t.Context(), `select pg_advisory_xact_lock($1)`, gate); err != nil {
+				g.t.Fatal(err)
+			}
+			var group sync.WaitGroup
+			var done [2]chan struct{}
+			for i, s := range []*session{g.a, g.b} {
+				done[i] = make(chan struct{})
+				group.Go(func() { defer close(done[i]); g.acquire(s, 60) })
+			}
+			pgtest.Eventually(g.t, patience, func() bool {
+				n := g.count(`select count(*) from pg_locks where locktype = 'advisory' and not granted and objid = $1
+					and database = (select oid from pg_database where datname = current_database())`, gate)
+				for _, c := range done {
+					select {
+					case <-c:
+						n++
+					default:
+					}
+				}
+				return n == 2
+			}, "both sessions have looked at the lane")
+			if err := tx.Commit(g.t.Context()); err != nil {
+				g.t.Fatal(err)
+			}
+			group.Wait()
+		},
+	},
+	"application clock": {
+		fault: `create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
+			language plpgsql volatile as $$
+			#variable_conflict use_column
+			declare held agent_locks; now_ timestamptz;
+			begin
+			  select l.* into held from agent_locks l where l.lane = p_lane for update;
+			  now_ := clock_timestamp() + coalesce(nullif(current_setting('lanecheck.ahead', true), ''), '0')::interval;
+			  if held.expires_at > now_ and held.locked_by <> p_locked_by then
+			    return query select false, held.fencing_token, held.expires_at, held.locked_by;
+			    return;
+			  end if;
+			  return query update agent_locks l
+			     set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
+			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
+			end $$`,
+		script: func(g *stage) {
+			if _, err := g.b.conn.Exec(g.t.Context(), `set lanecheck.ahead = '1 hour'`); err != nil {
+				g.t.Fatal(err)
+			}
+			g.mustAcquire(g.a, 600)
+			g.acquire(g.b, 600)
+		},
+	},
+	"token ignored": {
+		fault: `create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint) returns void
+			language plpgsql volatile as $$
+			begin
+			  if not is_agent_lock_held(p_lane) then
+			    raise exception 'token % of lane % is stale', p_fencing_token, p_lane using errcode = 'LK001';
+			  end if;
+			end $$`,
+		script: func(g *stage) {
+			old := g.mustAcquire(g.a, 600)
+			g.a.release(g.t.Context(), old)
+			g.b.write(g.t.Context(), g.mustAcquire(g.b, 600))
+			g.a.write(g.t.Context(), old)
+		},
+		writes: true,
+	},
+	"renewal after expiry": {
+		fault: `create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
+			returns boolean language plpgsql volatile as $$
+			begin
+			  update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
+			   where l.lane = p_lane and l.locked_by = p_locked_by and l.fencing_token = p_fencing_token;
+			  return found;
+			end $$`,
+		script: func(g *stage) {
+			got := g.mustAcquire(g.a, 1)
+			pgtest.Eventually(g.t, patience, func() bool {
+				return g.count(`select count(*) from agent_locks where lane = 'x' and expires_at < clock_timestamp()`) == 1
+			}, "the lease ends")
+			g.a.renew(g.t.Context(), got)
+		},
+	},
+	"release without owner": {
+		fault: `create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
+			returns boolean language plpgsql volatile as $$
+			begin
+			  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp()
+			   where l.lane = p_lane and l.expires_at > clock_timestamp();
+			  return found;
+			end $$`,
+		script: func(g *stage) {
+			g.mustAcquire(g.a, 600)
+			g.b.release(g.t.Context(), grant{lane: "x", owner: "b"})
+			g.acquire(g.b, 600)
+		},
+	},
+}
+
+// TestPlantedFaultsAreCaught plays each script with lanes as they are, where the checker finds nothing, and then with
+// the fault, where it has to.
+func TestPlantedFaultsAreCaught(t *testing.T) {
+	t.Parallel()
+	for name, plant := range plants {
+		for _, planted := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, planted %v", name, planted), func(t *testing.T) {
+				t.Parallel()
+				g := newStage(t)
+				g.a.release(t.Context(), g.mustAcquire(g.a, 600)) // so that the lane has a row
+				g.a.held = nil
+				if planted {
+					g.exec(plant.fault)
+				}
+				plant.script(g)
+				byLane, err := read([]string{g.tape.file.Name()})
+				if err != nil {
+					t.Fatal(err)
+				}
+				err = check("x", byLane["x"], state{}, checkLimit)
+				if errors.Is(err, errIllegal) != planted || !planted && err != nil {
+					t.Errorf("fault planted: %v, the checker says: %v", planted, err)
+				}
+				if crossed := g.count(backwards) > 0; crossed != (planted && plant.writes) {
+					t.Errorf("fault planted: %v, a write under an older token after one under a newer: %v", planted, crossed)
+				}
+			})
+		}
+	}
+}
+
+// TestATimeoutOfTheCheckerIsAFailure: a history that was not checked to the end proves nothing.
+func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
+	t.Parallel()
+	var ops []*op
+	for n := range 40 { // one of them was granted, and there is no telling which
+		ops = append(ops, &op{
+			ID: fmt.Sprint(n), Kind: kindTry, Lane: "x", Owner: fmt.Sprint(n), TTL: 60_000_000, Call: int64(n + 1), Return: 1_000_000,
+			OK: n%2 == 0,
+		})
+	}
+	mark(ops)
+	err := check("x", ops, state{}, time.Millisecond)
+	if !errors.Is(err, errUnchecked) {
+		t.Errorf("the checker says: %v", err)
+	}
+}
