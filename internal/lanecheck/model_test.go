@@ -70,7 +70,9 @@ func (s state) live(now int64) (state, bool) {
 	if s.owner == "" || now >= s.to {
 		return s, false
 	}
-	s.from = max(s.from, now+1)
+	if s.from != never {
+		s.from = max(s.from, now+1)
+	}
 	return s, true
 }
 
@@ -165,7 +167,7 @@ func (s state) refused(o *op, now int64) (bool, state) {
 		return o.contended, s
 	}
 	if o.Got != 0 && !s.is(o.Got) {
-		return s.returned(o, now)
+		return false, s
 	}
 	after, ok := s.live(now)
 	if ok && s.owner == o.Holder && s.owner != o.Owner && o.Ends > now &&
@@ -178,7 +180,7 @@ func (s state) refused(o *op, now int64) (bool, state) {
 	if after, _, ok := s.gone(now, o.until()); ok && o.promised {
 		return true, after.known(o.Got)
 	}
-	return s.returned(o, now)
+	return false, s
 }
 
 // renewed is a renewal. It goes on when the lease is the owner's, under that token, and has not ended.
@@ -287,14 +289,19 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	return s, false
 }
 
-// steps is step where more than one thing may have happened: a crash may undo a release that was not waited for.
-func steps(s state, o *op) []any {
+// steps is step where more than one thing may have happened: a loan that expired may have gone back, and a crash may
+// undo a release that was not waited for.
+func steps(s state, o *op) (all []any) {
 	ok, after := step(s, o)
-	if !ok {
-		return nil
+	if ok {
+		all = append(all, after)
 	}
-	all := []any{after}
-	if o.Kind == kindCrash && s.was.owner != "" {
+	if back, lapsed := s.lapsed(o); lapsed {
+		if ok, after := step(back, o); ok {
+			all = append(all, after)
+		}
+	}
+	if ok && o.Kind == kindCrash && s.was.owner != "" {
 		after.lease, after.was = s.was, lease{}
 		all = append(all, after)
 	}

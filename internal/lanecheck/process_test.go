@@ -32,7 +32,8 @@ const partVariable = "LANECHECK_PART"
 
 // part is what a process of a scene does.
 type part struct {
-	Role    string   `json:"role"` // sql or lanes
+	Role    string   `json:"role"` // sql, lanes or family
+	Own     string   `json:"own"`  // the lane of a family
 	Name    string   `json:"name"`
 	URL     string   `json:"url"`
 	Tape    string   `json:"tape"`
@@ -77,8 +78,12 @@ func act(raw string) error {
 		_, _ = io.Copy(io.Discard, os.Stdin) // its end is what counts
 		cancel()
 	}()
-	if p.Role == "sql" {
+	switch p.Role {
+	case "sql":
 		p.sessions(ctx, tape)
+		return nil
+	case "family":
+		p.families(ctx, tape)
 		return nil
 	}
 	return p.workers(ctx, tape)

@@ -137,6 +137,7 @@ type scene struct {
 	proxy  *proxy
 	dir    string
 	lanes  []string
+	homes  []string // lanes for families, one each
 	round  int
 	seed   uint64
 	rand   *rand.Rand
@@ -157,9 +158,13 @@ func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 		t: t, server: s, proxy: newProxy(t, s.own.URL()), dir: t.TempDir(), round: round, seed: seed + uint64(round),
 		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, //nolint:gosec // not a secret
 	}
-	for n := range 8 {
+	for n := range 5 {
 		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
 	}
+	for n := range 6 {
+		c.homes = append(c.homes, fmt.Sprintf("objective:r%df%d", round, n))
+	}
+	c.lanes = append(c.lanes, c.homes...)
 	return c
 }
 
@@ -171,6 +176,10 @@ func (c *scene) launch(role string) {
 	p := part{
 		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
+	}
+	if role == "family" {
+		p.Own = c.homes[0]
+		c.homes = c.homes[1:]
 	}
 	c.tapes = append(c.tapes, p.Tape)
 	a := start(c.t, p)
@@ -274,8 +283,8 @@ func (c *scene) play() map[string][]*op {
 	for range 2 {
 		c.launch("sql")
 		c.launch("lanes")
+		c.launch("family")
 	}
-	c.launch("lanes")
 	c.busy(100)
 	acts := []func(){
 		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
@@ -317,6 +326,9 @@ func tally(byLane map[string][]*op, into map[string]int) {
 				name += "no"
 			}
 			into[name]++
+			if o.OK && o.Lender != "" {
+				into["loan yes"]++
+			}
 		}
 	}
 }
@@ -325,6 +337,7 @@ func tally(byLane map[string][]*op, into map[string]int) {
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "break yes", "write yes", "write no",
+	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes",
 }
 
 func TestLanesAreLinearizable(t *testing.T) {
