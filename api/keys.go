@@ -15,29 +15,30 @@ import (
 type identity struct {
 	scope, key  string
 	fingerprint []byte
-	attempt     string // set by claim, when the request is ours to handle
+	attempt     [16]byte // the id of this attempt, which the row has when the request is ours to handle
 }
 
 // claim takes the key for this request, or tells what is known of the first one. It also forgets some of
-// the keys whose day is over.
+// the keys whose day is over. Called again when its connection broke, it finds what it took the first time.
 func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 	for {
+		var ours bool
 		err := db.QueryRow(ctx, `
 			with forgotten as (
 			  delete from agent_idempotency
 			   where (scope, key) in (select o.scope, o.key from agent_idempotency o
 			          where o.expires_at <= clock_timestamp() and (o.scope, o.key) <> (@scope, @key)
 			          order by o.expires_at limit 20 for update skip locked))
-			insert into agent_idempotency as i (scope, key, fingerprint, lease_until, expires_at)
-			values (@scope, @key, @fingerprint, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + interval '24 hours')
+			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
+			values (@scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + interval '24 hours')
 			on conflict (scope, key) do update
 			   set fingerprint = excluded.fingerprint, attempt = excluded.attempt, state = 'running', status = 0, header = '{}',
 			       body = '', lease_until = excluded.lease_until, expires_at = excluded.expires_at
-			 where i.expires_at <= clock_timestamp()
+			 where i.expires_at <= clock_timestamp() or i.attempt = excluded.attempt
 			    or (i.state = 'running' and i.lease_until <= clock_timestamp() and i.fingerprint = excluded.fingerprint)
-			returning i.attempt::text`, postgres.Strict{
-			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "lease": keyLease.Seconds(),
-		}).Scan(&id.attempt)
+			returning true`, postgres.Strict{
+			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(),
+		}).Scan(&ours)
 		if err == nil {
 			return nil, nil
 		}

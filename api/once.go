@@ -3,6 +3,7 @@ package api
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -47,7 +49,10 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 		}
 		var first *kept
 		if err == nil {
-			first, err = id.claim(r.Context(), s.pool)
+			err = postgres.Again(r.Context(), func() (err error) {
+				first, err = id.claim(r.Context(), s.pool)
+				return err
+			})
 		}
 		switch {
 		case err != nil:
@@ -78,9 +83,9 @@ func identify(r *http.Request, rt route) (id *identity, given bool, err error) {
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s?%s\n%q\n", r.URL.EscapedPath(), r.URL.RawQuery, r.Header.Get("X-Thread-Id"))
 	hash.Write(body)
-	return &identity{
-		scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0], fingerprint: hash.Sum(nil),
-	}, true, nil
+	id = &identity{scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0], fingerprint: hash.Sum(nil)}
+	rand.Read(id.attempt[:]) // never fails
+	return id, true, nil
 }
 
 func isKey(key string) bool {
@@ -105,7 +110,8 @@ func (s *server) attempt(w http.ResponseWriter, r *http.Request, id *identity, n
 		stop()
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), settleLimit)
 		defer cancel()
-		if err := id.settle(ctx, s.pool, held, whole); err != nil {
+		err := postgres.Again(ctx, func() error { return id.settle(ctx, s.pool, held, whole) })
+		if err != nil {
 			s.log.WarnContext(ctx, "answer to an idempotency key is not kept", "path", problem.Path(r), "error", err)
 		}
 		if whole {

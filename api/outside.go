@@ -291,7 +291,7 @@ func (s *server) running() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions", body: beginning{}, answer: executionStatus{}, status: http.StatusCreated,
-			handle: s.startExecution, conflicts: true,
+			handle: s.startExecution, conflicts: true, keyed: true,
 			about: "Start an execution of a flow. The flows external and external:NAME are run by a worker outside, which locks the execution. " +
 				"422 for a flow that nobody knows.",
 		}, {

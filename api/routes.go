@@ -27,6 +27,7 @@ type route struct {
 	unready      bool                          // the answer may also come with 503
 	again        bool                          // the answer comes with 200 when it was so already
 	repeatable   bool                          // of a POST: doing it again changes nothing, so it needs no Idempotency-Key
+	keyed        bool                          // is an effect of its Idempotency-Key: with one, doing it again changes nothing
 	conflicts    bool                          // may be refused with 409
 	stream       bool                          // has no deadline
 	openAI       bool                          // is refused in OpenAI's format
@@ -190,7 +191,7 @@ func (s *server) deciding() []route {
 			conflicts: true,
 			about:     "Approve or reject a call, once. Who waits for the decision goes on. 409 when it was decided, or has expired.",
 		}, {
-			method: "POST", path: "/v1/events", body: event{}, answer: delivered{}, status: http.StatusAccepted, handle: s.raiseEvent,
+			method: "POST", path: "/v1/events", body: event{}, answer: delivered{}, status: http.StatusAccepted, handle: s.raiseEvent, keyed: true,
 			about: "Raise an event and resume whoever waits for it; one that nobody waits for is kept for the first that will. " +
 				"The same id twice counts once.",
 		}, {

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -38,7 +39,7 @@ func (s *server) own(rt route) http.Handler {
 			s.refuse(w, r, rt, err, "")
 			return
 		}
-		got, err := rt.handle(in)
+		got, err := rt.run(in)
 		if err != nil {
 			s.refuse(w, r, rt, err, got.trace)
 			return
@@ -48,6 +49,20 @@ func (s *server) own(rt route) http.Handler {
 		}
 		s.write(w, r, got)
 	})
+}
+
+// run calls the route's function. What may be done twice is done again when a connection to the database broke under it, so
+// that a client need not.
+func (rt route) run(in request) (got answer, err error) {
+	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed && in.Header.Get(keyHeader) != ""
+	if !twice {
+		return rt.handle(in)
+	}
+	err = postgres.Again(in.Context(), func() error {
+		got, err = rt.handle(in)
+		return err
+	})
+	return got, err
 }
 
 // accepted reads query and body. Probes come with parameters of all kinds, and are not refused for them.

@@ -197,7 +197,7 @@ func (s *server) speaking() []route {
 			conflicts: true, about: "Begin a conversation. 409 when there is one with this id.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: saying{}, answer: saidIn{}, status: http.StatusCreated,
-			handle: s.sayInThread, conflicts: true,
+			handle: s.sayInThread, conflicts: true, keyed: true,
 			about: "Say something in a conversation. With execution_id and lock_id it is what the run says that a worker outside has locked; " +
 				"without, the admin's own message. Who holds the thread speaks at once; other messages are queued and leave first-in-first-out.",
 		},

@@ -159,7 +159,8 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
 	}
 	var decided Approval
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+	broke := false
+	decide := func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`,
 			postgres.Strict{"id": id, "approve": approve, "by": by, "reason": reason})
 		if decided, err = collectOne(rows, err); err != nil {
@@ -169,12 +170,24 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			Skill: "decide_approval", Input: map[string]string{"approval_id": id, "skill": decided.SkillName, "by": by, "reason": reason},
 		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
 		return err
-	})
-	if errors.Is(err, ErrNotFound) {
-		if _, known := Get(ctx, db, id); known == nil {
-			err = ErrDecided
-		}
 	}
+	err := postgres.Again(ctx, func() error {
+		err := postgres.InTx(ctx, db, decide)
+		if errors.Is(err, ErrNotFound) {
+			now, unknown := Get(ctx, db, id)
+			switch {
+			case postgres.Broken(unknown):
+				return unknown
+			case unknown != nil:
+			case broke && now.DecidedBy == by && now.Reason == reason && approve == (now.Status != "rejected"):
+				decided, err = now, nil // by the try whose answer was lost
+			default:
+				err = ErrDecided
+			}
+		}
+		broke = broke || postgres.Broken(err)
+		return err
+	})
 	if err != nil {
 		return Approval{}, fmt.Errorf("decide approval %s: %w", id, err)
 	}

@@ -34,6 +34,7 @@ type Ask struct {
 	Key         string // makes the message count once; "" for none
 	Hash        string // of what must be the same when the key comes again
 	TraceID     trace.ID
+	own         bool // the trace was made for this message alone
 }
 
 // input is what an execution of the flow is given. The message itself is in the thread.
@@ -63,8 +64,11 @@ func (a Ask) spec() executions.Spec {
 		Queue: executions.Interactive, Priority: 1,
 		Input: input{Owner: a.Owner, Thread: a.ThreadID, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash},
 	}
-	if a.Key != "" {
+	switch {
+	case a.Key != "":
 		s.DedupeKey = "chat:" + a.Owner + ":" + a.Key
+	case a.own: // so that the message counts once when the answer to its commit is lost
+		s.DedupeKey = "chat request " + string(a.TraceID)
 	}
 	return s
 }
@@ -84,36 +88,27 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
-	// A conversation that a flow began is whose who first speaks in it. Alone, because it locks the thread before anything else.
-	if _, err := threads.Adopt(ctx, c.Pool, a.ThreadID, cmp.Or(a.Channel, channel), a.Owner, clip(a.Participant, 200)); err != nil {
-		return begun{}, err
-	}
-	err := postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
-		// One message of a thread is stored at a time. This lock comes before executions, and they before the
-		// thread's row: the order in which a turn's answer takes them, too.
-		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
-			postgres.Strict{"thread": a.ThreadID}); err != nil {
-			return fmt.Errorf("lock thread: %w", err)
-		}
-		to, err := c.listener(ctx, tx, a.ThreadID)
-		if err != nil {
-			return err
-		}
-		if to != "" {
-			if err := c.opened(ctx, tx, a); err != nil {
+	broke := false
+	err := postgres.Again(ctx, func() error {
+		// A conversation that a flow began is whose who first speaks in it. Alone, because it locks the thread before anything else.
+		_, err := threads.Adopt(ctx, c.Pool, a.ThreadID, cmp.Or(a.Channel, channel), a.Owner, clip(a.Participant, 200))
+		if err == nil {
+			err = postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
+				var cancelled []string
+				if x, created, cancelled, err = c.insert(ctx, tx, a); created {
+					cut = cancelled
+				}
 				return err
-			}
-			x, created, err = c.pass(ctx, tx, a, to)
-			return err
+			})
 		}
-		if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
-			return err
-		}
-		cut, err = c.store(ctx, tx, a, x)
+		broke = broke || postgres.Broken(err)
 		return err
 	})
 	if err != nil {
 		return begun{}, refused(err)
+	}
+	if broke && !created && a.own && x.TraceID == string(a.TraceID) {
+		created = true // by the try whose answer was lost; nobody else runs it
 	}
 	for _, id := range cut { // the transaction has done it; this stops the ones that run here
 		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
@@ -124,6 +119,33 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 		return c.repeated(a, x)
 	}
 	return c.launch(ctx, x), nil
+}
+
+// insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it has
+// cancelled. created is false when the key was used before.
+func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execution, created bool, cut []string, err error) {
+	// One message of a thread is stored at a time. This lock comes before executions, and they before the
+	// thread's row: the order in which a turn's answer takes them, too.
+	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
+		postgres.Strict{"thread": a.ThreadID}); err != nil {
+		return x, false, nil, fmt.Errorf("lock thread: %w", err)
+	}
+	to, err := c.listener(ctx, tx, a.ThreadID)
+	if err != nil {
+		return x, false, nil, err
+	}
+	if to != "" {
+		if err := c.opened(ctx, tx, a); err != nil {
+			return x, false, nil, err
+		}
+		x, created, err = c.pass(ctx, tx, a, to)
+		return x, created, nil, err
+	}
+	if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
+		return x, created, nil, err
+	}
+	cut, err = c.store(ctx, tx, a, x)
+	return x, true, cut, err
 }
 
 // launch runs a turn that was inserted. It does not end with ctx.

@@ -101,7 +101,7 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	if err != nil {
 		return err
 	}
-	a.TraceID = id
+	a.TraceID, a.own = id, true
 	if a.Key != "" {
 		a.Hash = hash
 	}

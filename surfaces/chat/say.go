@@ -24,7 +24,7 @@ func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer,
 		a.ThreadID = NewThreadID()
 	}
 	if a.TraceID == "" {
-		a.TraceID = trace.New(trace.Chat)
+		a.TraceID, a.own = trace.New(trace.Chat), true
 	}
 	b, err := c.begin(ctx, a)
 	if err != nil {
