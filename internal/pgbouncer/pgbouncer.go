@@ -18,7 +18,6 @@ import (
 	"fmt"
 	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -224,9 +223,4 @@ func (p *Pooler) kill() error {
 func lastLines(text string, n int) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	return strings.Join(lines[max(0, len(lines)-n):], "\n")
-}
-
-// command is the program with its one argument.
-func (p *Pooler) command(binary string) *exec.Cmd {
-	return exec.Command(binary, filepath.Join(p.dir, configFile)) //nolint:noctx // it lives until Stop
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"os/user"
 	"path/filepath"
 	"runtime"
@@ -99,7 +100,7 @@ func (p *Pooler) launch(binary string, user *owner) error {
 		return err
 	}
 	defer log.Close()
-	cmd := p.command(binary)
+	cmd := exec.Command(binary, filepath.Join(p.dir, configFile)) // it lives until Stop, whatever becomes of the start's context
 	cmd.Dir, cmd.Stdout, cmd.Stderr, cmd.SysProcAttr = p.dir, log, log, dieWithUs()
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
 	cmd.SysProcAttr.Setpgid = true // ^C at a terminal is for the tests, who stop it
