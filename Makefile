@@ -1,11 +1,12 @@
 # make run    everything here: own PostgreSQL, example workspace, a first heartbeat, HTTP
 # make test   all tests
+# make prove  the proofs of safety at length: make prove ONLY=lanes for one of them
 # make lint   format, vet, lint
 # make bench  benchmarks, each beside the raw floor of the same run
 # make fuzz   every fuzz target for a while: make fuzz TIME=3m
 # make pictures  the pictures of docs/engine-room.md, by the test that looks at every page
 
-.PHONY: run build test lint bench fuzz pictures
+.PHONY: run build test prove lint bench fuzz pictures
 
 build:
 	go build -trimpath -o bin/agent ./cmd/agent
@@ -15,6 +16,9 @@ run:
 
 test:
 	./scripts/test
+
+prove:
+	./scripts/prove $(ONLY)
 
 lint:
 	./scripts/lint

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -157,12 +156,22 @@ func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 		}
 		rest(ctx, 10*time.Millisecond)
 	}
-	child, err := k.newExecution(ctx, id)
-	if err != nil {
+	if _, err := k.parkOn(ctx, id, claim); err != nil {
 		return
 	}
-	if n, err := k.text(ctx, `select claim::text from claim_agent_execution($1, $2)`, child, k.worker); err != nil || n == "" {
-		return
+	if len(k.held) > 0 {
+		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // too late: the park made the token void
+	}
+}
+
+// parkOn starts a child and parks its parent until it ends.
+func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string, err error) {
+	child, err = k.newExecution(ctx, id)
+	if err != nil {
+		return "", err
+	}
+	if _, err := k.text(ctx, `select claim::text from claim_agent_execution($1, $2)`, child, k.worker); err != nil {
+		return "", err
 	}
 	select {
 	case k.children <- child:
@@ -177,9 +186,7 @@ func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 		id, claim, "child "+child, child).Scan(&came)
 	o.OK = err == nil && came == nil
 	k.tape.done(o, err)
-	if len(k.held) > 0 {
-		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // too late: the park made the token void
-	}
+	return child, err
 }
 
 // runChildren borrows the lane for each child, writes, and gives it back in one of the ways that there are.
@@ -234,5 +241,3 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 		k.write(ctx, k.held[k.rand.IntN(len(k.held))])
 	}
 }
-
-var _ = rand.N[int]

@@ -206,6 +206,38 @@ var plants = map[string]struct {
 			g.a.renew(g.t.Context(), got)
 		},
 	},
+	"a park leaves the token valid": {
+		fault: `create or replace function park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
+			language plpgsql volatile as $$
+			begin
+			  update agent_locks l set parked = p_parked, expires_at = '9000-01-01 00:00+00',
+			         locked_by = (select x.id || '#' || x.claim from agent_executions x where x.id = p_execution_id)
+			   where l.execution_id = p_execution_id;
+			end $$`,
+		script: func(g *stage) {
+			parent := g.kin(g.a)
+			got := parent.begin(g)
+			parent.park(g, got)
+			parent.write(g.t.Context(), got)
+		},
+	},
+	"a loan leaves the token valid": {
+		fault: `create or replace function lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
+			language plpgsql volatile as $$
+			declare held agent_locks;
+			begin
+			  select l.* into held from agent_locks l where l.lane = p_lane;
+			  update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false,
+			         expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
+			   where l.lane = p_lane;
+			  return held.execution_id;
+			end $$`,
+		script: func(g *stage) {
+			parent, child := g.kin(g.a), g.kin(g.b)
+			id := parent.park(g, parent.begin(g))
+			child.take(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
+		},
+	},
 	"release without owner": {
 		fault: `create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
 			returns boolean language plpgsql volatile as $$
@@ -241,7 +273,9 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				err = check("x", byLane["x"], state{}, checkLimit)
+				for lane, ops := range byLane {
+					err = errors.Join(err, check(lane, ops, state{}, checkLimit))
+				}
 				if errors.Is(err, errIllegal) != planted || !planted && err != nil {
 					t.Errorf("fault planted: %v, the checker says: %v", planted, err)
 				}
@@ -268,4 +302,40 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	if !errors.Is(err, errUnchecked) {
 		t.Errorf("the checker says: %v", err)
 	}
+}
+
+// kin is a session of the stage that runs executions of a family.
+func (g *stage) kin(s *session) *kin {
+	k := &kin{session: *s, lane: "objective:x"}
+	if err := k.hired(g.t.Context()); err != nil {
+		g.t.Fatal(err)
+	}
+	return k
+}
+
+// begin starts a parent and takes its lane.
+func (k *kin) begin(g *stage) grant {
+	g.t.Helper()
+	id, err := k.newExecution(g.t.Context(), "")
+	if err == nil {
+		err = k.claimIt(g.t.Context(), id)
+	}
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	got, ok := k.take(g.t.Context(), grant{lane: k.lane, owner: id + "#1", ttl: parentTTL})
+	if !ok {
+		g.t.Fatal("the parent does not get its lane")
+	}
+	return got
+}
+
+// park parks the parent until a child ends, which runs then, and returns the child.
+func (k *kin) park(g *stage, parent grant) (child string) {
+	g.t.Helper()
+	child, err := k.parkOn(g.t.Context(), execution(parent.owner), 1)
+	if err != nil || child == "" {
+		g.t.Fatalf("the parent is not parked: %v", err)
+	}
+	return child
 }

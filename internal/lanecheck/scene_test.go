@@ -16,7 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -383,5 +382,3 @@ func missing(did map[string]int) (all []string) {
 	}
 	return all
 }
-
-var _ = pgx.ErrNoRows
