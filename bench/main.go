@@ -4,6 +4,8 @@
 //	go run ./bench waiting
 //	go run ./bench engine-room
 //	go run ./bench lanes
+//	go run ./bench idle
+//	go run ./bench story
 //	go run ./bench executions
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
@@ -49,9 +51,13 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return engineRoom(ctx, args[1:], out, errw)
 		case "lanes":
 			return lanesBench(ctx, args[1:], out, errw)
+		case "idle":
+			return idle(ctx, args[1:], out, errw)
+		case "story":
+			return story(ctx, args[1:], out, errw)
 		case "executions":
 			return engineSpeed(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, idle, story")
 }

@@ -73,9 +73,12 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 	h.extend(g.before, g.ttl, g.expires)
 	l := newLease(ctx, h)
 	h.leases[l] = struct{}{}
+	sooner := h.policy.renewed && h.renewAt.Before(k.planned)
 	k.mu.Unlock()
 	after()
-	k.wakeRun()
+	if sooner {
+		k.wakeRun()
+	}
 	return l
 }
 

@@ -35,12 +35,13 @@ type Keeper struct {
 	log      *slog.Logger
 	enabled  bool
 	turns    turns
-	changed  chan struct{} // has room for one: wakes Run when there is a new lease to renew
+	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    together[wanted, answer]
 	frees    together[held, bool]
 
-	mu   sync.Mutex
-	held map[key]*hold
+	mu      sync.Mutex
+	held    map[key]*hold
+	planned time.Time // when Run looks again
 }
 
 // NewKeeper returns a keeper whose lanes are those of db, which has to be a pool: many

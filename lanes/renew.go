@@ -58,6 +58,7 @@ func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	next = idleLook
+	defer func() { k.planned = now.Add(next) }()
 	for _, h := range k.held {
 		if h.state != live || !h.policy.renewed {
 			continue

@@ -16,11 +16,14 @@ const (
 	// release by a fenced write, must not hold up the rest.
 	togetherPatience = 25 * time.Millisecond
 	togetherLimit    = 5 * time.Second // for the statement of several
+	// gatherFor is how long the first of several waits for those that come with it, where the last statement was not for one
+	// alone: until there are as many again, but not longer.
+	gatherFor = 100 * time.Microsecond
 )
 
 // together lets callers at the same time share one statement and its commit. A caller who is alone asks at once, by
 // itself and in its own goroutine, so one caller pays nothing; while that is under way others gather, and go together when
-// it is done. Each gets the answer to its own question after the commit. One without an answer, or whose statement failed
+// it is done; they come back together, so the next time the first waits for the rest. Each gets the answer to its own question after the commit. One without an answer, or whose statement failed
 // and changed nothing, asks by itself: so one that fails does so alone.
 type together[In, Out any] struct {
 	// send asks for several at once. Its answers are in their order; nil where there is none.
@@ -30,6 +33,8 @@ type together[In, Out any] struct {
 
 	mu      sync.Mutex
 	busy    bool // somebody asks; who comes now gathers
+	last    int  // how many the last statement was for
+	gather  *time.Timer
 	waiting []*question[In, Out]
 }
 
@@ -50,15 +55,17 @@ type reply[Out any] struct {
 // ask asks with others or by alone. When ctx ends first it returns its cause, and the answer goes to late.
 func (t *together[In, Out]) ask(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
 	t.mu.Lock()
-	if !t.busy {
+	if !t.busy && t.last < 2 {
 		t.busy = true
 		t.mu.Unlock()
 		defer t.next()
 		return alone()
 	}
-	q := &question[In, Out]{in: in, done: make(chan reply[Out], 1)}
-	t.waiting = append(t.waiting, q)
+	q, all := t.joinLocked(in)
 	t.mu.Unlock()
+	if all {
+		t.next()
+	}
 	got := t.await(ctx, q)
 	switch {
 	case got.err != nil:
@@ -70,6 +77,20 @@ func (t *together[In, Out]) ask(ctx context.Context, in In, alone func() (Out, e
 		defer t.next()
 	}
 	return alone()
+}
+
+// joinLocked puts a question to the others. All says that nobody is waited for any more: the caller is to call next.
+func (t *together[In, Out]) joinLocked(in In) (q *question[In, Out], all bool) {
+	q = &question[In, Out]{in: in, done: make(chan reply[Out], 1)}
+	t.waiting = append(t.waiting, q)
+	switch {
+	case !t.busy:
+		t.busy = true
+		t.gather = time.AfterFunc(gatherFor, t.next)
+	case t.gather != nil && len(t.waiting) >= t.last:
+		all = t.gather.Stop()
+	}
+	return q, all
 }
 
 // await waits for the reply, but not for ever to be asked.
@@ -124,6 +145,10 @@ func (t *together[In, Out]) next() {
 	now := t.waiting[:n:n]
 	t.waiting = append([]*question[In, Out](nil), t.waiting[n:]...)
 	t.busy = n > 0
+	t.gather = nil
+	if n > 0 {
+		t.last = n
+	}
 	t.mu.Unlock()
 	switch n {
 	case 0:
