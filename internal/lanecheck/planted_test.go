@@ -235,6 +235,7 @@ var plants = map[string]struct {
 		script: func(g *stage) {
 			parent, child := g.kin(g.a), g.kin(g.b)
 			id := parent.park(g, parent.begin(g))
+			child.ask(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000}) // tells the token
 			child.take(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
 		},
 	},
