@@ -45,6 +45,8 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, objectives.ErrNotFound,
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
+	case is(err, threads.ErrEmpty):
+		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
 	case is(err, memory.ErrConflict, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence, objectives.ErrTaken,
 		automations.ErrProposal, automations.ErrTaken, approvals.ErrDecided):
 		return New(http.StatusConflict, "%s", err), false
