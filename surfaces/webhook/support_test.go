@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
@@ -38,7 +39,7 @@ const (
 	whsec2   = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // world is a database, a server that receives, and what its surfaces are made of.
 type world struct {
