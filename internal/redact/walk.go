@@ -39,15 +39,16 @@ func walk(tree any, depth int) any {
 	return tree
 }
 
-// walkObject decides by name first, then looks inside.
+// walkObject decides by name first, then looks inside. The name counts as it was and as it will be shown, which may be
+// shorter.
 func walkObject(members map[string]any, depth int) map[string]any {
 	out := newObject(len(members))
 	for _, name := range slices.Sorted(maps.Keys(members)) {
-		value := any(Marker)
-		if !hide(classify(name), members[name]) {
+		value, shown := any(Marker), scrubPlain(name)
+		if !hide(max(classify(name), classify(shown)), members[name]) {
 			value = walk(members[name], depth+1)
 		}
-		out.add(scrubPlain(name), value)
+		out.add(shown, value)
 	}
 	return out.members
 }
