@@ -28,6 +28,9 @@ bench:
 	go run ./bench chat-priority
 	go run ./bench waiting
 	go run ./bench engine-room
+	go run ./bench lanes
+	go run ./bench idle
+	go run ./bench story
 
 fuzz:
 	./scripts/fuzz $(or $(TIME),1m)

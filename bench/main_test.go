@@ -61,3 +61,34 @@ func TestWaitingMeasures(t *testing.T) {
 		}
 	}
 }
+
+// TestLanesMeasures runs the whole of it, briefly.
+func TestLanesMeasures(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=50ms", "-tries=200", "-handovers=3", "-others=50"}, &out, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []string{
+		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`, `floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
+	} {
+		if !regexp.MustCompile(row).MatchString(out.String()) {
+			t.Errorf("there is no %q in\n%s", row, out.String())
+		}
+	}
+}
+
+// TestStoryMeasures runs the whole of it on a small log.
+func TestStoryMeasures(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []string{`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ", "view `agent_skill_health` \\| 2 \\| "} {
+		if !regexp.MustCompile(row).MatchString(out.String()) {
+			t.Errorf("there is no %q in\n%s", row, out.String())
+		}
+	}
+}
