@@ -34,6 +34,7 @@ const (
 type Listener struct {
 	connect func(ctx context.Context) (*pgx.Conn, error)
 	logger  *slog.Logger
+	lost    bool // of Run alone: the last connection broke
 
 	mu      sync.Mutex
 	subs    map[string]map[*subscriber]struct{}
@@ -103,6 +104,7 @@ func (l *Listener) Run(ctx context.Context) error {
 		if time.Since(began) > reconnectMost {
 			pause = reconnectFirst
 		}
+		l.lost = true
 		l.logger.WarnContext(ctx, "notification connection lost", "error", err, "retry_in", pause)
 		select {
 		case <-ctx.Done():
@@ -132,6 +134,10 @@ func (l *Listener) session(ctx context.Context) error {
 		return err
 	} else if p {
 		return errPooled
+	}
+	if l.lost {
+		l.lost = false
+		l.logger.InfoContext(ctx, "notification connection restored")
 	}
 	listening := make(map[string]bool)
 	for {
@@ -222,6 +228,12 @@ func ping(ctx context.Context, conn *pgx.Conn) error {
 	defer cancel()
 	if err := conn.Ping(limited); err != nil {
 		return fmt.Errorf("ping: %w", err)
+	}
+	// After a failover the old primary may live on as a standby, where nothing is notified any more.
+	if still := conn.Config().ValidateConnect; still != nil {
+		if err := still(limited, conn.PgConn()); err != nil {
+			return fmt.Errorf("ping: %w", err)
+		}
 	}
 	return nil
 }

@@ -48,6 +48,9 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 	if err != nil {
 		return nil, explain(config.ConnConfig, err)
 	}
+	if g, ok := config.ConnConfig.Tracer.(guard); ok {
+		g.moved.pool.Store(pool)
+	}
 	return pool, nil
 }
 
@@ -92,7 +95,7 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if config.ConnConfig.ConnectTimeout == 0 {
 		config.ConnConfig.ConnectTimeout = connectTimeout
 	}
-	config.ConnConfig.Tracer = guard{} // of sealed contexts
+	config.ConnConfig.DialFunc = dialer().DialContext
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 		readTimes(conn)
 		return nil
@@ -109,7 +112,7 @@ type route struct {
 // adapt makes config fit the way to the server. An isolation level and the end of idle transactions are
 // startup parameters that PgBouncer refuses, so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string) error {
-	config.Tracer = guard{pooled: r.pooled}
+	config.Tracer = guard{moved: &moved{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 		if r.pooled {

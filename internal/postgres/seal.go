@@ -39,6 +39,7 @@ func IsSealed(ctx context.Context) bool {
 
 // guard keeps seals. It is the tracer of every connection, and so knows where they lead.
 type guard struct {
+	moved  *moved
 	pooled bool // a pooler is in between
 }
 
@@ -66,16 +67,22 @@ func (g guard) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQuer
 	return g.check(ctx)
 }
 
-// TraceQueryEnd does nothing.
-func (guard) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+// TraceQueryEnd notes a write that was refused.
+func (g guard) TraceQueryEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceQueryEndData) {
+	g.moved.note(data.Err)
+}
 
 // TraceBatchStart refuses a batch.
 func (g guard) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
 	return g.check(ctx)
 }
 
-// TraceBatchQuery does nothing.
-func (guard) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+// TraceBatchQuery notes a write that was refused.
+func (g guard) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
+	g.moved.note(data.Err)
+}
 
-// TraceBatchEnd does nothing.
-func (guard) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+// TraceBatchEnd notes a write that was refused.
+func (g guard) TraceBatchEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchEndData) {
+	g.moved.note(data.Err)
+}

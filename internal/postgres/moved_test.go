@@ -1,0 +1,48 @@
+package postgres_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// After a failover the old primary may live on and take no writes. Whoever still has a connection to it has to let go of it.
+func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Empty(t)
+	if _, err := pool.Exec(t.Context(), `create table kept (n int)`); err != nil {
+		t.Fatal(err)
+	}
+	var lent []*pgxpool.Conn
+	for range 4 {
+		conn, err := pool.Acquire(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Exec(t.Context(), `set default_transaction_read_only = on`); err != nil {
+			t.Fatal(err)
+		}
+		lent = append(lent, conn)
+	}
+	for _, conn := range lent {
+		conn.Release()
+	}
+	if _, err := pool.Exec(t.Context(), `insert into kept values (1)`); !postgres.IsCode(err, "25006") {
+		t.Fatalf("a write to a server that takes none: %v", err)
+	}
+	refused := 0
+	pgtest.Eventually(t, time.Minute, func() bool {
+		_, err := pool.Exec(t.Context(), `insert into kept values (2)`)
+		if err != nil {
+			refused++
+		}
+		return err == nil
+	}, "a write by a new connection")
+	if refused > 2 {
+		t.Errorf("%d more writes were refused: the other connections were kept", refused)
+	}
+}
