@@ -75,9 +75,16 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 		})
 	}
 	group.Go(func() error {
-		select {
-		case <-ctx.Done():
-		case <-time.After(500 * time.Millisecond):
+		tick := time.NewTicker(500 * time.Millisecond)
+		defer tick.Stop()
+		for began := time.Now(); ctx.Err() == nil; { // a step has to be recorded first, however slow the machine is
+			select {
+			case <-ctx.Done():
+			case <-tick.C:
+			}
+			if recorded.Load() > 0 || time.Since(began) > patience {
+				break
+			}
 		}
 		_, err := p.Cancel(ctx, ids[0], "admin", "enough")
 		return err
