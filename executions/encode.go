@@ -5,16 +5,20 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
+	"unicode/utf8"
 )
 
-// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair; both
-// become U+FFFD, and mended says that what is stored differs from v.
+// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair, and no text bytes that
+// are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v.
 func encode(v any) (text json.RawMessage, mended bool, err error) {
 	if text, err = json.Marshal(v); err != nil {
 		return nil, false, err
 	}
+	if !utf8.Valid(text) { // of a json.RawMessage
+		text, mended = bytes.ToValidUTF8(text, []byte("\ufffd")), true
+	}
 	if !bytes.Contains(text, []byte(`\u0000`)) && !bytes.Contains(bytes.ToLower(text), []byte(`\ud`)) {
-		return text, false, nil
+		return text, mended || bytes.Contains(text, []byte(`\ufffd`)), nil // which stands for bytes that are not UTF-8
 	}
 	d := json.NewDecoder(bytes.NewReader(text)) // which mends the surrogates
 	d.UseNumber()

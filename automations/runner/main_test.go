@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -28,7 +29,7 @@ import (
 
 const patience = 90 * time.Second
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // world is a database, a model, and the skill look, which does what the test says.
 type world struct {

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -32,7 +33,7 @@ import (
 
 const patience = 90 * time.Second
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // world is a database and a scripted model; processes work on them.
 type world struct {
