@@ -32,8 +32,8 @@ const partVariable = "LANECHECK_PART"
 
 // part is what a process of a scene does.
 type part struct {
-	Role    string   `json:"role"` // sql, lanes or family
-	Own     string   `json:"own"`  // the lane of a family
+	Role    string   `json:"role"` // sql, lanes, family or engine
+	Own     string   `json:"own"`  // the lane of a family or an engine
 	Name    string   `json:"name"`
 	URL     string   `json:"url"`
 	Tape    string   `json:"tape"`
@@ -85,6 +85,8 @@ func act(raw string) error {
 	case "family":
 		p.families(ctx, tape)
 		return nil
+	case "engine":
+		return p.engine(ctx)
 	}
 	return p.workers(ctx, tape)
 }
@@ -103,7 +105,9 @@ func (p part) sessions(ctx context.Context, tape *tape) {
 }
 
 func (p part) workers(ctx context.Context, tape *tape) error {
-	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: int32(p.Clients) + 2, ConnectWait: patience})
+	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
+		MaxConns: int32(p.Clients) + 2, ConnectWait: patience, ApplicationName: "lanecheck",
+	})
 	if err != nil {
 		if ctx.Err() != nil {
 			return nil
@@ -192,12 +196,6 @@ func (a *process) stop(t testing.TB) {
 		a.kill()
 		t.Errorf("process %s did not end within %s", a.part.Name, patience)
 	}
-}
-
-// wrote reports whether a process has recorded anything yet.
-func (p part) wrote() bool {
-	info, err := os.Stat(p.Tape)
-	return err == nil && info.Size() > 0
 }
 
 func tapeIn(dir, name string) string { return filepath.Join(dir, name+".jsonl") }

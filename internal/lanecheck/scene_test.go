@@ -4,9 +4,11 @@ package lanecheck_test
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -16,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -40,7 +43,8 @@ type server struct {
 	t     testing.TB
 	dir   string
 	own   *pgserver.Server
-	admin *pgxpool.Pool
+	admin *pgxpool.Pool // of the database with the histories
+	flows *pgxpool.Pool // of that in which engines run
 }
 
 func newServer(t testing.TB) *server {
@@ -51,8 +55,10 @@ func newServer(t testing.TB) *server {
 	}
 	s := &server{t: t, dir: dir}
 	t.Cleanup(func() {
-		if s.admin != nil {
-			s.admin.Close()
+		for _, pool := range []*pgxpool.Pool{s.admin, s.flows} {
+			if pool != nil {
+				pool.Close()
+			}
 		}
 		if s.own != nil {
 			_ = s.own.Stop(context.Background()) // the test may have ended while it was down
@@ -69,7 +75,46 @@ func newServer(t testing.TB) *server {
 		t.Fatal(err)
 	}
 	s.exec(writesTable)
+	s.copy()
 	return s
+}
+
+// flowsDatabase is the database of the engines. They have one of their own, because they would take the executions that
+// plain SQL plays with in the other.
+const flowsDatabase = "flows"
+
+// copy makes the second database, like the first.
+func (s *server) copy() {
+	s.t.Helper()
+	s.admin.Close() // a template has no other connections
+	conn, err := pgx.Connect(s.t.Context(), s.url("template1"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	_, err = conn.Exec(s.t.Context(), `create database `+flowsDatabase+` template postgres`)
+	if err := errors.Join(err, conn.Close(s.t.Context())); err != nil {
+		s.t.Fatal(err)
+	}
+	s.admin, s.flows = s.open("postgres"), s.open(flowsDatabase)
+}
+
+func (s *server) open(database string) *pgxpool.Pool {
+	s.t.Helper()
+	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "lanecheck admin"})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return pool
+}
+
+func (s *server) url(database string) string {
+	s.t.Helper()
+	u, err := url.Parse(s.own.URL())
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	u.Path = "/" + database
+	return u.String()
 }
 
 func (s *server) start() {
@@ -80,10 +125,7 @@ func (s *server) start() {
 	}
 	s.own = own
 	if s.admin == nil {
-		s.admin, err = postgres.Open(s.t.Context(), own.URL(), postgres.Options{ApplicationName: "lanecheck admin"})
-		if err != nil {
-			s.t.Fatal(err)
-		}
+		s.admin = s.open("postgres")
 	}
 }
 
@@ -115,11 +157,11 @@ func (s *server) exec(sql string, args ...any) {
 }
 
 // count is a number that a query finds; it is asked again while the server comes back.
-func (s *server) count(sql string, args ...any) (n int) {
+func (s *server) count(db *pgxpool.Pool, sql string, args ...any) (n int) {
 	s.t.Helper()
 	deadline := time.Now().Add(patience)
 	for {
-		err := s.admin.QueryRow(s.t.Context(), sql, args...).Scan(&n)
+		err := db.QueryRow(s.t.Context(), sql, args...).Scan(&n)
 		if err == nil {
 			return n
 		}
@@ -134,12 +176,15 @@ type scene struct {
 	t      testing.TB
 	server *server
 	proxy  *proxy
+	aside  *proxy // to the database of the engines
 	dir    string
 	lanes  []string
 	homes  []string // lanes for families, one each
-	round  int
-	seed   uint64
-	rand   *rand.Rand
+
+	engines string // the lane of the engines, which is not in the histories
+	round   int
+	seed    uint64
+	rand    *rand.Rand
 
 	mu        sync.Mutex
 	processes []*process
@@ -154,12 +199,13 @@ var skews = []int64{0, 3600, -3600, 86_400 * 400}
 func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 	t.Helper()
 	c := &scene{
-		t: t, server: s, proxy: newProxy(t, s.own.URL()), dir: t.TempDir(), round: round, seed: seed + uint64(round),
+		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(), round: round, seed: seed + uint64(round),
 		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, //nolint:gosec // not a secret
 	}
 	for n := range 5 {
 		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
 	}
+	c.engines = fmt.Sprintf("objective:r%dengines", round)
 	for n := range 6 {
 		c.homes = append(c.homes, fmt.Sprintf("objective:r%df%d", round, n))
 	}
@@ -176,9 +222,14 @@ func (c *scene) launch(role string) {
 		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
 	}
-	if role == "family" {
+	switch role {
+	case "family":
 		p.Own = c.homes[0]
 		c.homes = c.homes[1:]
+	case "engine":
+		p.Own, p.URL = c.engines, c.aside.url()
+	case "rival":
+		p.Role, p.Lanes, p.URL, p.Clients = "sql", []string{c.engines}, c.aside.url(), 1
 	}
 	c.tapes = append(c.tapes, p.Tape)
 	a := start(c.t, p)
@@ -221,6 +272,10 @@ func (c *scene) kill() {
 	a := c.some()
 	a.kill()
 	c.faults["kill -9"]++
+	if a.part.URL == c.aside.url() && a.part.Role == "sql" {
+		c.launch("rival")
+		return
+	}
 	c.launch(a.part.Role)
 }
 
@@ -240,17 +295,17 @@ func (c *scene) pause() {
 
 // terminate ends some sessions with pg_terminate_backend.
 func (c *scene) terminate() {
-	n := c.server.count(`select count(pg_terminate_backend(pid)) from (
+	n := c.server.count(c.server.admin, `select count(pg_terminate_backend(pid)) from (
 		select pid from pg_stat_activity where application_name = 'lanecheck' and pid <> pg_backend_pid()
 		 order by (state <> 'idle') desc, random() limit 3) t`)
 	c.faults["pg_terminate_backend"] += n
 }
 
 // cut breaks the connection of who sends the next request.
-func (c *scene) cut(where cut) {
-	before := c.proxy.done[where].Load()
-	c.proxy.next.Store(int32(where))
-	for deadline := time.Now().Add(patience); c.proxy.done[where].Load() == before; {
+func (c *scene) cut(p *proxy, where cut) {
+	before := p.done[where].Load()
+	p.next.Store(int32(where))
+	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
 		if time.Now().After(deadline) || !rest(c.t.Context(), 2*time.Millisecond) {
 			c.t.Fatalf("no request about lanes within %s", patience)
 		}
@@ -284,14 +339,17 @@ func (c *scene) play() map[string][]*op {
 		c.launch("lanes")
 		c.launch("family")
 	}
+	c.launch("engine")
+	c.launch("engine")
+	c.launch("rival")
 	c.busy(100)
 	acts := []func(){
 		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
 		c.crash,
 	}
 	for where := unseen; where < cuts; where++ {
-		for range 3 {
-			acts = append(acts, func() { c.cut(where) })
+		for _, p := range []*proxy{c.proxy, c.proxy, c.proxy, c.aside} {
+			acts = append(acts, func() { c.cut(p, where) })
 		}
 	}
 	c.rand.Shuffle(len(acts), func(i, j int) { acts[i], acts[j] = acts[j], acts[i] })
@@ -308,6 +366,7 @@ func (c *scene) play() map[string][]*op {
 	if err != nil {
 		c.t.Fatal(err)
 	}
+	delete(byLane, c.engines) // what the engines do there is not recorded
 	return byLane
 }
 
@@ -336,7 +395,7 @@ func tally(byLane map[string][]*op, into map[string]int) {
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "break yes", "write yes", "write no",
-	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes",
+	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine", "write of an engine's child",
 }
 
 func TestLanesAreLinearizable(t *testing.T) {
@@ -362,9 +421,7 @@ func TestLanesAreLinearizable(t *testing.T) {
 		for name, k := range c.faults {
 			faults[name] += k
 		}
-		if n := s.count(backwards); n != 0 {
-			t.Errorf("round %d: %d fenced writes under a token after one under a larger", round, n)
-		}
+		c.judgeWrites(did)
 		t.Logf("round %d: %d operations on %d lanes recorded in %s, checked in %s", round, n, len(history),
 			recorded.Round(time.Millisecond), (time.Since(began) - recorded).Round(time.Millisecond))
 		if t.Failed() {
@@ -372,6 +429,23 @@ func TestLanesAreLinearizable(t *testing.T) {
 		}
 	}
 	t.Logf("%d operations %v, faults %v", all, did, faults)
+}
+
+// judgeWrites looks at what was written behind fences, also by the engines.
+func (c *scene) judgeWrites(did map[string]int) {
+	c.t.Helper()
+	for _, db := range []*pgxpool.Pool{c.server.admin, c.server.flows} {
+		if n := c.server.count(db, backwards); n != 0 {
+			c.t.Errorf("round %d: %d fenced writes under a token after one under a larger", c.round, n)
+		}
+		if n := c.server.count(db, shared); n != 0 {
+			c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
+		}
+	}
+	did["write of an engine"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) where w.lane = $1`, c.engines)
+	did["write of an engine's child"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) and x.parent_id is not null where w.lane = $1`, c.engines)
 }
 
 func missing(did map[string]int) (all []string) {

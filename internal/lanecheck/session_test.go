@@ -199,15 +199,21 @@ func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant, fenc
 		if err != nil {
 			return err
 		}
-		_, err = tx.Exec(ctx, `insert into lanecheck_writes (lane, token) values ($1, $2)`, g.lane, g.token)
-		return err
+		return writeDown(ctx, tx, g)
 	})
 	o.OK = err == nil
 	tape.done(o, err)
 }
 
+// writeDown is the write that the fence protects.
+func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
+	_, err := tx.Exec(ctx, `insert into lanecheck_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token, g.owner)
+	return err
+}
+
 // writesTable is where fenced writes go. The number is drawn after the fence.
-const writesTable = `create table if not exists lanecheck_writes (n bigint generated always as identity, lane text not null, token bigint not null)`
+const writesTable = `create table if not exists lanecheck_writes (n bigint generated always as identity, 
+	lane text not null, token bigint not null, owner text not null)`
 
 // backwards is the pairs of writes under a smaller token after one under a larger.
 const backwards = `
@@ -226,3 +232,7 @@ func rest(ctx context.Context, d time.Duration) bool {
 		return false
 	}
 }
+
+// shared is the tokens under which more than one owner wrote.
+const shared = `
+	select count(*) from (select from lanecheck_writes w group by w.lane, w.token having count(distinct w.owner) > 1) t`
