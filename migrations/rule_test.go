@@ -2,7 +2,7 @@ package migrations_test
 
 import (
 	"fmt"
-	"os"
+	"io/fs"
 	"slices"
 	"strings"
 	"testing"
@@ -162,7 +162,7 @@ func TestEveryMigrationExpandsOrSaysWhyNot(t *testing.T) {
 
 func read(t *testing.T, path string) string {
 	t.Helper()
-	text, err := os.ReadFile(path)
+	text, err := fs.ReadFile(migrations.Files(), path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,6 @@ import (
 	"io/fs"
 	"maps"
 	"net/url"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -24,11 +23,7 @@ func next(t *testing.T, later map[string]string) fs.FS {
 	t.Helper()
 	all := fstest.MapFS{}
 	for _, path := range released(t) {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		all[path] = &fstest.MapFile{Data: text}
+		all[path] = &fstest.MapFile{Data: []byte(read(t, path))}
 	}
 	for name, text := range later {
 		all["sql/"+name] = &fstest.MapFile{Data: []byte(text)}
@@ -39,7 +34,7 @@ func next(t *testing.T, later map[string]string) fs.FS {
 // released lists the files there are.
 func released(t *testing.T) []string {
 	t.Helper()
-	paths, err := fs.Glob(os.DirFS("."), "sql/*.sql")
+	paths, err := fs.Glob(migrations.Files(), "sql/*.sql")
 	if err != nil || len(paths) == 0 {
 		t.Fatalf("%d migrations: %v", len(paths), err)
 	}
@@ -186,11 +181,7 @@ func TestFilesCanBeAppliedOneAtATime(t *testing.T) {
 	soFar := fstest.MapFS{}
 	paths := released(t)
 	for _, path := range paths {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		soFar[path] = &fstest.MapFile{Data: text}
+		soFar[path] = &fstest.MapFile{Data: []byte(read(t, path))}
 		names, err := migrations.UpWith(t.Context(), db, maps.Clone(soFar))
 		if err != nil {
 			t.Fatal(err)
