@@ -40,7 +40,6 @@ create type agent_lock_answer as (
 create function ask_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
 language plpgsql volatile as $$
 declare
-  no     agent_lock_answer := row(false, null, null, null, null, null);
   now_   timestamptz;
   at_    tid;
   token  bigint;
@@ -48,6 +47,7 @@ declare
   ends   timestamptz;
   waited timestamptz;
   head   text;
+  until_ timestamptz;
   got    agent_lock_answer;
 begin
   if not agent_lock_fits(p_lane, p_locked_by) or (p_ttl_seconds between 1 and 2592000) is not true then
@@ -66,7 +66,7 @@ begin
     if not found then
       -- The very first hold of this lane: no row to lock yet, so racers are told apart by an advisory lock.
       if not pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) then
-        return no;
+        return row(false, null, null, null, null, null)::agent_lock_answer;
       end if;
       now_ := clock_timestamp();
       insert into agent_locks as l (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
@@ -74,7 +74,7 @@ begin
               p_ttl_seconds, agent_lock_execution(p_locked_by))
       on conflict (lane) do nothing
       returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
-      return case when got.acquired then got else no end;
+      return case when got.acquired then got else row(false, null, null, null, null, null)::agent_lock_answer end;
     end if;
     now_ := clock_timestamp();
     if ends <= now_ then
@@ -82,7 +82,7 @@ begin
       if head <> p_locked_by then
         return row(false, token, ends, head, null, null)::agent_lock_answer;          -- promised to who waits
       end if;
-      return no;                                                                      -- being changed right now
+      return row(false, null, null, null, null, null)::agent_lock_answer;             -- being changed right now
     elsif holder <> p_locked_by then
       return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- busy: a read, no write
     end if;
@@ -90,7 +90,7 @@ begin
     select l.fencing_token, l.locked_by, l.expires_at into token, holder, ends
       from agent_locks l where l.lane = p_lane for no key update skip locked;
     if not found then
-      return no;
+      return row(false, null, null, null, null, null)::agent_lock_answer;
     end if;
     now_ := clock_timestamp();                                                        -- after the lock
     if ends > now_ and holder <> p_locked_by then
@@ -107,7 +107,7 @@ begin
     select l.ctid, l.fencing_token, l.locked_by, l.expires_at, l.waited_until into at_, token, holder, ends, waited
       from agent_locks l where l.lane = p_lane for update skip locked;
     if not found then
-      return no;
+      return row(false, null, null, null, null, null)::agent_lock_answer;
     end if;
   end if;
 
@@ -126,13 +126,13 @@ begin
       from agent_locks l where l.lane = p_lane;
     return got;
   end if;
+  until_ := now_ + make_interval(secs => p_ttl_seconds);
   update agent_locks l
      set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
-         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-         execution_id = agent_lock_execution(p_locked_by)
+         expires_at = until_, ttl_seconds = p_ttl_seconds, parked = false, execution_id = agent_lock_execution(p_locked_by)
    where l.ctid = at_                                                                 -- ours, so it stays where it is
-  returning true, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got;
-  return got;
+  returning l.fencing_token into token;
+  return row(true, token, until_, p_locked_by, holder, ends)::agent_lock_answer;
 end $$;
 comment on function ask_agent_lock is
   'acquire_agent_lock, with whose expired lease was taken over and since when it was over; cheaper to call from plpgsql.';
@@ -175,9 +175,11 @@ begin
   if at_ is null or kept or ends <= clock_timestamp() then                            -- after the lock
     return false;
   end if;
-  -- Only an execution borrows, and few lanes are lent.
-  if of is not null and exists (select from agent_lock_loans n where n.lane = p_lane) and return_agent_lock(p_lane) is not null then
-    return true;                                                                      -- to the ancestor who lent it
+  -- Only an execution borrows, and few lanes are lent. Not one condition: with a query in it, it would be one for every lane.
+  if of is not null then
+    if exists (select from agent_lock_loans n where n.lane = p_lane) and return_agent_lock(p_lane) is not null then
+      return true;                                                                    -- to the ancestor who lent it
+    end if;
   end if;
   update agent_locks l
      set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp(), parked = false,
