@@ -137,8 +137,9 @@ func (s state) turned(o *op, now int64) (bool, state) {
 			return true, s.free(now)
 		}
 		return true, s
+	default:
+		return false, s
 	}
-	return false, s
 }
 
 // claimedAgain gives the lane of the parent to its new claim.

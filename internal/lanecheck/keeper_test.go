@@ -163,7 +163,7 @@ func (w *recordedRows) Close() {
 func (w *recordedRows) finish() {
 	if !w.done {
 		w.done = true
-		w.r.end(w.ops, w.Rows.Err())
+		w.r.end(w.ops, w.Err())
 	}
 }
 

@@ -148,7 +148,7 @@ func start(t testing.TB, p part) *process {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(os.Args[0], "-test.run=^$") //nolint:noctx // it is killed below
+	cmd := exec.Command(os.Args[0], "-test.run=^$")
 	cmd.Env = append(os.Environ(), partVariable+"="+string(raw))
 	cmd.Stderr = os.Stderr
 	stdin, err := cmd.StdinPipe()

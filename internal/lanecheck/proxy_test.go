@@ -109,7 +109,7 @@ func (p *proxy) accept() {
 		if err != nil {
 			return
 		}
-		server, err := net.Dial(network, address) //nolint:noctx // a local socket
+		server, err := net.Dial(network, address)
 		if err != nil {
 			client.Close()
 			continue
