@@ -34,19 +34,25 @@ type load struct {
 	tries  int               // requests that were not answered, or with an error of the server
 }
 
-// begin starts the load.
-func (w *world) begin() *load {
+// newLoad is one that has not begun.
+func (w *world) newLoad() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
 		world: w, ctx: ctx, stop: stop, runs: map[int]string{}, given: map[string]string{}, notes: map[string]string{}, heard: map[string]string{},
 	}
-	l.jobs.SetLimit(32)
+	l.jobs.SetLimit(8)
 	w.t.Cleanup(func() {
 		stop()
 		w.open()
 		l.group.Wait()
 		_ = l.jobs.Wait() // none fails
 	})
+	return l
+}
+
+// begin starts the load.
+func (w *world) begin() *load {
+	l := w.newLoad()
 	l.group.Go(l.people)
 	l.group.Go(l.lane)
 	return l
@@ -61,7 +67,7 @@ func (l *load) end() {
 
 // people start an execution, give its event, and say something, over and over.
 func (l *load) people() {
-	for n := 1; rest(l.ctx, 100*time.Millisecond); n++ {
+	for n := 1; rest(l.ctx, 250*time.Millisecond); n++ {
 		l.jobs.Go(func() error {
 			l.start(n)
 			if n%3 == 0 {
@@ -122,7 +128,7 @@ func (l *load) ask(n int) {
 
 // lane takes a lane and gives it back, over and over.
 func (l *load) lane() {
-	for n := 0; rest(l.ctx, 30*time.Millisecond); n++ {
+	for n := 0; rest(l.ctx, 200*time.Millisecond); n++ {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
 		var token *int64
 		owner := fmt.Sprintf("prober %d", n)

@@ -11,15 +11,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for longer than a worker's lease.
+// TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for a while, in the long form for
+// longer than a worker's lease.
 func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	t.Parallel()
-	away := 9 * time.Second
+	away, lease := 4*time.Second, "30s"
 	if long() {
-		away = time.Minute
+		away, lease = time.Minute, "15s"
 	}
 	s := newServer(t)
-	w := newWorld(t, urlOf(s), "6s")
+	w := newWorld(t, urlOf(s), lease)
 	w.serve(2)
 	l := w.begin()
 	for _, outage := range []struct {
@@ -60,7 +61,7 @@ func (l *load) recovers() {
 	began := time.Now()
 	l.ready("after the outage")
 	before := l.started()
-	pgtest.Eventually(l.t, patience, func() bool { return l.started() > before+24 }, "executions are started after the outage")
+	pgtest.Eventually(l.t, patience, func() bool { return l.started() > before+4 }, "executions are started after the outage")
 	pgtest.Eventually(l.t, patience, func() bool {
 		n := 0
 		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'errand' and status = 'completed' and created_at > $1`, began).Scan(&n)

@@ -12,7 +12,7 @@ func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
 	t.Parallel()
 	primary := newServer(t)
 	standby := standbyOf(t, primary)
-	w := newWorld(t, urlOf(primary, standby), "10s")
+	w := newWorld(t, urlOf(primary, standby), "30s")
 	w.serve(2)
 	l := w.begin()
 	l.atTheWorstMoment()

@@ -121,8 +121,8 @@ func (w *world) environ() []string {
 	return []string{
 		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0", "AGENT_CHAT_KEY=visitors=" + visitorKey,
 		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
-		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=" + w.lease,
-		"AGENT_WORKERS=20",
+		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s", "AGENT_WORKER_LEASE=" + w.lease,
+		"AGENT_WORKERS=6",
 	}
 }
 
@@ -197,7 +197,7 @@ func (w *world) survived() {
 }
 
 // heldMost is how many calls of a kind are held up; the others pass, so that not all workers wait.
-const heldMost = 3
+const heldMost = 2
 
 // shut holds up calls of skills and of the model that come from now on.
 func (w *world) shut() {

@@ -1,0 +1,275 @@
+//go:build unix
+
+package failover_test
+
+import (
+	"bufio"
+	"encoding/binary"
+	"io"
+	"net"
+	"net/url"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// counter stands between a process and the database, counts the requests of all its connections, and says of one that it must
+// not arrive, or that it arrives and its answer is not heard.
+type counter struct {
+	address string
+
+	mu     sync.Mutex
+	n      int
+	at     int  // the request to die of; 0 for none
+	before bool // it arrives
+	die    func()
+}
+
+// count begins to count, for a process that is killed at request n.
+func (c *counter) count(n int, before bool, die func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n, c.at, c.before, c.die = 0, n, before, die
+}
+
+// counted is how many requests there were.
+func (c *counter) counted() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n
+}
+
+// newCounter makes one before a server on a unix socket.
+func newCounter(t testing.TB, to string) *counter {
+	t.Helper()
+	u, err := url.Parse(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	network, server := "unix", filepath.Join(u.Query().Get("host"), ".s.PGSQL.5432")
+	if u.Host != "" {
+		network, server = "tcp", u.Host
+	}
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &counter{address: "postgres://postgres@" + listener.Addr().String() + u.Path + "?sslmode=disable"}
+	var running sync.WaitGroup
+	t.Cleanup(func() {
+		if err := listener.Close(); err != nil {
+			t.Error(err)
+		}
+		running.Wait()
+	})
+	running.Go(func() {
+		for {
+			client, err := listener.Accept()
+			if err != nil {
+				return // closed
+			}
+			running.Go(func() { c.relay(client, network, server) })
+		}
+	})
+	return c
+}
+
+func (c *counter) relay(client net.Conn, network, address string) {
+	defer client.Close()
+	server, err := net.Dial(network, address)
+	if err != nil {
+		return
+	}
+	defer server.Close()
+	var both sync.WaitGroup
+	both.Go(func() {
+		defer client.Close()
+		_, _ = io.Copy(client, server) // ends with either side
+	})
+	c.requests(bufio.NewReader(client), server)
+	server.Close()
+	both.Wait()
+}
+
+// requests passes on what a client says, up to the request to die of. A request is a query, or what ends with a sync.
+func (c *counter) requests(client io.Reader, server io.Writer) {
+	for first := true; ; first = false {
+		head := make([]byte, 5)
+		if first { // the startup message has no type
+			head = head[:4]
+		}
+		if _, err := io.ReadFull(client, head); err != nil {
+			return
+		}
+		body := make([]byte, binary.BigEndian.Uint32(head[len(head)-4:])-4)
+		if _, err := io.ReadFull(client, body); err != nil {
+			return
+		}
+		last, arrives := false, true
+		if kind := head[0]; !first && (kind == 'Q' || kind == 'S') {
+			last, arrives = c.step()
+		}
+		if arrives {
+			if _, err := server.Write(append(head, body...)); err != nil {
+				return
+			}
+		}
+		if last {
+			c.die()
+			return
+		}
+	}
+}
+
+// step counts a request, and says whether it is the one to die of and whether it arrives.
+func (c *counter) step() (last, arrives bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n++
+	last = c.n == c.at
+	return last, !last || c.before
+}
+
+// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with -9 at one request after the other, before it arrives and after, and runs
+// it again on what is there, until it comes through. The schema is then that of a database that was migrated in peace.
+func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
+	t.Parallel()
+	to := pgtest.EmptyURL(t)
+	c := newCounter(t, to)
+	db := connect(t, to)
+	seen := map[int]int{} // how often a run ended with so many files applied
+	kills, n := 0, 1
+	for ; kills < 1000; kills++ {
+		done := migrateUntil(t, c, n, kills%2 == 0)
+		files := appliedFiles(t, db)
+		seen[files]++
+		if done {
+			break
+		}
+		n = nextRequest(n, files)
+	}
+	t.Logf("%d processes were killed; runs that ended with so many files applied: %v", kills, seen)
+	if kills < 10 {
+		t.Errorf("%d processes were killed: the test does not show what it is for", kills)
+	}
+	if err := migrations.Check(t.Context(), db); err != nil {
+		t.Errorf("in the end: %v", err)
+	}
+	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
+		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
+	}
+}
+
+// nextRequest is where the next run dies. Every file costs four requests, and those before it some that do not change: so a
+// run gets on a little, and dies inside a file or between two.
+func nextRequest(n, files int) int {
+	switch {
+	case long(), n < 12:
+		return n + 1
+	case files == 0:
+		return n + 7 // River's own migrations
+	}
+	return 12 + (n+5)%23
+}
+
+// migrateUntil runs `agent migrate` up to its nth request, and reports whether it ended well before that.
+func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
+	t.Helper()
+	started := make(chan *agent, 1)
+	var once sync.Once
+	c.count(n, before, func() {
+		once.Do(func() {
+			a := <-started
+			_ = a.cmd.Process.Kill() // it may have ended
+			<-a.ended
+		})
+	})
+	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.address}, "migrate")
+	started <- a
+	code := a.exit()
+	if code > 0 {
+		t.Fatalf("agent migrate, killed at request %d: exit code %d: %s", n, code, tail(a.err.String()))
+	}
+	return code == 0
+}
+
+func connect(t *testing.T, to string) *pgxpool.Pool {
+	t.Helper()
+	db, err := postgres.Open(t.Context(), to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(db.Close)
+	return db
+}
+
+// appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are known to
+// fail when they are applied twice, and not to apply without those before.
+func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
+	t.Helper()
+	var there bool
+	if err := db.QueryRow(t.Context(), `select to_regclass('agent_migrations') is not null`).Scan(&there); err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	if !there {
+		return n
+	}
+	if err := db.QueryRow(t.Context(), `select count(*) from agent_migrations`).Scan(&n); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// shape is a digest of everything in the schema of a database, and of River's.
+func shape(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	var digest string
+	err := db.QueryRow(t.Context(), `
+		with spaces as (select oid from pg_namespace where nspname in ('public', 'river')),
+		parts as (
+		  select c.oid::regclass::text || c.relkind::text || coalesce(a.attname || format_type(a.atttypid, a.atttypmod) || a.attnotnull, '') as part
+		    from pg_class c left join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+		   where c.relnamespace in (select oid from spaces)
+		  union all
+		  select pg_get_functiondef(p.oid) from pg_proc p where p.pronamespace in (select oid from spaces) and p.prokind = 'f'
+		  union all
+		  select pg_get_indexdef(i.indexrelid) || i.indisvalid from pg_index i join pg_class c on c.oid = i.indrelid where c.relnamespace in (select oid from spaces)
+		  union all
+		  select conrelid::regclass::text || pg_get_constraintdef(oid) from pg_constraint where connamespace in (select oid from spaces)
+		  union all
+		  select pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid
+		   where c.relnamespace in (select oid from spaces) and not t.tgisinternal)
+		select count(*) || ' ' || md5(string_agg(part, ' ' order by part)) from parts`).Scan(&digest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return digest
+}
+
+// TestTwoProcessesMigrateAtOnce on an empty database: one does it, both say that it is done.
+func TestTwoProcessesMigrateAtOnce(t *testing.T) {
+	t.Parallel()
+	to := pgtest.EmptyURL(t)
+	var all []*agent
+	for range 2 {
+		all = append(all, launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"))
+	}
+	applied := 0
+	for _, a := range all {
+		if code := a.exit(); code != 0 {
+			t.Errorf("exit code %d: %s", code, tail(a.err.String()))
+		}
+		applied += strings.Count(a.out.String(), "applied ")
+	}
+	if n := appliedFiles(t, connect(t, to)); applied != n || n == 0 {
+		t.Errorf("the two say that they applied %d files, and %d are", applied, n)
+	}
+}
