@@ -20,7 +20,7 @@ func parseTemplates() (*template.Template, error) {
 // funcs are what templates format with.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "thousands": thousands, "money": money, "millis": millis, "at": at, "since": since, "until": until,
+		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
 	}

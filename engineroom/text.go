@@ -35,6 +35,20 @@ func tricky(r rune) bool {
 	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
 }
 
+// brief is at most n characters of a text, from both of its ends: names that are long often begin alike. What shows it has
+// the whole text at hand, such as in a title.
+func brief(n int, s string) string {
+	if len(s) <= n {
+		return s
+	}
+	runes := []rune(s)
+	if len(runes) <= n {
+		return s
+	}
+	tail := n / 2
+	return string(runes[:n-tail-1]) + "…" + string(runes[len(runes)-tail:])
+}
+
 // cut is at most n characters of a text, and how many more there are.
 func cut(n int, s string) string {
 	if len(s) <= n {
