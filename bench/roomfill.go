@@ -30,7 +30,13 @@ func (b *room) fill(ctx context.Context, from, to int64) error {
 	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil {
 		return fmt.Errorf("analyze: %w", err)
 	}
-	return b.count(ctx)
+	if err := b.count(ctx); err != nil {
+		return err
+	}
+	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil { // of the counts, as autovacuum would have
+		return fmt.Errorf("analyze the counts: %w", err)
+	}
+	return nil
 }
 
 // count works off what has not been counted, as housekeeping does. Nobody writes meanwhile, so nothing has to be left for later.
