@@ -163,21 +163,42 @@ func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error
 	}
 }
 
+// told is a row of ask_agent_lock, and what the database's clock said then.
+type told struct {
+	Acquired     bool
+	FencingToken int64
+	ExpiresAt    time.Time
+	Holder       string
+	WasHolder    string
+	WasUntil     time.Time
+	Now          time.Time
+}
+
+// answer reckons with the times here, which costs less than in the statement.
+func (t *told) answer() answer {
+	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
+	if t.Holder != "" {
+		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
+	}
+	if t.WasHolder != "" {
+		a.StaleFor = t.Now.Sub(t.WasUntil).Seconds()
+	}
+	return a
+}
+
 // tryLane asks for a lane without waiting.
 func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
-		       coalesce(a.locked_by, '') as holder,
-		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
-		       coalesce(a.was_holder, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - a.was_until), 0)::float8 as stale_for,
-		       '' as lender, false as soon
+		       coalesce(a.locked_by, '') as holder, coalesce(a.was_holder, '') as was_holder,
+		       coalesce(a.was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from ask_agent_lock(@lane, @owner, @ttl) a`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
 		return answer{}, err
 	}
-	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
+	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[told])
+	return t.answer(), err
 }
 
 // takeLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was before the function

@@ -31,7 +31,7 @@ func (k *Keeper) tryTogether(ctx context.Context, db postgres.DB, lane string, o
 // numbered is an answer to one of many, from 1.
 type numbered struct {
 	N int64
-	answer
+	told
 }
 
 // tryMany asks for several lanes, of different owners, in one commit.
@@ -43,11 +43,8 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, erro
 	}
 	rows, err := db.Query(ctx, `
 		select a.n, a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
-		       coalesce(a.locked_by, '') as holder,
-		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
-		       coalesce(a.was_holder, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - a.was_until), 0)::float8 as stale_for,
-		       '' as lender, false as soon
+		       coalesce(a.locked_by, '') as holder, coalesce(a.was_holder, '') as was_holder,
+		       coalesce(a.was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from acquire_many_agent_locks(@lanes::text[], @owners::text[], @ttls::int[]) a`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "ttls": ttls})
 	if err != nil {
@@ -58,8 +55,9 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, erro
 		return nil, err
 	}
 	answers := make([]*answer, len(all))
-	for i := range found {
-		answers[found[i].N-1] = &found[i].answer
+	for _, f := range found {
+		a := f.answer()
+		answers[f.N-1] = &a
 	}
 	return answers, nil
 }
