@@ -1,0 +1,149 @@
+//go:build unix
+
+package failover_test
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// expansion is what the migrations of a release may look like: it changes what every statement of the processes touches.
+var expansion = map[string]string{
+	"9001_more.sql": `
+		alter table agent_executions add column more int not null default 1, add column maybe text;
+		alter table agent_checkpoints add column more int not null default 1;
+		alter table agent_messages add column more int not null default 1;
+		alter table agent_activity add column more int not null default 1;
+		alter table agent_locks add column more int not null default 1;
+		create table agent_later (id int primary key, execution_id uuid references agent_executions on delete cascade)`,
+	"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists agent_executions_more on agent_executions (more, id);\n",
+}
+
+// files are the migrations up to a version, and further ones.
+func files(t testing.TB, upTo string, further map[string]string) fstest.MapFS {
+	t.Helper()
+	paths, err := filepath.Glob("../../migrations/sql/*.sql")
+	if err != nil || len(paths) == 0 {
+		t.Fatalf("%d migrations: %v", len(paths), err)
+	}
+	all := fstest.MapFS{}
+	for _, path := range paths {
+		name := filepath.Base(path)
+		if upTo != "" && name > upTo+"~" {
+			continue
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all["sql/"+name] = &fstest.MapFile{Data: text}
+	}
+	for name, text := range further {
+		all["sql/"+name] = &fstest.MapFile{Data: []byte(text)}
+	}
+	return all
+}
+
+// TestANewerVersionMigratesWhileProcessesServe, with executions that run and wait: nothing is lost and nothing stops. Then the
+// processes are stopped, and may not come back.
+func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, pgtest.URL(t), "30s")
+	w.serve(2)
+	l := w.begin()
+	l.atTheWorstMoment()
+	if _, err := migrations.UpWith(t.Context(), w.db, files(t, "", expansion)); err != nil {
+		t.Fatal(err)
+	}
+	w.open()
+	for i, base := range w.bases {
+		if got := probe(t, base+"/readyz"); got.status != http.StatusOK || !strings.Contains(got.Checks["schema"].Detail, "newer version") {
+			t.Errorf("process %d says %d, %+v", i, got.status, got.Checks)
+		}
+	}
+	l.recovers()
+	again := launch(t, w.dir, w.environ(), "serve")
+	if code := again.exit(); code != 2 || !strings.Contains(again.err.String(), "migrated by a newer version of agent; use that version or newer") {
+		t.Errorf("agent serve on a newer schema: exit code %d: %s", code, again.err.String())
+	}
+	l.settle()
+}
+
+// released are the versions of which there is data: what their release left in a database when its processes were killed
+// while one execution ran, and others waited for everything that can be waited for.
+var released = []string{"0021"}
+
+// TestWhatWaitsInAReleasedVersionFinishesInThisOne upgrades the data of a released version with the program, and serves it.
+func TestWhatWaitsInAReleasedVersionFinishesInThisOne(t *testing.T) {
+	t.Parallel()
+	for _, version := range released {
+		t.Run(version, func(t *testing.T) {
+			t.Parallel()
+			to := pgtest.EmptyURL(t)
+			db := connect(t, to)
+			if _, err := migrations.UpWith(t.Context(), db, files(t, version, nil)); err != nil {
+				t.Fatal(err)
+			}
+			data, err := os.ReadFile(filepath.Join("testdata", version+".sql"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusNoContent) }))
+			t.Cleanup(answers.Close) // the skill whose call was interrupted
+			here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
+			if _, err := db.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
+				t.Fatal(err)
+			}
+			if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.exit() != 0 {
+				t.Fatalf("agent migrate: %s", tail(a.err.String()))
+			}
+			finishes(t, newWorld(t, to, "30s"))
+		})
+	}
+}
+
+// finishes gives what is waited for, and sees everything end.
+func finishes(t *testing.T, w *world) {
+	t.Helper()
+	// What was dumped is of another day: deadlines are ahead again, and the workers are dead.
+	w.exec(`update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where status = 'waiting'`)
+	w.exec(`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+	w.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	waited := value[int](w, `select count(*) from agent_executions where status = 'waiting'`)
+	running := value[int](w, `select count(*) from agent_executions where status = 'running'`)
+	if waited < 5 || running < 1 {
+		t.Errorf("%d executions wait and %d run: the data does not show what it is for", waited, running)
+	}
+	w.serve(1)
+	l := w.newLoad()
+	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "EVENT_COMPLETED", "key": "event old", "data": map[string]any{"is": "heard"}, "id": "1"}, nil)
+	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "MESSAGE_RECEIVED", "key": "old", "data": map[string]any{"content": "heard"}, "id": "2"}, nil)
+	for kind, event := range map[string]string{"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED", "test": "TEST_COMPLETED"} {
+		id := value[string](w, `select id::text from agent_requests where kind = $1 and status = 'pending'`, kind)
+		l.insist("/v1/events", adminToken, "", "", map[string]any{
+			"event": event, "key": id, "id": kind, "data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
+		}, nil)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](w, `select not exists (select from agent_executions where completed_at is null and flow like 'old%')`)
+	}, "what was begun by the version before ends")
+	for _, bad := range w.violations(`
+		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where flow like 'old%' and status <> 'completed'`) {
+		t.Error(bad)
+	}
+	if said := value[int](w, `select count(*) from agent_messages m join agent_executions x on x.id = m.execution_id
+		where x.flow like 'old%' and m.content like 'done%' and m.status = 'sent'`); said != waited+running {
+		t.Errorf("%d executions were finished, and %d said so", waited+running, said)
+	}
+	w.survived()
+}
