@@ -39,13 +39,6 @@ func (c *counter) count(n int, before bool, die func()) {
 	c.n, c.at, c.before, c.die = 0, n, before, die
 }
 
-// counted is how many requests there were.
-func (c *counter) counted() int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.n
-}
-
 // newCounter makes one before a server on a unix socket.
 func newCounter(t testing.TB, to string) *counter {
 	t.Helper()

@@ -19,7 +19,7 @@ var composed = map[string]string{
 	"internal/pgtest/server.go":     "names databases",
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
-	"migrations/migrations.go":      "runs the embedded migrations",
+	"migrations/apply.go":           "runs the embedded migrations",
 	"skills/sql.go":                 "wraps a skill's query",
 }
 
