@@ -37,8 +37,9 @@ create type agent_lock_answer as (
   was_until     timestamptz                         -- when that ended
 );
 
+-- A table of few lanes is analysed as one page, and would be read from end to end, with all the versions that a busy lane leaves.
 create function ask_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
-language plpgsql volatile as $$
+language plpgsql volatile set enable_seqscan = off as $$
 declare
   now_   timestamptz;
   at_    tid;
@@ -157,7 +158,7 @@ begin
 end $$;
 
 create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
-returns boolean language plpgsql volatile as $$
+returns boolean language plpgsql volatile set enable_seqscan = off as $$
 declare
   at_    tid;
   ends   timestamptz;
@@ -310,3 +311,7 @@ begin
   end if;
   return query select got.acquired, got.fencing_token, got.expires_at, got.locked_by;
 end $$;
+
+alter function fence_agent_lock(text, bigint) set enable_seqscan = off;
+alter function renew_agent_lock(text, text, bigint, int) set enable_seqscan = off;
+alter function renew_agent_locks(text[], text[], bigint[], int[]) set enable_seqscan = off;
