@@ -13,9 +13,10 @@ const (
 	// batchPatience is how long a write waits for others to be done before it goes by itself: one that is held up by
 	// somebody's lock must not hold up the rest.
 	batchPatience = 250 * time.Millisecond
-	// gatherFor is how long the first of several waits for those that come with it, where the last write was not alone:
-	// until there are as many again, but not longer.
-	gatherFor = 100 * time.Microsecond
+	// gatherFor is how long the first of several waits for those that come with it, where writes have not been alone of late:
+	// until there are as many again, but not longer; for a quarter of the time that the last batch took, up to gatherMost.
+	gatherFor  = 100 * time.Microsecond
+	gatherMost = time.Millisecond
 )
 
 // batcher lets writes of callers at the same time share one statement and its commit. A caller who is alone writes at
@@ -28,12 +29,15 @@ type batcher[In, Out any] struct {
 	// sure reports that a batch that failed with err has changed nothing, so that its writes may be made again; nil
 	// when they may be in any case.
 	sure func(err error) bool
+	// turns are shared with batches of other kinds; may be nil.
+	turns turns
 	// patience is how long a write waits for others to be done; batchPatience when it is not set.
 	patience time.Duration
 
 	mu      sync.Mutex
-	busy    bool // somebody writes; who comes now gathers
-	last    int  // how many the last write was of: after several the next will hardly be of one
+	busy    bool          // somebody writes; who comes now gathers
+	last    int           // how many writes were of of late: after several the next will hardly be of one
+	took    time.Duration // by the last batch
 	gather  *time.Timer
 	waiting []*write[In, Out]
 }
@@ -71,13 +75,13 @@ func (b *batcher[In, Out]) do(ctx context.Context, in In, alone func() (Out, err
 	all := false
 	if !b.busy {
 		b.busy = true
-		b.gather = time.AfterFunc(gatherFor, func() { b.next(ctx) })
+		b.gather = time.AfterFunc(b.delay(), func() { b.launch(ctx) })
 	} else if b.gather != nil && len(b.waiting) >= b.last {
 		all = b.gather.Stop()
 	}
 	b.mu.Unlock()
 	if all {
-		b.next(ctx)
+		b.launch(ctx)
 	}
 	got, err := b.await(ctx, w)
 	switch {
@@ -133,31 +137,63 @@ func (b *batcher[In, Out]) discard(ctx context.Context, w *write[In, Out]) {
 	}
 }
 
-// next sends what has gathered, or lets the next one who comes go by itself.
+// next goes on with what has gathered, or lets the next one who comes go by itself.
 func (b *batcher[In, Out]) next(ctx context.Context) {
 	b.mu.Lock()
-	n := min(len(b.waiting), batchMost)
-	together := b.waiting[:n:n]
-	b.waiting = append([]*write[In, Out](nil), b.waiting[n:]...)
+	n := len(b.waiting)
 	b.busy = n > 0
-	b.gather = nil
-	if n > 0 {
-		b.last = n
+	short := n > 0 && n < b.last // the others will hardly be long
+	if short {
+		b.gather = time.AfterFunc(b.delay(), func() { b.launch(ctx) })
 	}
 	b.mu.Unlock()
-	switch n {
-	case 0:
-	case 1:
-		together[0].done <- reply[Out]{leads: true}
-	default:
-		go b.together(context.WithoutCancel(ctx), together)
+	if n > 0 && !short {
+		b.launch(ctx)
 	}
 }
 
-// together is one batch.
-func (b *batcher[In, Out]) together(ctx context.Context, writes []*write[In, Out]) {
+// delay is how long to gather: not long, compared with what is gained.
+func (b *batcher[In, Out]) delay() time.Duration { return min(max(b.took/4, gatherFor), gatherMost) }
+
+// launch sends what has gathered.
+func (b *batcher[In, Out]) launch(ctx context.Context) {
+	b.mu.Lock()
+	n := len(b.waiting)
+	b.busy = n > 0
+	b.gather = nil
+	var leader *write[In, Out]
+	if n == 1 {
+		leader, b.waiting, b.last = b.waiting[0], nil, max(1, b.last/2)
+	}
+	b.mu.Unlock()
+	switch {
+	case leader != nil:
+		leader.done <- reply[Out]{leads: true}
+	case n > 0:
+		go b.together(context.WithoutCancel(ctx))
+	}
+}
+
+// together is one batch, of all that have gathered when its turn comes.
+func (b *batcher[In, Out]) together(ctx context.Context) {
 	defer b.next(ctx)
-	ins := make([]In, len(writes))
+	defer b.turns.enter()()
+	b.mu.Lock()
+	n := min(len(b.waiting), batchMost)
+	writes := b.waiting[:n:n]
+	b.waiting = append([]*write[In, Out](nil), b.waiting[n:]...)
+	b.last = max(n, b.last/2)
+	b.mu.Unlock()
+	if n == 0 { // they did not want to wait
+		return
+	}
+	began := time.Now()
+	defer func() {
+		b.mu.Lock()
+		b.took = time.Since(began)
+		b.mu.Unlock()
+	}()
+	ins := make([]In, n)
 	for i, w := range writes {
 		ins[i] = w.in
 	}
@@ -172,5 +208,27 @@ func (b *batcher[In, Out]) together(ctx context.Context, writes []*write[In, Out
 		default:
 			w.done <- reply[Out]{answer: answers[i]}
 		}
+	}
+}
+
+// turns lets batches of different kinds go one after the other: what comes meanwhile makes the next one larger, and a
+// statement costs more to begin than a row. One that takes long is not waited for.
+type turns chan struct{}
+
+// turnPatience is how long a batch waits for its turn.
+const turnPatience = 10 * time.Millisecond
+
+// enter waits for the turn; the function that it returns ends it.
+func (t turns) enter() (leave func()) {
+	if t == nil {
+		return func() {}
+	}
+	patience := time.NewTimer(turnPatience)
+	defer patience.Stop()
+	select {
+	case t <- struct{}{}:
+		return func() { <-t }
+	case <-patience.C:
+		return func() {}
 	}
 }

@@ -96,14 +96,15 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
-	e.ends = &batcher[lastWrite, finished]{send: e.finishSeveral}
-	e.points = &batcher[point, struct{}]{send: e.recordSeveral}
+	inTurn := make(turns, 2)
+	e.ends = &batcher[lastWrite, finished]{send: e.finishSeveral, turns: inTurn}
+	e.points = &batcher[point, struct{}]{send: e.recordSeveral, turns: inTurn}
 	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
 	// stale: they are sent again only where the database has said no.
 	refused := func(err error) bool { return postgres.Code(err) != "" }
-	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: refused}
-	e.starts = &batcher[postgres.Strict, Execution]{send: e.startSeveral, sure: refused}
-	e.parks = &batcher[parking, []byte]{send: e.parkSeveral, sure: refused}
+	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: refused, turns: inTurn}
+	e.starts = &batcher[postgres.Strict, Execution]{send: e.startSeveral, sure: refused, turns: inTurn}
+	e.parks = &batcher[parking, []byte]{send: e.parkSeveral, sure: refused, turns: inTurn}
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err

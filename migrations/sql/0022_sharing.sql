@@ -38,7 +38,7 @@ begin
   if new.status = 'waiting' then
     new.claimed_by := null;
     new.waiting_until := coalesce(new.waiting_until, clock_timestamp() + interval '7 days');  -- no wait is for ever
-  else
+  elsif num_nonnulls(new.waiting_for, new.waiting_key, new.waiting_until, new.waiting_data, new.waiting_step) > 0 then
     new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
     new.waiting_data := null; new.waiting_step := null;
   end if;
@@ -54,36 +54,43 @@ begin
 end $$;
 
 -- What follows, once for each statement.
-create function agent_executions_changed() returns trigger language plpgsql set enable_seqscan = off as $$
+create function agent_executions_changed() returns trigger
+language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
 declare
   over uuid[];                      -- those that have ended
-  outside_ boolean;
+  odd uuid[];                       -- those of them that have more than a result
+  seen record;
   has record;
-  odd uuid[];                       -- those of over that have more than a result
   e agent_executions;
   freed jsonb := '{}';              -- by execution: how many lanes its end freed
 begin
   perform set_config('lanekeeper.changed', '', true);
-  select coalesce(array_agg(n.id) filter (where n.status in ('completed', 'failed', 'timeout', 'cancelled')), '{}'), bool_or(n.outside)
-    into over, outside_ from changed n;
-  if exists (select from agent_limits) and exists (
+  select array_agg(n.id order by n.id) filter (where n.ended) as over,
+         coalesce(array_agg(n.id) filter (where n.ended and (n.status = 'cancelled' or n.outside or n.flow = 'webhook' and n.status <> 'completed')),
+                  '{}') as odd,
+         bool_or(n.ended and n.status = 'cancelled') as cancelled, bool_or(n.outside) as outside,
+         exists (select from agent_limits) as limited, exists (select from agent_webhook_targets t where t.enabled) as hooks
+    into seen
+    from (select c.*, c.status in ('completed', 'failed', 'timeout', 'cancelled')
+                 and c.id not in (select o.id from was o where o.status in ('completed', 'failed', 'timeout', 'cancelled')) as ended
+            from changed c) n;
+  if seen.limited and exists (
        select from was o join changed n on n.id = o.id
         where o.claimed_by is not null and n.claimed_by is null and exists (
           select from agent_limits l where (l.kind = 'flow' and l.name = n.flow) or (l.kind = 'surface' and l.name = n.surface))) then
     perform pg_notify('agent_ready', '');                    -- a place is free
   end if;
-  if over <> '{}' then
-    over := array(select t.id from unnest(over) t (id)
-                  where t.id <> all (array(select o.id from was o where o.status in ('completed', 'failed', 'timeout', 'cancelled'))) order by t.id);
-  end if;
-  if over = '{}' then
-    if outside_ then
+  if seen.over is null then
+    if seen.outside then
       perform note_agent_status(n.id, n.status, n.waiting_for)
          from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
     end if;
     return null;
   end if;
-  perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
+  over := seen.over;
+  if seen.cancelled then
+    perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
+  end if;
   select array(select l.execution_id from agent_locks l where l.execution_id = any (over)
                union all select n.lender from agent_lock_loans n where n.lender = any (over)) as lanes,
          array(select o.execution_id from agent_activity_open o where o.execution_id = any (over)) as calls,
@@ -92,18 +99,13 @@ begin
          array(select r.execution_id from agent_requests r where r.execution_id = any (over) and r.status = 'pending') as requests,
          array(select b.execution_id from agent_budget_reservations b where b.execution_id = any (over)) as budgets,
          array(select x.waiting_key from agent_executions x
-                where x.waiting_for = 'agent' and x.waiting_key = any (over::text[]) and (x.status = 'waiting') is true) as awaited,
-         exists (select from agent_webhook_targets t where t.enabled) as hooks
+                where x.waiting_for = 'agent' and x.waiting_key = any (over::text[]) and (x.status = 'waiting') is true) as awaited
     into has;
-  -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
-  odd := array(select n.id from changed n
-                where n.id = any (over)
-                  and (n.status = 'cancelled' or n.outside or has.hooks and n.surface <> 'webhook' or n.flow = 'webhook' and n.status <> 'completed'
-                       or n.id = any (has.lanes) or n.id = any (has.calls) or n.id = any (has.approvals) or n.id = any (has.requests)
-                       or n.id = any (has.budgets)));
+  odd := case when seen.hooks then over else seen.odd || has.lanes || has.calls || has.approvals || has.requests || has.budgets end;
   if odd <> '{}' then
     for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      if has.hooks and e.surface <> 'webhook' then
+      -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
+      if seen.hooks and e.surface <> 'webhook' then
         perform emit_agent_execution_end(e);
       end if;
       if e.id = any (has.lanes) then
@@ -153,7 +155,7 @@ begin
       end if;
     end loop;
   end if;
-  if outside_ then
+  if seen.outside then
     perform note_agent_status(n.id, n.status, n.waiting_for)
        from changed n join was o on o.id = n.id where n.outside and n.status <> o.status and n.id <> all (over);
   end if;
@@ -227,6 +229,18 @@ create trigger agent_checkpoints_fence before insert or update on agent_checkpoi
   for each row when (coalesce(current_setting('lanekeeper.fenced', true), '') <> 'yes')
   execute function agent_checkpoints_fence();
 
+-- And whether the agent is paused: asked once, under the same lock.
+drop trigger agent_executions_held_begin on agent_executions;
+create trigger agent_executions_held_begin before insert on agent_executions
+  for each row when (new.claimed_by is not null and new.surface not in ('operate', 'chat')
+                     and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes')
+  execute function agent_executions_held();
+drop trigger agent_executions_held on agent_executions;
+create trigger agent_executions_held before update of claimed_by on agent_executions
+  for each row when (old.claimed_by is null and new.claimed_by is not null and new.surface not in ('operate', 'chat')
+                     and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes')
+  execute function agent_executions_held();
+
 -- Events ----------------------------------------------------------------------------------------------
 
 create or replace function hand_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
@@ -250,6 +264,7 @@ declare
   taken uuid[] := '{}';             -- those of them that are claimed
   places jsonb := jsonb_build_object('background', p_background, 'interactive', p_interactive);
   next jsonb := '{}';               -- by queue, flow and surface
+  steady boolean;                   -- the agent is not paused, and nobody pauses it meanwhile
   w record;
 begin
   kinds := array(select check_agent_delivery(t.event, t.key, t.data, t.id)
@@ -313,12 +328,14 @@ begin
     rows_ := array(select case when t.id = any (came) then t.id end from unnest(rows_) with ordinality t (id, n) order by t.n);
     woken := array(select case when rows_[t.n] is not null then t.id end from unnest(woken, by_) with ordinality t (id, n, i) order by t.i);
   end if;
+  steady := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
   if p_worker is not null and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()) then
+    steady := steady and not exists (select from agent_pauses p where p.resumed_at is null);
     for w in
       select t.id, t.line, split_part(t.line, ' ', 1) as queue from unnest(woken, lines, ranks) t (id, line, rank)
        where t.id is not null and t.line is not null order by t.rank, t.id
     loop
-      continue when (places ->> w.queue)::int <= 0;
+      continue when (places ->> w.queue)::int <= 0 or not steady and split_part(w.line, ' ', 2) not in ('operate', 'chat');
       if not next ? w.line then
         next := next || jsonb_build_object(w.line, agent_next_in_line(w.queue, split_part(w.line, ' ', 3), split_part(w.line, ' ', 2), p_skip));
       end if;
@@ -328,13 +345,13 @@ begin
       end if;
     end loop;
   end if;
-  perform set_config('lanekeeper.fenced', 'yes', true);      -- their rows are locked, and they wait
+  perform set_config('lanekeeper.fenced', 'yes', true),      -- their rows are locked, and they wait
+          set_config('lanekeeper.unpaused', 'yes', true);
   insert into agent_checkpoints (execution_id, step, claim, output)
   select t.id, t.at_, t.under_, jsonb_build_object('event', p_events[t.n], 'event_id', rows_[t.n], 'data', coalesce(p_data[t.n], '{}'),
                                                    'timed_out', false)
     from unnest(woken, by_, at_, under_) t (id, n, at_, under_) where t.id is not null
   on conflict (execution_id, step) do nothing;
-  perform set_config('lanekeeper.fenced', '', true);
   return query
   with x as (
     update agent_executions x
@@ -357,13 +374,14 @@ begin
     from unnest(p_ids, rows_, here) with ordinality t (id, event_id, here, n)
     left join lateral (select r.id from agent_events r where t.here and t.event_id is null and r.external_id = t.id limit 1) v on true
    where not exists (select from unnest(woken, by_) o (id, n) where o.n = t.n and o.id is not null);
+  perform set_config('lanekeeper.fenced', '', true), set_config('lanekeeper.unpaused', '', true);
 end $$;
 
 create or replace function hand_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_worker uuid, p_background int, p_interactive int,
                                  p_skip text[] default '{}')
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
                prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
-language plpgsql volatile set enable_seqscan = off as $$
+language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 declare
   kind constant text := check_agent_delivery(p_event, p_key, p_data, p_id);
@@ -371,6 +389,7 @@ declare
   ids uuid[] := '{}';
   mine boolean;
   lanes boolean;
+  steady boolean;                   -- nobody pauses the agent meanwhile
 begin
   n := 1;
   held := false;
@@ -382,6 +401,8 @@ begin
     return;
   end if;
   p_data := coalesce(p_data, '{}');
+  -- The pause is looked at by another statement, which sees every one that had the lock before.
+  steady := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
   perform pg_advisory_xact_lock(hashtextextended('wait ' || kind || ' ' || p_key, 0));
   -- Executions before the event, which is written once, with who takes it. Of several the one that comes first in the queue is next.
   for waiter in
@@ -412,6 +433,7 @@ begin
     return;
   end if;
   select p_worker is not null and not waiter.outside and case waiter.queue when 'background' then p_background else p_interactive end > 0
+         and (waiter.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))
          and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          -- Nearly always nothing is ready, and nothing is limited: then nobody is before it in the queue.
          and (waiter.flow <> all (p_skip) and not exists (select from agent_limits)
@@ -420,10 +442,9 @@ begin
               or agent_next_in_line(waiter.queue, waiter.flow, waiter.surface, p_skip)),
          exists (select from agent_locks l where l.execution_id = waiter.id) or exists (select from agent_lock_loans k where k.lender = waiter.id)
     into mine, lanes;
-  perform set_config('lanekeeper.fenced', 'yes', true);      -- its row is locked, and it waits
+  perform set_config('lanekeeper.fenced', 'yes', true), set_config('lanekeeper.unpaused', case when mine then 'yes' else '' end, true);
   insert into agent_checkpoints (execution_id, step, claim, output) values (waiter.id, waiter.step, waiter.claim, p_data)
   on conflict (execution_id, step) do nothing;
-  perform set_config('lanekeeper.fenced', '', true);
   return query
   with x as (
     update agent_executions x
@@ -439,6 +460,7 @@ begin
       select array_agg(k.step) as steps, array_agg(k.claim) as claims, array_agg(k.fingerprint) as prints, array_agg(k.failed) as failed,
              array_agg(k.output) as outputs, array_agg(k.created_at) as times
         from agent_checkpoints k where k.execution_id = x.id and x.claimed_by = p_worker) c on true;
+  perform set_config('lanekeeper.fenced', '', true), set_config('lanekeeper.unpaused', '', true);
   if lanes then
     perform park_agent_locks(waiter.id, false);
   end if;
@@ -465,7 +487,7 @@ begin
     locked := locked || array(select x.id from agent_executions x where x.id = any (showing) for no key update skip locked);
   end if;
   select array_agg(x.id), array_agg(x.claim) into live, under from agent_executions x
-   where x.id = any (locked) and x.status = 'running'
+   where x.id = any (locked) and (x.status = 'running') is true
      and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp());
   good := array(select coalesce(t.claim = under[array_position(live, t.id)], false)
                   from unnest(p_ids, p_claims) with ordinality t (id, claim, n) order by t.n);
@@ -511,7 +533,7 @@ begin
                     for update skip locked);
   plain := array(
     select x.id from agent_executions x
-     where x.id = any (ready) and x.status = 'running' and x.claim = p_claims[array_position(p_ids, x.id)]
+     where x.id = any (ready) and (x.status = 'running') is true and x.claim = p_claims[array_position(p_ids, x.id)]
        and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
        and not exists (select from agent_locks l where l.execution_id = x.id)
        and not exists (select from agent_lock_loans k where k.lender = x.id)
@@ -566,6 +588,7 @@ begin
       end if;
     end loop;
   end if;
+  perform set_config('lanekeeper.unpaused', case when held_back then '' else 'yes' end, true);
   return query
   with x as (
     insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status, claimed_by,
@@ -579,6 +602,7 @@ begin
      order by t.n
     returning x.*)
   select array_position(ids, x.id), x::agent_executions from x;
+  perform set_config('lanekeeper.unpaused', '', true);
 end $$;
 comment on function start_agent_executions is
   'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would take next, as far as so many places are free. The others are pending.';
@@ -604,7 +628,7 @@ begin
                      for update skip locked);
   -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
   plain := array(select x.id from agent_executions x
-    where x.id = any (locked) and x.status = 'running'
+    where x.id = any (locked) and (x.status = 'running') is true
       and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
       and not exists (select from agent_locks l where l.execution_id = x.id)
       and not exists (select from agent_lock_loans k where k.lender = x.id)
