@@ -99,7 +99,7 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 				r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
 		}
 	}
-	if err := b.more(ctx, &t, lanes, floor); err != nil {
+	if err := b.more(ctx, &t, floor); err != nil {
 		return err
 	}
 	_, err := io.WriteString(out, t.String())
@@ -107,7 +107,7 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 }
 
 // more measures the queue and the recovery.
-func (b *engineBench) more(ctx context.Context, t *strings.Builder, lanes *laneBench, floor func(context.Context, int) error) error {
+func (b *engineBench) more(ctx context.Context, t *strings.Builder, floor func(context.Context, int) error) error {
 	const callers = 32
 	_, rate, err := during(ctx, callers, b.lasts, floor)
 	if err != nil {

@@ -168,8 +168,10 @@ type wire struct {
 }
 
 func (w *wire) pass(ctx context.Context, sql string) error {
-	for _, name := range []string{"renew_agent_locks", "ask_agent_lock", "await_agent_lock", "release_agent_lock",
-		"acquire_many_agent_locks", "release_many_agent_locks"} {
+	for _, name := range []string{
+		"renew_agent_locks", "ask_agent_lock", "await_agent_lock", "release_agent_lock",
+		"acquire_many_agent_locks", "release_many_agent_locks",
+	} {
 		if strings.Contains(sql, name) {
 			n, _ := w.sent.LoadOrStore(name, new(atomic.Int64))
 			n.(*atomic.Int64).Add(1)

@@ -26,8 +26,10 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 		header         []string
 	}{
 		{"/v1/events", fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q, "data": {"x": %q}}`, event, event, large()), event, &y.events, nil},
-		{"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, large()), delivery, &y.deliveries,
-			[]string{"Authorization", "Bearer hook-secret-of-the-test", "X-Id", delivery}},
+		{
+			"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, large()), delivery, &y.deliveries,
+			[]string{"Authorization", "Bearer hook-secret-of-the-test", "X-Id", delivery},
+		},
 		{"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key, &y.executions, nil},
 	} {
 		switch got := a.ask(http.MethodPost, r.path, r.body, r.header...); {

@@ -73,7 +73,7 @@ func due(w *world) {
 }
 
 // beat makes a heartbeat due and waits for its end.
-func beat(w *world, ctx context.Context) {
+func beat(ctx context.Context, w *world) {
 	w.exec(`update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
 	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks where the leader does not
 	}
@@ -158,7 +158,7 @@ func converse(w *world) {
 }
 
 // order is a visitor who orders, and the admin who allows it.
-func order(w *world, ctx context.Context) {
+func order(ctx context.Context, w *world) {
 	heard := make(chan string, 1)
 	go func() { heard <- w.say(ctx, "t1", "one, please") }()
 	w.eventually("the answer waits for leave", `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
@@ -204,7 +204,7 @@ actions:
 `
 
 // onboard starts a flow, tells it what it waits for, and waits for its end.
-func onboard(w *world, ctx context.Context) {
+func onboard(ctx context.Context, w *world) {
 	answer := w.ask(ctx, "POST", "/v1/executions", `{"flow": "parent", "thread_id": "t1"}`, "start")
 	var started struct{ ID string }
 	if err := json.Unmarshal(answer, &started); err != nil {
@@ -217,7 +217,7 @@ func onboard(w *world, ctx context.Context) {
 }
 
 // rest does nothing until all that a process does beside its runs has come round, and then tells of a flow.
-func rest(w *world, ctx context.Context) {
+func rest(ctx context.Context, w *world) {
 	late := time.After(1500 * time.Millisecond)
 	for over := false; !over && (len(w.ledger.left()) > 0 || !w.cutting); {
 		select {
@@ -228,5 +228,5 @@ func rest(w *world, ctx context.Context) {
 		}
 	}
 	w.ledger.begins()
-	onboard(w, ctx)
+	onboard(ctx, w)
 }

@@ -13,7 +13,7 @@ type story struct {
 	declared string // the workspace
 	settings settings
 	begin    func(w *world)                      // before the process starts
-	tell     func(w *world, ctx context.Context) // while it works; returns when all is over
+	tell     func(ctx context.Context, w *world) // while it works; returns when all is over
 }
 
 // ending is how a story ended.
@@ -33,7 +33,7 @@ func (s story) end(t *testing.T, cuts []cut) ending {
 	w := newWorld(t, database, s.declared, cuts)
 	s.begin(w)
 	w.run(database, s.settings, func(ctx context.Context) {
-		s.tell(w, ctx)
+		s.tell(ctx, w)
 		w.eventually("everything is over", `
 			select not exists (select from agent_executions where completed_at is null)
 			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
