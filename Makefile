@@ -26,6 +26,7 @@ lint:
 bench:
 	go test -run '^$$' -bench . -benchtime 2s ./...
 	go run ./bench chat-priority
+	go run ./bench executions
 	go run ./bench waiting
 	go run ./bench engine-room
 	go run ./bench lanes

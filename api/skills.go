@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -17,9 +18,8 @@ type skillRow struct {
 	Health skillHealth `json:"health"`
 }
 
-// skillHealth is a row of agent_skill_health: the last 7 days.
+// skillHealth is how a skill fared in the last 7 days. Percentiles are right to 2.5 per cent.
 type skillHealth struct {
-	Skill       string   `json:"-"`
 	Calls       int64    `json:"calls"`
 	SuccessRate *float64 `json:"success_rate"` // 0 to 1; null without calls
 	Streak      int64    `json:"streak"`       // failures in a row up to now
@@ -63,29 +63,29 @@ func (s *server) listSkills(r request) (answer, error) {
 	return answer{body: pageOf(rows, next)}, nil
 }
 
-// withHealth joins skills with the view of their health.
+// withHealth joins skills with their health.
 func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]skillRow, error) {
-	called := make([]string, 0, len(list))
-	for _, s := range list {
-		called = append(called, s.Name)
-	}
-	found, err := db.Query(ctx, `
-		select h.skill, h.calls, h.success_rate::float8 as success_rate, h.streak, h.p50_ms, h.p95_ms, h.state
-		  from agent_skill_health h where h.skill = any (@names::text[])`, postgres.Strict{"names": called})
+	sums, err := activity.CountedHealth(ctx, db, activity.HealthFilter{})
 	if err != nil {
 		return nil, fmt.Errorf("read health of skills: %w", err)
 	}
-	all, err := pgx.CollectRows(found, pgx.RowToStructByName[skillHealth])
-	if err != nil {
-		return nil, fmt.Errorf("read health of skills: %w", err)
-	}
-	of := make(map[string]skillHealth, len(all))
-	for _, h := range all {
+	of := make(map[string]activity.Health, len(sums.Lines))
+	for _, h := range sums.Lines {
 		of[h.Skill] = h
 	}
 	rows := make([]skillRow, 0, len(list))
 	for _, s := range list {
-		rows = append(rows, skillRow{s, of[s.Name]})
+		h, found := of[s.Name]
+		if !found { // beyond the first thousand
+			one, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Skill: s.Name})
+			if err != nil {
+				return nil, fmt.Errorf("read health of skill %s: %w", s.Name, err)
+			}
+			if len(one.Lines) == 1 {
+				h = one.Lines[0]
+			}
+		}
+		rows = append(rows, skillRow{s, skillHealth{h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.P95MS, h.State}})
 	}
 	return rows, nil
 }

@@ -55,7 +55,22 @@ func TestWaitingMeasures(t *testing.T) {
 	if err := run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard); err != nil {
 		t.Fatal(err)
 	}
-	for _, row := range []string{`floor: .*callers: 8 \| 20 \| \d+`, `goes on, callers: 1 \| 20 \| \d+`, `memory grows by \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
+	for _, row := range []string{`floor: .*callers: 32 \| 20 \| \d+`, `goes on, callers: 1 \| 20 \| \d+`, `memory grows by \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
+		if !regexp.MustCompile(row).MatchString(out.String()) {
+			t.Errorf("there is no %q in\n%s", row, out.String())
+		}
+	}
+}
+
+// TestExecutionsMeasures runs the whole of it, briefly.
+func TestExecutionsMeasures(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=50ms", "-queued=20", "-orphans=10", "-workers=4"}, &out, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []string{`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`, `20 through the queue \| 32 \| [1-9]`, `\n10 executions of a process that was lost.* \d`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("there is no %q in\n%s", row, out.String())
 		}

@@ -27,7 +27,7 @@ func (c *cli) skillsCommand() *cobra.Command {
 		c.skillsCallCommand())
 }
 
-// health is a row of agent_skill_health.
+// health is what agent_skill_health says of a skill, at a cost that does not grow with the log: percentiles are right to 2.5 per cent.
 type health struct {
 	Skill          string     `json:"skill"`
 	Calls          int64      `json:"calls"`
@@ -66,15 +66,13 @@ func (c *cli) skillsListCommand() *cobra.Command {
 }
 
 func skillHealth(ctx context.Context, s *session) ([]health, error) {
-	rows, err := s.pool.Query(ctx, `
-		select skill, calls, success_rate::float8, streak, p50_ms, p95_ms, state, disabled_by, disabled_reason, disabled_at
-		  from agent_skill_health order by skill`)
+	sums, err := activity.CountedHealth(ctx, s.pool, activity.HealthFilter{})
 	if err != nil {
 		return nil, fmt.Errorf("read skill health: %w", err)
 	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[health])
-	if err != nil {
-		return nil, fmt.Errorf("read skill health: %w", err)
+	got := make([]health, len(sums.Lines))
+	for i, h := range sums.Lines {
+		got[i] = health{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.P95MS, h.State, h.DisabledBy, h.DisabledReason, h.DisabledAt}
 	}
 	return got, nil
 }

@@ -5,8 +5,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/jackc/pgx/v5"
-
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -93,13 +92,12 @@ func measure(ctx context.Context, db postgres.DB) (performance, error) {
 	if err != nil {
 		return got, fmt.Errorf("measure performance: %w", err)
 	}
-	rows, err := db.Query(ctx, `
-		select skill, calls, success_rate::float8, streak, p50_ms, state from agent_skill_health order by skill limit 100`)
+	health, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Limit: 100})
 	if err != nil {
 		return got, fmt.Errorf("measure skills: %w", err)
 	}
-	if got.Skills, err = pgx.CollectRows(rows, pgx.RowToStructByPos[skillRecord]); err != nil {
-		return got, fmt.Errorf("measure skills: %w", err)
+	for _, h := range health.Lines {
+		got.Skills = append(got.Skills, skillRecord{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.State})
 	}
 	return got, nil
 }
