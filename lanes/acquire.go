@@ -151,7 +151,8 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 // undo frees what a statement may have taken whose answer did not arrive. The lanes of an
 // execution are left: they end with it.
 func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error) {
-	if owner.claim || pgconn.SafeToRetry(cause) || postgres.Code(cause) != "" {
+	var never *pgconn.ConnectError
+	if owner.claim || pgconn.SafeToRetry(cause) || errors.As(cause, &never) || postgres.Code(cause) != "" {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)

@@ -15,7 +15,9 @@
 //     latest when the lease ends by the local monotonic clock, started before the call that
 //     acquired or renewed it. So it ends no later than the database's lease, even when the
 //     database cannot be reached.
-//   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one.
+//   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one. A grant is
+//     durable when it is answered; a release is within a second. A server that crashes meanwhile shows the lane as held
+//     until its lease ends, unless somebody else has got it: that grant makes the release durable with itself.
 //   - An owner is one claim of one run. The type [Owner] has no constructor from a mere string, so a
 //     constant owner, which would let a second instance in, cannot be written.
 //
