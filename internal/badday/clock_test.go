@@ -53,28 +53,35 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		t.Fatal("the clock is wrong before it jumps")
 	}
 	at := newGate()
-	e := engine(t, pool, map[string]executions.Func{"steps": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		x, _ := executions.Current(ctx)
-		for i := range 4 {
-			_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
-				if i == 2 {
-					at.pass()
+	steps := func(wait bool) executions.Func {
+		return func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			x, _ := executions.Current(ctx)
+			for i := range 4 {
+				_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+					if i == 2 {
+						at.pass()
+					}
+					_, err := tx.Exec(ctx, `insert into effects (by, what) values ($1, $2)`, x.ID, fmt.Sprint(i))
+					return i, err
+				})
+				if err != nil {
+					return executions.Result{}, err
 				}
-				_, err := tx.Exec(ctx, `insert into effects (by, what) values ($1, $2)`, x.ID, fmt.Sprint(i))
-				return i, err
-			})
-			if err != nil {
-				return executions.Result{}, err
+				if !wait {
+					continue
+				}
+				if _, err := executions.Wait(ctx, "pause", executions.Delay(20*time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
 			}
-			if _, err := executions.Wait(ctx, "pause", executions.Delay(20*time.Millisecond)); err != nil {
-				return executions.Result{}, err
-			}
+			return executions.Result{}, nil
 		}
-		return executions.Result{}, nil
-	}}, &text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
-	begin := func(n int) {
+	}
+	flows := map[string]executions.Func{"steps": steps(true), "straight": steps(false)}
+	e := engine(t, pool, flows, &text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
+	begin := func(n int, flow string) {
 		for range n {
-			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "steps", Surface: trace.Flow}); err != nil {
+			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -84,15 +91,15 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 			return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 		})
 	}
-	begin(6)
+	begin(6, "steps")
 	receive(t, at.entered) // one is in the middle of a transaction
 	do(t, db, `update clock.jump set by = '1 hour'`)
 	close(at.opened)
-	begin(6)
+	begin(6, "steps")
 	ended()
-	begin(3)
+	begin(3, "straight") // a wait that has begun would last an hour longer by this clock, which decides
 	do(t, db, `update clock.jump set by = '0'`)
-	begin(3)
+	begin(3, "steps")
 	ended()
 	if n := value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
 		t.Errorf("%d executions are not completed", n)

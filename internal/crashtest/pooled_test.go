@@ -64,7 +64,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			}
 			s.ends(beat, "completed")
 			eventually(t, "the flow waits for its event", func() bool {
-				return one[bool](s, `select waiting_for = 'event' from agent_executions where id = $1`, flow)
+				return one[bool](s, `select coalesce(waiting_for = 'event', false) from agent_executions where id = $1`, flow)
 			})
 			s.post(a, "/v1/events", `{"event": "EVENT_COMPLETED", "key": "go-on"}`, http.StatusAccepted)
 			s.ends(flow, "completed")

@@ -646,3 +646,42 @@ begin
 end $$;
 comment on function end_agent_executions is
   'Finish several executions, each under its claim, as finish_agent_execution does. Of one that is not in the answer nothing was written, because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself.';
+
+-- Recovery --------------------------------------------------------------------------------------------
+
+-- As before, but what was lost in the middle of nothing has nothing to be asked for.
+create or replace function take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
+returns table (execution agent_executions, held boolean, missed boolean,
+               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
+language plpgsql volatile set enable_seqscan = off as $$
+#variable_conflict use_column
+declare
+  c record;
+begin
+  missed := false;
+  for c in select t.execution, t.held from claim_agent_executions(p_worker, p_queue, p_limit, p_skip) t loop
+    execution := c.execution;
+    held := c.held;
+    -- Another statement, which sees all that was recorded before the claim.
+    if execution.claim > 1 then
+      select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
+        into steps, claims, prints, failed, outputs, times
+        from agent_checkpoints k where k.execution_id = execution.id;
+      held := held or execution.claim > 2 * execution.wait_number + 1 and exists (
+        select from agent_activity a
+         where a.execution_id = execution.id and a.status = 'unknown' and a.error_class = 'interrupted');
+    else
+      steps := null;
+    end if;
+    return next;
+  end loop;
+  if coalesce(current_setting('lanekeeper.missed', true), '') = 'yes' then
+    execution := null;
+    held := false;
+    missed := true;
+    steps := null;
+    return next;
+  end if;
+end $$;
+comment on function take_agent_executions is
+  'claim_agent_executions, with all that each has recorded. held where lanes or calls of an earlier claim are open, or a call was interrupted. missed: a row of its own, some were locked by others; ask again soon.';
