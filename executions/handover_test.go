@@ -247,7 +247,7 @@ func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
 	}
 }
 
-// A call that an earlier claim left in flight may have no record. The answer has none of these, so it says that there is more to read.
+// A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is more to read.
 func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
 		me := worker(t, pool)
@@ -263,10 +263,20 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
 			exec(t, pool, `select give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
-			held := value[bool](t, pool, `select held from take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
-			if !held {
-				t.Error("a claim that was given up is not said")
+			held := func() bool {
+				return value[bool](t, pool, `select held from take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
 			}
+			if held() {
+				t.Error("what was lost in the middle of nothing is said to be held")
+			}
+			exec(t, pool, `select give_up_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			exec(t, pool, `
+				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
+				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
+			if !held() {
+				t.Error("a call that was interrupted is not said")
+			}
+			exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
 		}
 	})
 }
