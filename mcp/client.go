@@ -243,8 +243,8 @@ func meta(ctx context.Context, call skills.Call) sdk.Meta {
 	if call.IdempotencyKey != "" {
 		m["lanekeeper/idempotency-key"] = call.IdempotencyKey
 	}
-	if span, ok := trace.From(ctx); ok && span.TraceID.OTel() != "" {
-		m["traceparent"] = "00-" + span.TraceID.OTel() + "-" + spanID(span.ActivityID, call.IdempotencyKey) + "-01"
+	if parent := trace.Traceparent(ctx); parent != "" {
+		m["traceparent"] = parent
 	}
 	return m
 }

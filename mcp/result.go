@@ -94,9 +94,3 @@ func protocolError(err error) (string, bool) {
 	}
 	return fmt.Sprintf("the server refuses the call: %s (%d)", e.Message, e.Code), true
 }
-
-// spanID is the id of a call in a trace, made of what names it.
-func spanID(parts ...string) string {
-	sum := sha256.Sum256([]byte(strings.Join(parts, " ")))
-	return hex.EncodeToString(sum[:8])
-}

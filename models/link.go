@@ -13,6 +13,8 @@ import (
 	"slices"
 	"sync/atomic"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // maxRefusalBytes is how much of a refusal is read.
@@ -66,6 +68,9 @@ func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
 func (l *link) Do(req *http.Request) (*http.Response, error) {
 	if l.key != "" {
 		req.Header.Set("Idempotency-Key", l.key)
+	}
+	if parent := trace.Traceparent(req.Context()); parent != "" {
+		req.Header.Set("Traceparent", parent)
 	}
 	ctx := httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{
 		WroteRequest: func(info httptrace.WroteRequestInfo) { l.wrote.Store(info.Err == nil) },

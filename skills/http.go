@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const userAgent = "lanekeeper"
@@ -99,6 +101,9 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 	}
 	request.Header.Set("User-Agent", userAgent)
 	request.Header.Set("Accept", "application/json, text/*;q=0.9")
+	if parent := trace.Traceparent(ctx); parent != "" {
+		request.Header.Set("Traceparent", parent)
+	}
 	if body != nil {
 		request.Header.Set("Content-Type", "application/json")
 	}

@@ -195,7 +195,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		d.Logger.WarnContext(ctx, "outgoing webhook put off", "target", m.Target, "error", err)
 		return // due again when the lease ends
 	}
-	v := d.send(ctx, m)
+	v := d.send(trace.WithActivity(ctx, id), m)
 	if !v.ok() && !v.gone && m.Attempt <= len(d.Schedule) {
 		v.retry = max(jitter(d.Schedule[m.Attempt-1]), v.pause)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -68,6 +69,9 @@ func (p Poster) Post(ctx context.Context, l Letter) Receipt {
 	request.Header.Set("Content-Type", "application/json")
 	request.Header.Set("User-Agent", "lanekeeper")
 	request.Header.Set("X-Trace-Id", l.TraceID)
+	if parent := trace.Traceparent(ctx); parent != "" {
+		request.Header.Set("Traceparent", parent)
+	}
 	client := *p.Client
 	client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 	response, err := client.Do(request)
