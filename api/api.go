@@ -64,8 +64,10 @@ type Options struct {
 	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
 	// as programs are.
 	Pages Pages
-	// Stopping is closed when the process shuts down: streams end then. Nil for never.
-	Stopping <-chan struct{}
+	// What follows is closed in this order when the process shuts down; nil is never. From Draining on it says that it is not
+	// ready, and closes connections behind its answers; at Stopping what is only watched ends; at Cutting also answers that
+	// are still being made (Endpoint.Ends).
+	Draining, Stopping, Cutting <-chan struct{}
 	Logger   *slog.Logger // nil for none
 }
 
@@ -83,7 +85,7 @@ func New(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, engine: o.Engine, gate: gate, stopping: o.Stopping, limits: usual(), log: o.Logger,
+		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, brake: newBrake(),
 	}
 	table, err := s.table(o.Endpoints)
@@ -98,7 +100,9 @@ type server struct {
 	pool     *pgxpool.Pool
 	engine   *executions.Engine
 	gate     *gate
+	draining <-chan struct{}
 	stopping <-chan struct{}
+	cutting  <-chan struct{}
 	limits   limits
 	watch    *watch
 	pages    Pages // nil for none

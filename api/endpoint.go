@@ -40,6 +40,9 @@ type Endpoint struct {
 	// context ends when the client goes away, and at shutdown, with the cause executions.ErrDraining; the
 	// handler has to return then.
 	Stream bool
+	// Ends marks a stream that is the answer to a request and comes to an end by itself: a shutdown waits for it for a while,
+	// because a client may not know whether it can ask again.
+	Ends bool
 	// OpenAIErrors makes refusals (401, 403, 404, 405, 408, 413, 415) OpenAI's error objects.
 	OpenAIErrors bool
 	// MaxBody is in bytes, 1 MiB when 0.
@@ -70,7 +73,7 @@ func (e Endpoint) route() (route, error) {
 	}
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, answer: e.Answer, status: e.Status,
-		contentType: e.ContentType, stream: e.Stream, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
+		contentType: e.ContentType, stream: e.Stream, ends: e.Ends, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
 		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {

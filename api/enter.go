@@ -110,7 +110,11 @@ func (s *server) timed(rt route, next http.Handler) http.Handler {
 			w.Header().Set("Content-Type", rt.contentType)
 			return
 		}
-		ctx, leave := s.untilStopped(r.Context())
+		stop := s.stopping
+		if rt.ends {
+			stop = s.cutting
+		}
+		ctx, leave := until(r.Context(), stop)
 		defer leave()
 		if who, _ := ctx.Value(callerKey{}).(caller); !who.until.IsZero() {
 			var end context.CancelFunc
@@ -121,14 +125,14 @@ func (s *server) timed(rt route, next http.Handler) http.Handler {
 	})
 }
 
-// untilStopped is a context that also ends at shutdown. leave frees what it needs, and has to be called.
-func (s *server) untilStopped(parent context.Context) (ctx context.Context, leave func()) {
+// until is a context that also ends at a point of the shutdown. leave frees what it needs, and has to be called.
+func until(parent context.Context, stop <-chan struct{}) (ctx context.Context, leave func()) {
 	ctx, cancel := context.WithCancelCause(parent)
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
 		select {
-		case <-s.stopping:
+		case <-stop:
 			cancel(executions.ErrDraining)
 		case <-ctx.Done():
 		}

@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"strconv"
@@ -113,7 +114,7 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 		}
 		select {
 		case <-ctx.Done():
-			return nil
+			return again(ctx, w, control)
 		case <-alive.C:
 			if _, err := fmt.Fprint(w, ": alive\n\n"); err != nil {
 				return err
@@ -124,6 +125,17 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 			}
 		}
 	}
+}
+
+// again tells a follower, when this process goes down, that it need not wait long before it asks another.
+func again(ctx context.Context, w http.ResponseWriter, control *http.ResponseController) error {
+	if !errors.Is(context.Cause(ctx), executions.ErrDraining) {
+		return nil
+	}
+	if _, err := fmt.Fprint(w, "retry: 1000\n\n"); err != nil {
+		return err
+	}
+	return control.Flush()
 }
 
 // send writes one event.

@@ -36,6 +36,9 @@ func (s *server) healthz(request) (answer, error) {
 
 func (s *server) readyz(r request) (answer, error) {
 	worker, draining := s.worker()
+	if s.leaving() {
+		draining = check{false, "this process is being stopped"}
+	}
 	got := readiness{"ready", map[string]check{"worker": worker, "draining": draining}}
 	got.Checks["database"], got.Checks["schema"] = s.database(r.Context())
 	for _, c := range got.Checks {
@@ -45,6 +48,16 @@ func (s *server) readyz(r request) (answer, error) {
 		}
 	}
 	return answer{body: got}, nil
+}
+
+// leaving reports that this process was told to stop.
+func (s *server) leaving() bool {
+	select {
+	case <-s.draining:
+		return true
+	default:
+		return false
+	}
 }
 
 // database asks the database and looks at its schema. A probe is public, so the cause of an outage, which

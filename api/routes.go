@@ -30,6 +30,7 @@ type route struct {
 	keyed        bool                          // is an effect of its Idempotency-Key: with one, doing it again changes nothing
 	conflicts    bool                          // may be refused with 409
 	stream       bool                          // has no deadline
+	ends         bool                          // of a stream: it is waited for at shutdown
 	openAI       bool                          // is refused in OpenAI's format
 	foreign      bool                          // takes what a browser sends from another origin
 	page         bool                          // for people: not in the document, refused with a page

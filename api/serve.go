@@ -134,6 +134,9 @@ func (s *server) wrap(next http.Handler) http.Handler {
 			}
 		}()
 		secure(w.Header())
+		if s.leaving() {
+			w.Header().Set("Connection", "close") // the client's next request goes to a process that stays
+		}
 		next.ServeHTTP(seen, r)
 	})
 }

@@ -36,6 +36,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.webhooksCommand(),
 		c.mcpCommand(),
 		c.doctorCommand(),
+		c.healthcheckCommand(),
 		c.versionCommand(),
 	}
 }

@@ -110,6 +110,7 @@ func demoConfig(cfg config.Config) config.Config {
 	cfg.ChatKeys = map[string]config.Secret{"visitor": config.Secret(rand.Text())}
 	cfg.LanesEnabled, cfg.Admission = true, nil
 	cfg.HeartbeatCron = "0 0 1 1 *"
+	cfg.DrainDelay = 0
 	return cfg
 }
 
@@ -145,12 +146,14 @@ func (c *cli) perform(ctx context.Context, s *session, listener net.Listener, st
 	running, over := context.WithCancel(ctx)
 	defer over()
 	var played error
-	err = a.run(running,
-		func(ctx context.Context) error { return a.serveHTTP(ctx, listener) },
+	err = a.serving(running, listener,
 		func(ctx context.Context) error { return s.watch(ctx, c) },
 		func(ctx context.Context) error {
 			defer over()
-			played = st.play(ctx)
+			playing, enough := context.WithCancel(ctx)
+			defer enough()
+			defer context.AfterFunc(running, enough)() // what it asks for is not waited for
+			played = st.play(playing)
 			return nil
 		})
 	return errors.Join(played, err)

@@ -160,8 +160,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 	if err != nil {
 		return err
 	}
-	err = a.run(ctx,
-		func(ctx context.Context) error { return a.serveHTTP(ctx, listener) },
+	err = a.serving(ctx, listener,
 		func(ctx context.Context) error { return s.watch(ctx, c) },
 		func(ctx context.Context) error {
 			if err := c.firstHeartbeat(ctx, s, a); err != nil {

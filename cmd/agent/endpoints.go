@@ -47,7 +47,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 			e.Access = api.Public
 		}
 		if r.Stream {
-			e.ContentType = eventStream
+			e.ContentType, e.Ends = eventStream, r.Method == "POST"
 		}
 		all = append(all, e)
 	}
@@ -57,7 +57,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 func (a *app) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true,
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true, Ends: true,
 			Idempotent: true, Handler: a.operate.Handler(),
 			About: "Talk with the agent: events start, delta, tool, approval, done, error. With Accept: application/json the answer is " +
 				"one document. 409 when another admin is at work.",
@@ -74,11 +74,11 @@ func (a *app) chatEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
 			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
-			Stream: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
+			Stream: true, Ends: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
 			About: "OpenAI's chat completions, streamed or not. The conversation is the thread that X-Thread-Id, metadata.thread_id or user " +
 				"name; the answer names it in X-Thread-Id.",
 		}, {
-			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Answer: json.RawMessage{}, Stream: true, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Answer: json.RawMessage{}, Stream: true, Ends: true, OpenAIErrors: true,
 			Handler: a.chat.CompletionHandler(),
 			About:   "A completion that was made or is being made, for a client whose connection broke; ?stream=true attaches to it.",
 		}, {
@@ -122,7 +122,7 @@ func (a *app) mcpEndpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, method := range []string{"POST", "GET", "DELETE"} {
 		all = append(all, api.Endpoint{
-			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Handler: handler,
+			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Ends: method == "POST", Handler: handler,
 			About: "Offered skills for other programs, over the Model Context Protocol (streamable HTTP).",
 		})
 	}

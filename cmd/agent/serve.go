@@ -2,11 +2,9 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/http"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -24,8 +22,10 @@ func (c *cli) serveCommand() *cobra.Command {
 		Short: "Run the agent: heartbeats, executions, HTTP",
 		Long: `Run the agent on the database that DATABASE_URL names. As many as wanted may serve one database.
 
-AGENT_ADMIN_TOKEN guards the HTTP API. SIGTERM or ^C stops: no new work is taken, steps under way finish within
-AGENT_SHUTDOWN_TIMEOUT, what is unfinished goes on elsewhere, and the exit code is 0. A second signal exits at once.`,
+AGENT_ADMIN_TOKEN guards the HTTP API. SIGTERM or ^C stops: /readyz says 503 at once and the rest goes on for AGENT_DRAIN_DELAY;
+then no connection is taken and requests under way finish within AGENT_SHUTDOWN_TIMEOUT; then no work is taken and steps
+under way finish within AGENT_SHUTDOWN_TIMEOUT. What is unfinished goes on elsewhere, and the exit code is 0. A second signal
+exits at once. systemd is told when NOTIFY_SOCKET is set.`,
 		Args: args(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.serve(cmd.Context(), migrate) },
 	}
@@ -74,7 +74,7 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	base := "http://" + listener.Addr().String()
 	log.InfoContext(ctx, "serving", "listen", base, "engine_room", base+"/", "model", about,
 		"heartbeat", cfg.HeartbeatCron+" "+cfg.Timezone)
-	err = a.run(ctx, func(ctx context.Context) error { return a.serveHTTP(ctx, listener) })
+	err = a.serving(ctx, listener)
 	log.InfoContext(ctx, "stopped")
 	return err
 }
@@ -88,8 +88,8 @@ func listen(ctx context.Context, cfg config.Config) (net.Listener, error) {
 	return listener, nil
 }
 
-// serveHTTP answers until ctx ends, then lets the requests under way finish.
-func (a *app) serveHTTP(ctx context.Context, listener net.Listener) error {
+// httpServer is the HTTP server of the API and the pages, which hear of the stages of a stop.
+func (a *app) httpServer(at stages) (*http.Server, error) {
 	keys := make(map[string]string, len(a.config.ChatKeys))
 	for name, key := range a.config.ChatKeys {
 		keys[name] = key.Reveal()
@@ -97,31 +97,15 @@ func (a *app) serveHTTP(ctx context.Context, listener net.Listener) error {
 	var handler http.Handler
 	room, pages, err := a.engineRoom(func() http.Handler { return handler })
 	if err != nil {
-		return err
+		return nil, err
 	}
 	handler, err = api.New(api.Options{
 		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
-		Endpoints: append(a.endpoints(), pages...), Pages: room, Stopping: ctx.Done(), Logger: a.log,
+		Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log,
+		Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {
-		return fmt.Errorf("prepare HTTP: %w", err)
+		return nil, fmt.Errorf("prepare HTTP: %w", err)
 	}
-	server := api.Server(handler, a.log)
-	server.BaseContext = func(net.Listener) context.Context { return context.WithoutCancel(ctx) }
-	failed := make(chan error, 1)
-	go func() { failed <- server.Serve(listener) }()
-	select {
-	case err := <-failed:
-		return fmt.Errorf("serve HTTP: %w", err)
-	case <-ctx.Done():
-	}
-	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
-	defer cancel()
-	if err := server.Shutdown(closing); err != nil {
-		a.log.WarnContext(ctx, "requests cut off", "error", err)
-	}
-	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("serve HTTP: %w", err)
-	}
-	return nil
+	return api.Server(handler, a.log), nil
 }

@@ -122,6 +122,7 @@ func (k *checker) times(c *Config) {
 	if c.WorkerLease%time.Second != 0 {
 		k.refuse("AGENT_WORKER_LEASE", "%s has a fraction of a second", c.WorkerLease)
 	}
+	k.duration("AGENT_DRAIN_DELAY", c.DrainDelay, 0, 10*time.Minute)
 	k.duration("AGENT_SHUTDOWN_TIMEOUT", c.ShutdownTimeout, 0, time.Hour)
 	k.duration("AGENT_RUN_TIMEOUT", c.Budget.RunTimeout, time.Second, 30*24*time.Hour)
 	k.duration("AGENT_OPERATE_IDLE", c.Operate.Idle, 10*time.Second, 24*time.Hour)

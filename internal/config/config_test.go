@@ -127,6 +127,7 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_WORKERS":                 {"many", "from 1 to 1000"},
 	"AGENT_LIMITS":                  {"flow:a=1,page:b=2", "surface:webhook=20"},
 	"AGENT_WORKER_LEASE":            {"1500ms", "whole seconds"},
+	"AGENT_DRAIN_DELAY":             {"1h", "behind a load balancer"},
 	"AGENT_SHUTDOWN_TIMEOUT":        {"-1s", "25s"},
 	"AGENT_ALLOW_PRIVATE_HTTP":      {"http://wiki", "not a host"},
 	"AGENT_MAX_ITERATIONS":          {"0", "from 1 to 10000"},

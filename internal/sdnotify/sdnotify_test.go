@@ -1,0 +1,87 @@
+package sdnotify_test
+
+import (
+	"context"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
+)
+
+// manager listens as systemd does, and reads one message at a time.
+func manager(t *testing.T, name string) (read func() string) {
+	t.Helper()
+	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	return func() string {
+		buf := make([]byte, 100)
+		n, err := conn.Read(buf)
+		if err != nil {
+			t.Error(err)
+		}
+		return string(buf[:n])
+	}
+}
+
+func env(values map[string]string) func(string) string {
+	return func(name string) string { return values[name] }
+}
+
+func TestTheManagerIsTold(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "notify")
+	read := manager(t, socket)
+	m := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket}))
+	for _, state := range []string{sdnotify.Ready, sdnotify.Stopping} {
+		if err := m.Tell(state); err != nil {
+			t.Fatal(err)
+		}
+		if got := read(); got != state {
+			t.Errorf("the manager heard %q, want %q", got, state)
+		}
+	}
+}
+
+func TestSignsOfLifeComeUntilTheEnd(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "notify")
+	read := manager(t, socket)
+	m := sdnotify.New(env(map[string]string{
+		"NOTIFY_SOCKET": socket, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": strconv.Itoa(os.Getpid()),
+	}))
+	ctx, stop := context.WithCancel(t.Context())
+	var group sync.WaitGroup
+	group.Go(func() { m.Watchdog(ctx) })
+	for range 3 {
+		if got := read(); got != "WATCHDOG=1" {
+			t.Errorf("the manager heard %q", got)
+		}
+	}
+	stop()
+	group.Wait()
+}
+
+func TestNobodyIsToldWhoDidNotAsk(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "nobody")
+	for name, values := range map[string]map[string]string{
+		"no socket":            {"WATCHDOG_USEC": "1000"},
+		"no watchdog":          {"NOTIFY_SOCKET": socket},
+		"another's watchdog":   {"NOTIFY_SOCKET": socket, "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"},
+		"a watchdog like none": {"NOTIFY_SOCKET": socket, "WATCHDOG_USEC": "soon"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sdnotify.New(env(values)).Watchdog(t.Context()) // returns at once
+		})
+	}
+	if err := sdnotify.New(env(nil)).Tell(sdnotify.Ready); err != nil {
+		t.Error(err)
+	}
+	if err := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket})).Tell(sdnotify.Ready); err == nil {
+		t.Error("a manager that is not there was told")
+	}
+}
