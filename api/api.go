@@ -68,7 +68,7 @@ type Options struct {
 	// ready, and closes connections behind its answers; at Stopping what is only watched ends; at Cutting also answers that
 	// are still being made (Endpoint.Ends).
 	Draining, Stopping, Cutting <-chan struct{}
-	Logger   *slog.Logger // nil for none
+	Logger                      *slog.Logger // nil for none
 }
 
 // New returns the handler; serve it with Server. It does not touch the database, and it is safe for
