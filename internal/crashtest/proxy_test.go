@@ -45,6 +45,7 @@ type proxy struct {
 	decide   func(request) verdict
 	held     chan request  // what is being kept back
 	released chan struct{} // closed: let it go
+	ended    chan struct{} // closed: the test is over
 	group    sync.WaitGroup
 
 	mu     sync.Mutex
@@ -73,7 +74,7 @@ func newProxy(t testing.TB, target string, decide func(request) verdict) *proxy 
 	}
 	p := &proxy{
 		t: t, listener: listener, target: config, decide: decide,
-		held: make(chan request, 1), released: make(chan struct{}),
+		held: make(chan request, 1), released: make(chan struct{}), ended: make(chan struct{}),
 	}
 	p.group.Go(p.accept)
 	t.Cleanup(p.close)
@@ -109,6 +110,7 @@ func (p *proxy) close() {
 	conns := p.conns
 	p.mu.Unlock()
 	p.listener.Close()
+	close(p.ended)
 	for _, c := range conns {
 		c.Close()
 	}
@@ -227,7 +229,11 @@ func (l *link) send(raw []byte, sql string, executes bool) bool {
 			l.onAnswer.Store(int32(cutAfter))
 		case hold:
 			l.proxy.held <- r
-			<-l.proxy.released
+			select {
+			case <-l.proxy.released:
+			case <-l.proxy.ended:
+				return false
+			}
 		case terminate:
 			l.proxy.signal(syscall.SIGTERM)
 		case interrupt:

@@ -1,0 +1,46 @@
+package pgtest
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+)
+
+const (
+	// memory is a file system in memory that every Linux has, of whatever size.
+	memory = "/dev/shm"
+	// roomNeeded is what has to be free in it, and in memory, for a server of tests: the tests of two packages at once
+	// use up to 2 GiB.
+	roomNeeded = 6 << 30
+)
+
+// plenty reports whether a server of tests may be in memory.
+func plenty() bool {
+	var fs syscall.Statfs_t
+	if err := syscall.Statfs(memory, &fs); err != nil {
+		return false
+	}
+	free := int64(fs.Bavail) * int64(fs.Bsize) //nolint:unconvert // the types differ by architecture
+	return free >= roomNeeded && availableMemory() >= roomNeeded
+}
+
+// availableMemory is how many bytes the kernel would give away without swapping; 0 when it does not say.
+func availableMemory() (bytes int64) {
+	file, err := os.Open("/proc/meminfo")
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = file.Close() }()
+	for lines := bufio.NewScanner(file); lines.Scan(); {
+		if rest, ok := strings.CutPrefix(lines.Text(), "MemAvailable:"); ok {
+			var kilobytes int64
+			if _, err := fmt.Sscan(rest, &kilobytes); err != nil {
+				return 0
+			}
+			return kilobytes << 10
+		}
+	}
+	return 0
+}
