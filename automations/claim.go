@@ -108,11 +108,18 @@ func (t timing) next() (*time.Time, error) {
 
 func insertRun(ctx context.Context, tx pgx.Tx, automationID string, scheduledFor time.Time, executionID, traceID string) (Run, bool, error) {
 	rows, err := tx.Query(ctx, `
-		insert into agent_automation_runs (automation_id, scheduled_for, execution_id, trace_id)
-		values (@automation, @scheduled_for, nullif(@execution, '')::uuid, @trace_id)
-		on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
-		returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
-		          created_at, finished_at`,
+		with run as (
+		  insert into agent_automation_runs (automation_id, scheduled_for, execution_id, trace_id)
+		  values (@automation, @scheduled_for, nullif(@execution, '')::uuid, @trace_id)
+		  on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
+		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
+		            created_at, finished_at),
+		noted as (
+		  insert into agent_links (cause, kind, effect)
+		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null)
+		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
+		       created_at, finished_at
+		  from run`,
 		pgx.StrictNamedArgs{
 			"automation": automationID, "scheduled_for": scheduledFor, "execution": executionID, "trace_id": traceID,
 		})

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Channel is where the database says that a run has become due.
@@ -50,6 +51,9 @@ func Take(ctx context.Context, db postgres.DB, runID string, attempt int, execut
 		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and a.enabled))
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
+		noted as (
+		  insert into agent_links (cause, kind, effect)
+		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null on conflict do nothing),
 		ran as (
 		  update agent_automations a set last_run_at = clock_timestamp(), last_trace_id = run.trace_id
 		    from run where a.id = run.automation_id)
@@ -128,13 +132,21 @@ func byHand(ctx context.Context, db postgres.DB, nameOrID, traceID string, left 
 	if err != nil {
 		return Run{}, err
 	}
+	span, _ := trace.From(ctx)
 	rows, err := db.Query(ctx, `
-		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, claimed_at)
-		select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @left::interval
-		  from agent_automations where id = @id and disabled_by <> 'proposal'
-		returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
-		          output, created_at, finished_at`,
-		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "left": left})
+		with run as (
+		  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, claimed_at)
+		  select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @left::interval
+		    from agent_automations where id = @id and disabled_by <> 'proposal'
+		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
+		            output, created_at, finished_at),
+		noted as (
+		  insert into agent_links (cause, kind, effect)
+		  select 'execution ' || @asker::text, 'started', 'run ' || run.id from run where @asker <> '')
+		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
+		       output, created_at, finished_at
+		  from run`,
+		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "left": left, "asker": span.ExecutionID})
 	run, ok, err := oneRun(rows, err)
 	if err == nil && !ok {
 		err = ErrProposal

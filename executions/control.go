@@ -73,11 +73,13 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key s
 	var got Delivered
 	var err error
 	if db == postgres.Beginner(e.pool) && e.works() {
-		got, err = e.handOver(ctx, occurrence{event, key, data, null(id)})
+		got, err = e.handOver(ctx, occurrence{event, key, data, null(id), raiser(ctx)})
 	} else {
 		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
 			var hints []hint
-			got, hints, err = deliver(ctx, tx, postgres.Strict{"event": event, "key": key, "data": data, "id": null(id)})
+			got, hints, err = deliver(ctx, tx, postgres.Strict{
+				"event": event, "key": key, "data": data, "id": null(id), "raiser": raiser(ctx),
+			})
 			if err != nil {
 				return err
 			}
@@ -91,12 +93,25 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key s
 	return got, nil
 }
 
+// raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes from outside.
+func raiser(ctx context.Context) string {
+	span, inTrace := trace.From(ctx)
+	switch {
+	case !inTrace:
+		return ""
+	case span.ExecutionID != "":
+		return "execution " + span.ExecutionID
+	}
+	return "trace " + string(span.TraceID)
+}
+
 // deliver is the statement, and the hints for what it woke. The limit keeps the planner from reading the whole table,
 // since it believes that an event wakes a thousand.
 func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, hints []hint, err error) {
 	rows, err := db.Query(ctx, `
+		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-		  from deliver_agent_event(@event, @key, @data, @id) d
+		  from by cross join lateral deliver_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end) d
 		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x on true`, args)
 	if err != nil {
 		return Delivered{}, nil, err

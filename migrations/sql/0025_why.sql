@@ -5,8 +5,9 @@
 -- What the schema forgot so far is noted here, by the functions that know it, in the statement that does it:
 --
 --   agent_checkpoints.waited_*  what a recorded outcome was waited for, and since when
---   agent_links                 who raised an event; whom it resumed, when it was not one alone; the runs of automations it started; what
---                               was told to targets; whom an approval allowed a call, when it was not who had asked
+--   agent_links                 who raised an event; whom it resumed, when it was not one alone; the runs of automations that
+--                               were started, and in which executions; what was told to targets; whom an approval allowed a call that another
+--                               had asked for
 --   agent_lane_holds            who had a lane, from when to when, and why it ended; of executions, because nothing else has a trace
 --   agent_claims_lost           whose worker was lost, or gave its run back
 --
@@ -20,7 +21,7 @@ comment on column agent_checkpoints.waited_for is 'The kind of wait whose outcom
 
 create table agent_links (
   cause  text not null,             -- as why() has them: execution ID, trace ID, event ID, approval ID
-  kind   text not null check (kind in ('raised', 'woke', 'started', 'told', 'allowed')),
+  kind   text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed')),
   effect text not null,             -- event ID, execution ID, run ID, outgoing ID
   at     timestamptz not null default clock_timestamp(),
   primary key (cause, kind, effect)
@@ -1183,12 +1184,10 @@ begin
     return (r.created_at, 'signal', format('the signal of automation %s became true', r.name), 'signal of ' || r.name, me, null, null,
             jsonb_build_object('automation', r.name))::agent_reason;
   end if;
-  select x.id, x.trace_id into asker
-    from (select w.id, w.trace_id from agent_executions w where w.trace_id = r.trace_id and w.flow = 'webhook' order by w.id limit 100) x
-    join lateral (select from (select c.output from agent_checkpoints c where c.execution_id = x.id limit 1000) c
-                   where c.output ->> 'automation_run' = p_id::text limit 1) k on true limit 1;
+  select x.id, x.trace_id, x.flow into asker from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.cause, 11))
+   where l.effect = me and l.kind = 'started' limit 1;
   if found then
-    return (r.created_at, 'asked', format('a delivery had automation %s run', r.name), 'execution ' || asker.id, me, asker.trace_id, asker.id,
+    return (r.created_at, 'asked', format('%s had automation %s run', asker.flow, r.name), 'execution ' || asker.id, me, asker.trace_id, asker.id,
             jsonb_build_object('automation', r.name))::agent_reason;
   end if;
   return (r.created_at, 'admin', format('an admin had automation %s run', r.name), 'admin', me, null, null,
@@ -1288,6 +1287,9 @@ end $$;
 
 create function agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+declare
+  l record;
+  c agent_reason;
 begin
   return query
   select x.created_at, case when p.id is null then 'run' else 'child' end,
@@ -1308,6 +1310,15 @@ begin
            'thread', x.thread_id, 'completed_at', x.completed_at))
     from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = p_trace
    where x.id = any (p_runs) order by x.id limit p_most;
+  -- Automations that an execution carried out beside what it is for, as the heartbeat does.
+  for l in
+    select k.at, k.cause, k.effect, x.id, x.flow, x.trace_id from agent_links k join agent_executions x on x.id = agent_uuid(substr(k.effect, 11))
+     where k.effect = any (select 'execution ' || r from unnest(p_runs) r) and k.kind = 'ran' and x.flow <> 'automation' order by k.at, k.cause limit p_most
+  loop
+    c := agent_cause(l.cause);
+    return next (l.at, 'ran', format('%s carried out a run: %s', l.flow, coalesce(c.what, 'its automation is no longer kept')), l.cause, l.effect,
+                 coalesce((agent_cause(c.from_ref)).trace_id, l.trace_id), l.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref)))::agent_reason;
+  end loop;
 end $$;
 
 create function agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
@@ -1456,7 +1467,6 @@ declare
   events uuid[];                    -- that the trace raised
   ends uuid[];                      -- of its executions
   made uuid[];                      -- runs of automations that it started
-  asked agent_reason[];
 begin
   events := array(select agent_uuid(substr(l.effect, 7)) from agent_links l where l.cause = any (mine) and l.kind = 'raised' order by l.at, l.effect limit p_most);
   ends := array(select v.id from agent_events v where v.external_id = any (select 'completed ' || r from unnest(p_runs) r) limit 1000);
@@ -1479,33 +1489,25 @@ begin
                     from (select a.step, a.created_at, a.output, a.waited_for from agent_checkpoints a where a.execution_id = x.id limit 5000) c
                    where c.waited_for is not null and c.output ->> 'event_id' = v.id::text limit p_most) k on true
    where v.id = any (events || ends) limit p_most + 1;
-  -- Automations: by its events, by its ends, and by what a delivery asks for.
-  asked := array(select (r.created_at, 'started', format('automation %s has a run, which is %s', a.name, r.status), 'execution ' || w.id, 'run ' || r.id, p_trace, w.id,
-                         jsonb_build_object('automation', a.name, 'status', r.status))::agent_reason
-                   from agent_executions w
-                  cross join lateral (select c.output from agent_checkpoints c where c.execution_id = w.id limit 1000) k
-                   join agent_automation_runs r on r.id = agent_uuid(k.output ->> 'automation_run')
-                   join agent_automations a on a.id = r.automation_id
-                  where w.id = any (p_runs) and w.flow = 'webhook' limit p_most);
-  return query select s.* from unnest(asked) s;
+  -- Runs of automations: by its events, by its ends, and those that it asked for.
   made := array(select agent_uuid(substr(l.effect, 5)) from agent_links l
-                 where l.cause = any (select 'event ' || e from unnest(events || ends) e) and l.kind = 'started' order by l.at, l.effect limit p_most)
-          || array(select agent_uuid(substr(s.to_ref, 5)) from unnest(asked) s);
+                 where l.cause = any (select 'event ' || e from unnest(events || ends) e union all select m from unnest(mine) m) and l.kind = 'started'
+                 order by l.at, l.effect limit p_most + 1);
   return query
   select r.created_at, 'started', format('automation %s has a run, which is %s', a.name, r.status),
-         case when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'run ' || r.id, nullif(r.trace_id, ''), v.execution_id,
+         case when v.id is null then l.cause when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'run ' || r.id,
+         nullif(r.trace_id, ''), v.execution_id,
          jsonb_strip_nulls(jsonb_build_object('automation', a.name, 'status', r.status, 'error', left(r.error_message, 300)))
     from agent_automation_runs r
     join agent_automations a on a.id = r.automation_id
-    join agent_events v on v.id = r.event_id
+    join agent_links l on l.effect = 'run ' || r.id and l.kind = 'started'
+    left join agent_events v on v.id = r.event_id
    where r.id = any (made);
   return query
-  select x.created_at, 'ran', format('the run was executed, attempt %s: %s', coalesce(x.input ->> 'attempt', '1'), x.status), 'run ' || r.id, 'execution ' || x.id,
-         x.trace_id, x.id, jsonb_build_object('attempt', x.input -> 'attempt', 'status', x.status)
-    from agent_automation_runs r
-   cross join lateral (select e.* from agent_executions e where e.trace_id = r.trace_id and e.flow = 'automation' and e.input ->> 'run' = r.id::text
-                        order by e.id limit p_most) x
-   where r.id = any (made) and r.trace_id <> '';
+  select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
+         jsonb_strip_nulls(jsonb_build_object('attempt', x.input -> 'attempt', 'status', x.status))
+    from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
+   where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
   -- Executions of other traces that begin with it.
   return query
   (select x.created_at, 'forked', format('%s was forked, and is %s', x.flow, x.status), 'execution ' || x.forked_from, 'execution ' || x.id, x.trace_id, x.id,
@@ -1584,7 +1586,7 @@ begin
       select 1, 'because', r.*, b.n, count(*) over () from agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
        cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
       union all
-      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref), n from agent_why_runs(mine, runs, most_) r
+      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from agent_why_runs(mine, runs, most_ + 1) r
       union all
       select 3, 'waits', r.*, row_number() over (order by r.at, r.kind desc, r.to_ref), count(*) over () from agent_why_waits(runs, most_ + 1) r
       union all
