@@ -80,3 +80,17 @@ func jsonText(text json.RawMessage) *string {
 	s := string(text)
 	return &s
 }
+
+// resultType is the result_type that belongs to a terminal status.
+func resultType(s Status) string {
+	switch s {
+	case Completed:
+		return "success"
+	case Failed:
+		return "failure"
+	case Pending, Running, Waiting:
+		return ""
+	case Timeout, Cancelled:
+	}
+	return string(s)
+}

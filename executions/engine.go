@@ -46,6 +46,7 @@ type Options struct {
 	// PollOnly is River without LISTEN. Without Direct it is so in any case where the pool ends at a pooler.
 	PollOnly bool
 	Direct   *pgxpool.Pool // leads to the server itself, for LISTEN, where the pool ends at a pooler; may be nil
+	Observer Observer      // may be nil
 }
 
 // Engine is one process's part in running executions. Register flows before Run; everything else may be
@@ -88,6 +89,9 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	opts.SweepEvery = max(cmp.Or(opts.SweepEvery, 5*time.Second), 100*time.Millisecond)
 	opts.StopTimeout = cmp.Or(opts.StopTimeout, 20*time.Second)
 	opts.PollOnly = opts.PollOnly || opts.Direct == nil && postgres.Pooled(pool)
+	if opts.Observer == nil {
+		opts.Observer = unobserved{}
+	}
 	e := &Engine{
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),

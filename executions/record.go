@@ -149,6 +149,9 @@ func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, out
 	default:
 		return failed
 	}
+	if s.entry != nil && effect != nil {
+		r.e.opts.Observer.Closed(*s.entry, out, time.Since(effect.began))
+	}
 	if s.entry != nil {
 		r.e.log.InfoContext(ctx, "action completed", "action", s.entry.Skill, "step", s.key, "status", string(out.Status))
 	}

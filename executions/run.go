@@ -143,6 +143,8 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 		return nil
 	}
 	defer e.leave(r)
+	e.opts.Observer.Began(r.exec)
+	defer e.opts.Observer.Left(r.exec)
 	r.announce(ctx)
 	result, err := r.call(ctx, flow)
 	returned()
@@ -249,9 +251,11 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 		return nil
 	case errors.Is(poison, ErrLost), errors.Is(poison, ErrStale):
 		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
+		r.e.opts.Observer.Lost(r.exec)
 		return nil
 	case errors.Is(poison, ErrCancelled):
 		r.e.log.InfoContext(ctx, "execution cancelled")
+		r.e.opts.Observer.Ended(r.exec, Cancelled)
 		return nil
 	case errors.Is(poison, ErrDraining):
 		r.e.giveUp(ctx, r)
@@ -298,6 +302,7 @@ func (r *run) finish(ctx context.Context, status Status, result Result, failure 
 	if failure != nil {
 		about = append(about, "error", failure)
 	}
+	r.e.opts.Observer.Ended(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", about...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
 	r.e.log.InfoContext(ctx, "locks released", "count", done.freed)
@@ -360,6 +365,7 @@ func (r *run) finishStale(ctx context.Context, status Status, result Result, cau
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
 	case now.Claim == r.exec.Claim && now.Status == status:
+		r.e.opts.Observer.Ended(r.exec, status)
 		return nil
 	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
@@ -397,18 +403,4 @@ func (e *Engine) handBack(ctx context.Context, id string, claim any) {
 		return
 	}
 	e.log.InfoContext(ctx, "execution handed back", "execution", id)
-}
-
-// resultType is the result_type that belongs to a terminal status.
-func resultType(s Status) string {
-	switch s {
-	case Completed:
-		return "success"
-	case Failed:
-		return "failure"
-	case Pending, Running, Waiting:
-		return ""
-	case Timeout, Cancelled:
-	}
-	return string(s)
 }

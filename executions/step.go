@@ -142,6 +142,8 @@ type Effect struct {
 	// Settle queues statements that commit together with the call's result, or with its error. They must bear
 	// being sent twice.
 	Settle func(b *pgx.Batch)
+
+	began time.Time
 }
 
 // Do makes a call as a durable step. Before fn acts, its intent is a running row of the activity log;
@@ -171,7 +173,7 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	if err := passGate(ctx, s); err != nil {
 		return zero, err
 	}
-	effect := &Effect{Key: r.idempotencyKey(s.key)}
+	effect := &Effect{Key: r.idempotencyKey(s.key), began: time.Now()}
 	if !s.again && r.interrupted[s.key] {
 		return keep(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process was lost while %s was called; nobody knows whether it took effect, and it is not safe to call it again", s.name)})

@@ -27,9 +27,11 @@ func (k *Keeper) AcquireWait(ctx context.Context, lane string, opts ...Option) (
 }
 
 // AwaitAs is AcquireWait for the claim of an execution.
-func (k *Keeper) AwaitAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
+func (k *Keeper) AwaitAs(ctx context.Context, owner Owner, lane string, opts ...Option) (_ *Lease, err error) {
 	s := settingsFor(lane, opts)
 	w := waiter{keeper: k, owner: owner, lane: lane, ttl: s.ttl}
+	began := time.Now()
+	defer func() { k.observer.LaneWaited(lane, time.Since(began), err == nil) }()
 	if k.listener != nil && k.enabled {
 		freed, cancel := k.listener.Subscribe(channel)
 		defer cancel()

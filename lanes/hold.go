@@ -139,6 +139,7 @@ func (k *Keeper) loseLocked(h *hold, why string) (after func()) {
 	h.state = lost
 	return func() {
 		close(h.lost)
+		k.observer.LaneLost(h.lane)
 		if !h.policy.cancels {
 			k.log.InfoContext(h.log, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", why)
 			return

@@ -25,7 +25,23 @@ type Options struct {
 	// Enabled false (AGENT_LANES=off) grants everything without asking the database: for local use
 	// by one process.
 	Enabled bool
+	// Observer is told of waits and losses, for metrics; nil for none.
+	Observer Observer
 }
+
+// Observer is told what happens to lanes in this process. Its methods must return at once.
+type Observer interface {
+	// LaneWaited says how long AcquireWait took, whether it got the lane or not.
+	LaneWaited(lane string, took time.Duration, got bool)
+	// LaneLost says that a lease ended before it was released.
+	LaneLost(lane string)
+}
+
+// unobserved is the Observer of a keeper that has none.
+type unobserved struct{}
+
+func (unobserved) LaneWaited(string, time.Duration, bool) {}
+func (unobserved) LaneLost(string)                        {}
 
 // Keeper acquires lanes for a process and keeps them. There is one per process. All methods may be
 // called from any goroutine.
@@ -34,6 +50,7 @@ type Keeper struct {
 	listener *postgres.Listener
 	log      *slog.Logger
 	enabled  bool
+	observer Observer
 	turns    turns
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    together[wanted, answer]
@@ -48,7 +65,7 @@ type Keeper struct {
 // goroutines use it at once. Call Run to have leases renewed.
 func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k := &Keeper{
-		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled,
+		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled, observer: opts.Observer,
 		changed: make(chan struct{}, 1), held: make(map[key]*hold),
 	}
 	k.tries.send = func(ctx context.Context, all []wanted) ([]*answer, error) { return tryMany(ctx, k.db, all) }
@@ -56,6 +73,9 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k.frees.send = func(ctx context.Context, all []held) ([]*bool, error) { return freeMany(ctx, k.db, all) }
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
+	}
+	if k.observer == nil {
+		k.observer = unobserved{}
 	}
 	if !k.enabled {
 		k.log.WarnContext(context.Background(), "lanes are off: every lane is granted to everybody; set AGENT_LANES=on")
