@@ -164,12 +164,3 @@ func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	}
 	return got[0], nil
 }
-
-// Prune forgets scopes that are older than 60 days, and returns how many.
-func Prune(ctx context.Context, db postgres.DB) (int, error) {
-	var n int
-	if err := db.QueryRow(ctx, `select prune_agent_budgets()`).Scan(&n); err != nil {
-		return 0, fmt.Errorf("prune budgets: %w", err)
-	}
-	return n, nil
-}

@@ -308,7 +308,8 @@ func TestOldScopesAreForgotten(t *testing.T) {
 		}
 	}
 	exec(t, db, `update agent_budgets set created_at = created_at - interval '61 days' where scope <> 'new'`)
-	if n, err := budgets.Prune(t.Context(), db); err != nil || n != 1 {
+	var n int
+	if err := db.QueryRow(t.Context(), `select prune_agent_budgets()`).Scan(&n); err != nil || n != 1 {
 		t.Errorf("pruned %d (%v), want the old one", n, err)
 	}
 }

@@ -1,7 +1,6 @@
 package webhooks
 
 import (
-	"cmp"
 	"context"
 	"log/slog"
 	"maps"
@@ -38,8 +37,6 @@ type Dispatcher struct {
 	// Schedule is how long after each failed attempt the next one is made; when it is used up, the message is dead. The default is
 	// that of Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
 	Schedule []time.Duration
-	// Keep is how long what is settled is kept, see [Prune]; 0 is DefaultKeep, below 0 is for ever.
-	Keep time.Duration
 }
 
 // defaultSchedule is what Standard Webhooks recommends, after the first attempt at once.
@@ -73,12 +70,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	c := &crew{busy: map[string]int{}, freed: make(chan struct{}, 1)}
 	defer c.wait.Wait()
-	var kept time.Time
 	for ctx.Err() == nil {
-		if time.Since(kept) > time.Hour {
-			kept = time.Now()
-			d.prune(ctx)
-		}
 		n, pause, err := d.round(ctx, c)
 		if err != nil && ctx.Err() == nil {
 			d.Logger.WarnContext(ctx, "outgoing webhooks not looked at", "error", err)
@@ -97,19 +89,6 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		timer.Stop()
 	}
 	return nil
-}
-
-// prune keeps the tables from growing for ever.
-func (d *Dispatcher) prune(ctx context.Context) {
-	if d.Keep < 0 {
-		return
-	}
-	n, err := Prune(ctx, d.Pool, cmp.Or(d.Keep, DefaultKeep))
-	if err != nil && ctx.Err() == nil {
-		d.Logger.WarnContext(ctx, "old webhooks not deleted", "error", err)
-	} else if n > 0 {
-		d.Logger.InfoContext(ctx, "old webhooks deleted", "count", n)
-	}
 }
 
 // round begins what is due, as far as there is room, and says how long there is nothing to do.

@@ -34,6 +34,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.automationsCommand(),
 		c.memoryCommand(),
 		c.webhooksCommand(),
+		c.retentionCommand(),
 		c.mcpCommand(),
 		c.doctorCommand(),
 		c.healthcheckCommand(),

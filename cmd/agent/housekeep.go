@@ -6,24 +6,24 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
 )
 
 const (
-	// housekeepEvery is how often old bookkeeping is thrown away.
+	// housekeepEvery is how often what is kept long enough is looked for.
 	housekeepEvery = time.Hour
 	// countEvery is how often the activity log is looked at for what is to be counted.
 	countEvery = 5 * time.Second
 )
 
-// housekeep forgets what nobody asks for any more, until ctx ends. Any number of processes may do it.
+// housekeep takes away what was kept as long as its policy says, until ctx ends. Any number of processes may do it.
 func (a *app) housekeep(ctx context.Context) error {
 	tick := time.NewTicker(housekeepEvery)
 	defer tick.Stop()
 	for {
-		if _, err := budgets.Prune(ctx, a.pool); err != nil && ctx.Err() == nil {
-			a.log.WarnContext(ctx, "old budgets not forgotten", "error", err)
+		if _, err := retention.Run(ctx, a.pool, retention.Options{Logger: a.log}); err != nil && ctx.Err() == nil {
+			a.log.WarnContext(ctx, "old rows not removed; the next pass goes on", "error", err)
 		}
 		select {
 		case <-ctx.Done():

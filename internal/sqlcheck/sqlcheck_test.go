@@ -20,6 +20,7 @@ var composed = map[string]string{
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
 	"migrations/apply.go":           "runs the embedded migrations",
+	"retention/partitions.go":       "names a partition",
 	"skills/sql.go":                 "wraps a skill's query",
 }
 

@@ -1,0 +1,97 @@
+// Package retention takes away what is over, when it has been over for longer than it is to be kept.
+//
+// Each kind of rows has a policy, a row of the table agent_retention: how long its rows are kept after they are over, or for ever, which is
+// what most begin with. Run makes one pass over all kinds; agent serve makes one every hour. The rules are SQL functions (migration
+// 0026), so anybody can make a pass from psql; this package calls them, rests in between, and detaches partitions of the activity
+// log, which no function can.
+//
+// It promises:
+//
+//   - What is not finished is not touched, whatever the policy, nor what it may still need: an execution that has not ended and everything
+//     of its trace, with its activity, checkpoints, requests, and the events it may take; threads in which somebody is at work or a message
+//     is queued; leave that was asked for and not decided; deliveries that are not settled. Memory is never touched.
+//   - Nobody waits for it. A piece of a pass is one transaction of a fraction of a second, which skips what others have locked; a partition
+//     is detached concurrently, which waits for readers without a lock in whose queue others would stand.
+//   - A pass may be killed anywhere and any number may run at once. A piece has happened or has not; one works on a kind at a
+//     time, and the next goes on where it stopped.
+//
+// A row goes no sooner than its policy says; it may go later: activity that is kept for 60 days or longer goes by whole months, and
+// what was left because it was needed is looked at again once a day.
+package retention
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Forever is the policy of what is never taken away.
+const Forever = "forever"
+
+// ErrInvalid reports a policy that cannot be. What is wrong with it is in the message.
+var ErrInvalid = errors.New("not a policy")
+
+// Policy is how long one kind of rows is kept, and how far the last pass came.
+type Policy struct {
+	Kind      string     `json:"kind"`
+	About     string     `json:"about"`
+	Keep      string     `json:"keep"`  // such as "90 days", or Forever
+	Least     string     `json:"least"` // the shortest that may be set
+	ChangedAt time.Time  `json:"changed_at"`
+	ChangedBy string     `json:"changed_by"` // empty: as installed
+	Removed   int64      `json:"removed"`    // rows, ever
+	EndedAt   *time.Time `json:"ended_at"`   // when all that is old had been looked at; nil while there is more
+}
+
+// Show lists the policies by kind.
+func Show(ctx context.Context, db postgres.DB) ([]Policy, error) {
+	rows, err := db.Query(ctx, `
+		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.least::text as least, r.changed_at, r.changed_by, p.removed,
+		       case when r.keep is not null then p.ended_at end as ended_at
+		  from agent_retention r join agent_retention_passes p on p.kind = r.kind order by r.kind`)
+	if err != nil {
+		return nil, fmt.Errorf("read retention: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Policy])
+	if err != nil {
+		return nil, fmt.Errorf("read retention: %w", err)
+	}
+	return list, nil
+}
+
+// Change is what Set did. Changed is false, and nothing recorded, when it was so already.
+type Change struct {
+	Changed    bool   `json:"changed"`
+	TraceID    string `json:"trace_id"`
+	ActivityID string `json:"activity_id"`
+}
+
+// Set changes policies, by kind: a span of time in PostgreSQL's words (90d, 36 hours) or Forever. All of them or, with ErrInvalid, none.
+// It is recorded as an activity. reason may be empty.
+func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason string) (Change, error) {
+	wishes, err := json.Marshal(keep)
+	if err != nil {
+		return Change{}, fmt.Errorf("set retention: %w", err)
+	}
+	var c Change
+	err = db.QueryRow(ctx, `
+		select changed, trace_id, coalesce(activity_id::text, '') from set_agent_retention(@keep::jsonb, @by, @reason)`,
+		postgres.Strict{"keep": string(wishes), "by": by, "reason": reason}).Scan(&c.Changed, &c.TraceID, &c.ActivityID)
+	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
+		if refused.Hint != "" {
+			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, refused.Message, refused.Hint)
+		}
+		return Change{}, fmt.Errorf("%w: %s", ErrInvalid, refused.Message)
+	}
+	if err != nil {
+		return Change{}, fmt.Errorf("set retention: %w", err)
+	}
+	return c, nil
+}
