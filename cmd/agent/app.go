@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -40,6 +41,8 @@ type app struct {
 	registry *skills.Registry
 	loop     *reason.Loop
 	remote   *mcp.Client
+	metrics  *telemetry.Metrics
+	exporter *telemetry.Exporter
 	surfaces
 }
 
@@ -47,13 +50,16 @@ type app struct {
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
 	a := &app{config: cfg, log: log, pool: pool, getenv: func(name string) string { return c.environ[name] }}
+	if err := c.observe(a); err != nil {
+		return nil, err
+	}
 	a.listener = postgres.NewListener(postgres.Dialer(s.sessions()), log)
-	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: cfg.LanesEnabled})
+	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: cfg.LanesEnabled, Observer: a.metrics})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
 		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
-		Direct: s.direct,
+		Direct: s.direct, Observer: a.metrics,
 	})
 	if err != nil {
 		return nil, err
@@ -165,7 +171,7 @@ func (a *app) living(ctx context.Context, fn func(ctx context.Context) error, mo
 	living, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	var under errgroup.Group
-	for _, keep := range append(more, a.listener.Run, a.keeper.Run) {
+	for _, keep := range append(more, a.listener.Run, a.keeper.Run, a.exporter.Run) {
 		under.Go(func() error { return keep(living) })
 	}
 	err := fn(ctx)

@@ -19,7 +19,7 @@ const eventStream = "text/event-stream"
 // endpoints are the routes of the surfaces.
 func (a *app) endpoints() []api.Endpoint {
 	var all []api.Endpoint
-	for _, some := range [][]api.Endpoint{a.operateEndpoints(), a.chatEndpoints(), a.webhookEndpoints(), a.mcpEndpoints()} {
+	for _, some := range [][]api.Endpoint{a.operateEndpoints(), a.chatEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(), a.metricsEndpoints()} {
 		all = append(all, some...)
 	}
 	return all

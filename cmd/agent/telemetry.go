@@ -1,0 +1,29 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry"
+)
+
+// observe makes the metrics of the process, and what sends its traces where the environment names a receiver.
+func (c *cli) observe(a *app) error {
+	settings, err := telemetry.Load(c.environ)
+	if err != nil {
+		return &exitError{exitUsage, fmt.Errorf("settings of OpenTelemetry:\n%w", err)}
+	}
+	a.metrics = telemetry.NewMetrics(buildVersion(), telemetry.NewState(a.pool, a.log))
+	a.exporter = telemetry.NewExporter(a.pool, settings, buildVersion(), a.metrics, a.log)
+	return nil
+}
+
+// metricsEndpoints is what Prometheus scrapes. Like the probes it asks for no token: it has counts, and names of surfaces, skills,
+// models and webhook endpoints, and nothing of what was said.
+func (a *app) metricsEndpoints() []api.Endpoint {
+	return []api.Endpoint{{
+		Method: "GET", Path: "/metrics", Access: api.Public, ContentType: "text/plain",
+		About:   "Counters of this process and gauges of the database, for Prometheus. Answers also when the database is away.",
+		Handler: a.metrics.Handler(),
+	}}
+}

@@ -1,0 +1,369 @@
+package telemetry
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/oklog/ulid/v2"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// Backlog is how far back spans are sent that could not be sent before.
+	Backlog = time.Hour
+	// every is how often it is looked for what has ended.
+	every = time.Second
+	// right is how long a sender that is not heard of keeps the right to send.
+	right = 10 * time.Second
+	// longestTransaction is how long a pass waits for a transaction that was under way.
+	longestTransaction = 30 * time.Second
+	// longestPause lies between two tries while the receiver takes nothing.
+	longestPause = 30 * time.Second
+	// flushLimit is how long the last pass of a process may take.
+	flushLimit = 5 * time.Second
+)
+
+// The bounds of one request: rows with content are large.
+const (
+	mostRows        = 1000
+	mostWithContent = 100
+	mostPending     = 20000
+)
+
+// Exporter sends spans, when it is its process's turn.
+type Exporter struct {
+	pool    *pgxpool.Pool
+	log     *slog.Logger
+	metrics *Metrics
+	sender  *sender
+	me      string
+	content bool
+	most    int
+
+	mark     *mark // the moment up to which is gone next
+	failures int   // in a row
+	moved    time.Time
+	last     bool // the process ends
+}
+
+// mark is a moment, and which transactions were under way at it: those with a smaller number.
+type mark struct {
+	upto  string
+	after int64
+	set   time.Time
+}
+
+// NewExporter returns the exporter of a process; nil where nothing is to be sent. Its methods do nothing then.
+func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log *slog.Logger) *Exporter {
+	if s.Endpoint == "" {
+		return nil
+	}
+	e := &Exporter{
+		pool: pool, log: log, metrics: m, sender: newSender(s, version), me: ulid.Make().String(), content: s.Content, most: mostRows,
+	}
+	if s.Content {
+		e.most = mostWithContent
+	}
+	return e
+}
+
+// Run sends what ends until ctx ends, and then, within seconds, what has ended by then.
+func (e *Exporter) Run(ctx context.Context) error {
+	if e == nil {
+		return nil
+	}
+	for ctx.Err() == nil {
+		more := e.look(ctx)
+		if more {
+			continue
+		}
+		timer := time.NewTimer(e.pause())
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), flushLimit)
+	defer cancel()
+	e.flush(last)
+	e.leave(last)
+	e.sender.close(last)
+	return nil
+}
+
+// pause is how long to the next look.
+func (e *Exporter) pause() time.Duration {
+	if e.failures == 0 {
+		return every
+	}
+	return min(every<<min(e.failures, 6), longestPause)
+}
+
+// look is one pass, whose failure is told once and not returned: nothing depends on it.
+func (e *Exporter) look(ctx context.Context) (more bool) {
+	more, err := e.pass(ctx)
+	switch {
+	case err == nil:
+		if e.failures > 0 {
+			e.log.InfoContext(ctx, "traces are sent again", "failures", e.failures)
+		}
+		e.failures = 0
+	case ctx.Err() != nil:
+		return false
+	default:
+		e.failures++
+		e.metrics.exportFailed()
+		if e.failures == 1 {
+			e.log.WarnContext(ctx, "traces not sent, they are kept for an hour and tried again", "error", err)
+		}
+	}
+	return more && err == nil
+}
+
+// flush sends all that has ended by now, if nobody else has the right to send.
+func (e *Exporter) flush(ctx context.Context) {
+	e.mark, e.last = nil, true
+	upto := ""
+	for ctx.Err() == nil {
+		mine, err := e.take(ctx)
+		if err != nil || mine == nil {
+			return
+		}
+		if upto == "" {
+			upto = mine.Now
+		}
+		_, err = e.pass(ctx)
+		if err != nil {
+			e.log.WarnContext(ctx, "last traces not sent; whoever sends next sends them", "error", err)
+			return
+		}
+		if mine, err = e.take(ctx); err != nil || mine == nil || mine.SentUpto >= upto {
+			return
+		}
+		timer := time.NewTimer(20 * time.Millisecond) // somebody's transaction is under way
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// leave gives up the right to send, so that another process has it at once.
+func (e *Exporter) leave(ctx context.Context) {
+	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
+		postgres.Strict{"me": e.me})
+	if err != nil {
+		e.log.DebugContext(ctx, "the right to send traces ends by itself", "error", err)
+	}
+}
+
+// position is how far was sent.
+type position struct {
+	SentUpto string
+	Pending  []string
+	Upto     string // a moment ago
+	Now      string
+	After    int64 // transactions with smaller numbers may have been under way then
+}
+
+//go:embed position.sql
+var positionSQL string
+
+// take takes or keeps the right to send; nil when another process has it.
+func (e *Exporter) take(ctx context.Context) (*position, error) {
+	rows, err := e.pool.Query(ctx, positionSQL,
+		postgres.Strict{"me": e.me, "seconds": right.Seconds(), "backlog": Backlog.Seconds()})
+	if err != nil {
+		return nil, fmt.Errorf("take the right to send traces: %w", err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[position])
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("take the right to send traces: %w", err)
+	}
+	return got, nil
+}
+
+// pass sends what has ended since the last pass; more says that there is more already.
+func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
+	at, err := e.take(ctx)
+	if err != nil || at == nil {
+		e.mark = nil
+		return false, err
+	}
+	settled, err := e.settled(ctx, at)
+	if err != nil || !settled {
+		return false, err
+	}
+	batch, err := e.gather(ctx, at)
+	if err != nil {
+		return false, err
+	}
+	got, err := read(ctx, e.pool, batch.ended, batch.runs, e.content)
+	if err != nil {
+		return false, err
+	}
+	spans := got.spans(e.content)
+	sent, err := e.sender.send(ctx, spans)
+	switch {
+	case err != nil && refusedForGood(err):
+		e.log.ErrorContext(ctx, "spans refused by the receiver, and given up", "spans", sent, "error", err)
+		e.metrics.exported("refused", sent)
+	case err != nil:
+		return false, fmt.Errorf("send %d spans: %w", sent, err)
+	default:
+		e.metrics.exported("sent", sent)
+		e.metrics.exported("sampled_out", len(spans)-sent)
+	}
+	idle := len(batch.ended)+len(batch.runs) == 0 && slices.Equal(batch.pending, at.Pending)
+	if !idle || e.last || time.Since(e.moved) > right/2 {
+		if err := e.advance(ctx, at, batch); err != nil {
+			return false, err
+		}
+		e.moved = time.Now()
+	}
+	if !batch.more {
+		e.mark = nil
+	}
+	return batch.more, nil
+}
+
+// refusedForGood reports that the receiver does not like the batch itself, so that sending it again is no use.
+func refusedForGood(err error) bool {
+	text := err.Error()
+	return strings.Contains(text, ": 400 ") || strings.Contains(text, ": 413 ") || strings.Contains(text, ": 422 ") ||
+		strings.Contains(text, "request body too large")
+}
+
+// settled reports whether all that was under way at the mark is over. Without a mark this moment becomes it.
+func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
+	if e.mark == nil || e.mark.upto <= at.SentUpto {
+		e.mark = &mark{at.Upto, at.After, time.Now()}
+	}
+	var oldest int64
+	if err := e.pool.QueryRow(ctx, `select pg_snapshot_xmin(pg_current_snapshot())::text::bigint`).Scan(&oldest); err != nil {
+		return false, fmt.Errorf("look for transactions under way: %w", err)
+	}
+	return oldest >= e.mark.after || time.Since(e.mark.set) > longestTransaction, nil
+}
+
+// batch is what one pass sends.
+type batch struct {
+	upto    string
+	ended   []string // activities
+	pending []string // those that have not ended
+	runs    []string
+	more    bool
+}
+
+// gather finds the ids of what has ended up to the mark, or of the first of it.
+func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
+	b := batch{upto: e.mark.upto}
+	type fresh struct {
+		ID    string
+		Ended bool
+	}
+	rows, err := collect[fresh](ctx, e.pool, `
+		select a.id::text, a.status <> 'running' as ended from agent_activity a
+		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`,
+		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+	if err != nil {
+		return b, fmt.Errorf("look for activities: %w", err)
+	}
+	type end struct{ ID, Run string }
+	ends, err := collect[end](ctx, e.pool, `
+		select v.id::text, v.execution_id::text as run from agent_events v
+		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
+		   and v.key = v.execution_id::text
+		 order by v.id limit @most`,
+		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+	if err != nil {
+		return b, fmt.Errorf("look for ends of executions: %w", err)
+	}
+	if len(rows) == e.most {
+		b.upto, b.more = rows[len(rows)-1].ID, true
+	}
+	if len(ends) == e.most {
+		b.upto, b.more = min(b.upto, ends[len(ends)-1].ID), true
+	}
+	for _, end := range ends {
+		if end.ID <= b.upto && !slices.Contains(b.runs, end.Run) {
+			b.runs = append(b.runs, end.Run)
+		}
+	}
+	for _, row := range rows {
+		switch {
+		case row.ID > b.upto:
+		case row.Ended:
+			b.ended = append(b.ended, row.ID)
+		default:
+			b.pending = append(b.pending, row.ID)
+		}
+	}
+	return b, e.revisit(ctx, at.Pending, &b)
+}
+
+// revisit looks again at the activities that had not ended. One that is gone is forgotten.
+func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) error {
+	if len(pending) == 0 {
+		return nil
+	}
+	rows, err := e.pool.Query(ctx, `
+		select a.id::text, a.status <> 'running' from agent_activity a where a.id = any (@ids::uuid[]) order by a.id`,
+		postgres.Strict{"ids": pending})
+	if err != nil {
+		return fmt.Errorf("look at open activities: %w", err)
+	}
+	var id string
+	var ended bool
+	_, err = pgx.ForEachRow(rows, []any{&id, &ended}, func() error {
+		switch {
+		case !ended || len(b.ended) >= 2*e.most:
+			b.pending = append(b.pending, id)
+			b.more = b.more || ended
+		default:
+			b.ended = append(b.ended, id)
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("look at open activities: %w", err)
+	}
+	if over := len(b.pending) - mostPending; over > 0 {
+		slices.Sort(b.pending)
+		b.pending = b.pending[over:]
+		e.metrics.exported("forgotten", over)
+	}
+	return nil
+}
+
+// errOvertaken reports that another process sends now. What this one has sent may be sent twice.
+var errOvertaken = errors.New("another process sends traces by now")
+
+// advance moves the position over what was sent.
+func (e *Exporter) advance(ctx context.Context, at *position, b batch) error {
+	tag, err := e.pool.Exec(ctx, `
+		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[], updated_at = clock_timestamp()
+		 where sender = @me and sent_upto = @since::uuid`,
+		postgres.Strict{"me": e.me, "since": at.SentUpto, "upto": b.upto, "pending": append([]string{}, b.pending...)})
+	if err != nil {
+		return fmt.Errorf("note how far traces were sent: %w", err)
+	}
+	if tag.RowsAffected() == 0 {
+		return errOvertaken
+	}
+	return nil
+}

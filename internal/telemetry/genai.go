@@ -1,0 +1,56 @@
+package telemetry
+
+// The GenAI semantic conventions, which are under development: github.com/open-telemetry/semantic-conventions-genai at commit
+// 06ec68e722c45a7218e23ea1bc1339fe4e21ecae (2026-10). This is the only place that names them; names of a later commit are
+// changed here, and in the golden sets of the tests.
+const (
+	opWorkflow = "invoke_workflow"
+	opAgent    = "invoke_agent"
+	opChat     = "chat"
+	opTool     = "execute_tool"
+
+	genOperation    = "gen_ai.operation.name"
+	genProvider     = "gen_ai.provider.name"
+	genAgentName    = "gen_ai.agent.name"
+	genWorkflowName = "gen_ai.workflow.name"
+	genConversation = "gen_ai.conversation.id"
+	genRequestModel = "gen_ai.request.model"
+	genAnswerModel  = "gen_ai.response.model"
+	genInputTokens  = "gen_ai.usage.input_tokens"
+	genOutputTokens = "gen_ai.usage.output_tokens"
+	genToolName     = "gen_ai.tool.name"
+	genToolType     = "gen_ai.tool.type"
+
+	// Content, which is sent only where captureContent says so.
+	genInputMessages  = "gen_ai.input.messages"
+	genOutputMessages = "gen_ai.output.messages"
+	genToolArguments  = "gen_ai.tool.call.arguments"
+	genToolResult     = "gen_ai.tool.call.result"
+
+	captureContent = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+
+	// Of the general conventions.
+	errorType = "error.type"
+)
+
+// What the conventions have no name for. The prefix is the product's own.
+const (
+	agentTraceRef   = "agent.trace_ref" // the id as people read it: hb_…
+	agentSurface    = "agent.surface"
+	agentExecution  = "agent.execution.id"
+	agentFlow       = "agent.flow"
+	agentStatus     = "agent.status"
+	agentResult     = "agent.result_type"
+	agentClaim      = "agent.claim"
+	agentQueued     = "agent.queued_ms" // between creation and begin
+	agentActivity   = "agent.activity.id"
+	agentKind       = "agent.activity.kind"
+	agentStep       = "agent.step"
+	agentLane       = "agent.lane"
+	agentPurpose    = "agent.purpose"
+	agentIdempotent = "agent.idempotency_key"
+	agentCost       = "agent.llm.cost_usd"
+	agentEstimated  = "agent.llm.usage_estimated"
+	agentWaitFor    = "agent.wait.for"
+	agentTimedOut   = "agent.wait.timed_out"
+)

@@ -1,0 +1,218 @@
+package telemetry
+
+import (
+	"net/http"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+)
+
+// Metrics are those of one process. They may be used from any goroutine; a nil Metrics counts nothing. It is the
+// executions.Observer and the lanes.Observer of its process.
+type Metrics struct {
+	registry *prometheus.Registry
+
+	runs, claimsLost, requests, tokens, cost, skills, lanesLost, deliveries, spans *prometheus.CounterVec
+	exportFailures                                                                 prometheus.Counter
+	active                                                                         *prometheus.GaugeVec
+	runTook, requestTook, skillTook, laneWait                                      *prometheus.HistogramVec
+
+	models, named *few
+}
+
+// The buckets of what takes time: a skill takes milliseconds or minutes, a run up to hours.
+var (
+	shortly = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300}
+	atEase  = []float64{0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400}
+)
+
+// NewMetrics returns the metrics of a process of a version. state, which may be nil, is asked at each scrape.
+func NewMetrics(version string, state prometheus.Collector) *Metrics {
+	m := &Metrics{registry: prometheus.NewRegistry(), models: &few{most: 100}, named: &few{most: 500}}
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+		m.registry.MustRegister(c)
+		return c
+	}
+	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
+		m.registry.MustRegister(h)
+		return h
+	}
+	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they ended in.", "surface", "status")
+	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, with what it waited.", atEase, "surface")
+	m.claimsLost = counter("agent_claims_lost_total", "Executions that this process ran and lost, because its lease ended.", "surface")
+	m.requests = counter("agent_llm_requests_total", "Model calls that ended, with their retries as one.", "model", "status")
+	m.requestTook = histogram("agent_llm_request_duration_seconds", "How long model calls took, with their retries.", shortly, "model")
+	m.tokens = counter("agent_llm_tokens_total", "Tokens of model calls, of type input or output.", "model", "type")
+	m.cost = counter("agent_llm_cost_usd_total", "What model calls cost, in US dollars, by AGENT_PRICES.", "model")
+	m.skills = counter("agent_skill_invocations_total", "Calls of skills that ended.", "skill", "status")
+	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", shortly, "skill")
+	m.laneWait = histogram("agent_lane_lock_wait_seconds", "How long it was waited for a lane, by its kind, whether it was got or not.", shortly, "lane", "got")
+	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
+	m.deliveries = counter("agent_webhook_deliveries_total", "Webhooks that came in: accepted, repeated or refused.", "source", "result")
+	m.spans = counter("agent_telemetry_spans_total", "Spans: sent, sampled_out, refused by the receiver, or forgotten.", "result")
+	m.exportFailures = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "agent_telemetry_export_failures_total", Help: "Tries to send spans that failed; what they had is tried again.",
+	})
+	m.active = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "agent_runs_active", Help: "Executions that this process runs now.",
+	}, []string{"surface"})
+	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "agent_build_info", Help: "1; the version is in the labels.",
+	}, []string{"version", "goversion"})
+	build.WithLabelValues(version, runtime.Version()).Set(1)
+	m.registry.MustRegister(m.exportFailures, m.active, build, collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	if state != nil {
+		m.registry.MustRegister(state)
+	}
+	return m
+}
+
+// Handler serves the metrics. What cannot be gathered is left out, and the rest is served.
+func (m *Metrics) Handler() http.Handler {
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{ErrorHandling: promhttp.ContinueOnError, MaxRequestsInFlight: 8})
+}
+
+// Registry is what is gathered.
+func (m *Metrics) Registry() *prometheus.Registry { return m.registry }
+
+// Began counts an execution that this process has begun to run.
+func (m *Metrics) Began(x executions.Execution) {
+	if m != nil {
+		m.active.WithLabelValues(x.Surface).Inc()
+	}
+}
+
+// Left is the opposite of Began, however it left.
+func (m *Metrics) Left(x executions.Execution) {
+	if m != nil {
+		m.active.WithLabelValues(x.Surface).Dec()
+	}
+}
+
+// Lost counts a claim that was lost.
+func (m *Metrics) Lost(x executions.Execution) {
+	if m != nil {
+		m.claimsLost.WithLabelValues(x.Surface).Inc()
+	}
+}
+
+// Ended counts an execution that ended here.
+func (m *Metrics) Ended(x executions.Execution, status executions.Status) {
+	if m == nil {
+		return
+	}
+	m.runs.WithLabelValues(x.Surface, string(status)).Inc()
+	if x.StartedAt != nil {
+		m.runTook.WithLabelValues(x.Surface).Observe(max(0, time.Since(*x.StartedAt).Seconds()))
+	}
+}
+
+// Closed counts an activity whose end was recorded here.
+func (m *Metrics) Closed(e activity.Entry, o activity.Outcome, took time.Duration) {
+	if m == nil {
+		return
+	}
+	status := string(o.Status)
+	switch e.Kind {
+	case activity.KindModel:
+		model := e.Model
+		if o.Model != "" {
+			model = o.Model
+		}
+		model = m.models.of(model)
+		m.requests.WithLabelValues(model, status).Inc()
+		m.requestTook.WithLabelValues(model).Observe(took.Seconds())
+		m.tokens.WithLabelValues(model, "input").Add(float64(max(0, o.Usage.PromptTokens)))
+		m.tokens.WithLabelValues(model, "output").Add(float64(max(0, o.Usage.CompletionTokens)))
+		m.cost.WithLabelValues(model).Add(max(0, o.CostUSD))
+	case activity.KindCall:
+		skill := m.named.of(e.Skill)
+		if o.Class == "unknown_tool" {
+			skill = "unknown_tool" // a name that a model made up
+		}
+		m.skills.WithLabelValues(skill, status).Inc()
+		m.skillTook.WithLabelValues(skill).Observe(took.Seconds())
+	case activity.KindPhase, activity.KindNote:
+	}
+}
+
+// LaneWaited counts a wait for a lane.
+func (m *Metrics) LaneWaited(lane string, took time.Duration, got bool) {
+	if m != nil {
+		m.laneWait.WithLabelValues(laneKind(lane), map[bool]string{true: "yes", false: "no"}[got]).Observe(took.Seconds())
+	}
+}
+
+// LaneLost counts a lane that was lost.
+func (m *Metrics) LaneLost(lane string) {
+	if m != nil {
+		m.lanesLost.WithLabelValues(laneKind(lane)).Inc()
+	}
+}
+
+// Delivery counts a webhook that came in at an endpoint that is declared.
+func (m *Metrics) Delivery(endpoint, result string) {
+	if m != nil {
+		m.deliveries.WithLabelValues(m.named.of(endpoint), result).Inc()
+	}
+}
+
+func (m *Metrics) exported(result string, n int) {
+	if m != nil && n > 0 {
+		m.spans.WithLabelValues(result).Add(float64(n))
+	}
+}
+
+func (m *Metrics) exportFailed() {
+	if m != nil {
+		m.exportFailures.Inc()
+	}
+}
+
+// laneKinds are the kinds of lanes that the product has; anybody may invent others.
+var laneKinds = []string{"heartbeat", "operate", "webhook", "thread", "automation", "objective", "pipeline", "execution"}
+
+// laneKind is the part of a lane's name before the colon, of a short list.
+func laneKind(lane string) string {
+	kind, _, _ := strings.Cut(lane, ":")
+	for _, known := range laneKinds {
+		if kind == known {
+			return kind
+		}
+	}
+	return "other"
+}
+
+// few bounds how many values a label takes: further ones are "other".
+type few struct {
+	most int
+	mu   sync.Mutex
+	seen map[string]bool
+}
+
+func (f *few) of(value string) string {
+	value = strings.ToValidUTF8(value, "\uFFFD")
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.seen[value] {
+		if len(f.seen) >= f.most || len(value) > 255 {
+			return "other"
+		}
+		if f.seen == nil {
+			f.seen = map[string]bool{}
+		}
+		f.seen[value] = true
+	}
+	return value
+}

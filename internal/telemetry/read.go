@@ -1,0 +1,101 @@
+package telemetry
+
+import (
+	"context"
+	_ "embed"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// activityRow is an activity and its place in the trace.
+type activityRow struct {
+	ID, TraceID                                            string
+	ExecutionID                                            *string
+	Kind, SkillName, Agent, Surface, Status, Purpose, Step string
+	Model, ErrorClass, ErrorMessage                        string
+	PromptTokens, CompletionTokens                         string
+	Estimated                                              bool
+	CostUsd                                                float64
+	ThreadID, Lane, IdempotencyKey                         string
+	CreatedAt, FinishedAt                                  time.Time
+	Input, Output                                          json.RawMessage
+	ParentID                                               *string
+	ParentEnded, RunEnded                                  *time.Time
+	RunID, RootID                                          *string
+}
+
+// runRow is an execution that has ended, and its place in the trace.
+type runRow struct {
+	ID, TraceID, Surface, Agent, Flow, Status, ResultType, ErrorMessage, FailedStep string
+	Claim                                                                           int64
+	ThreadID                                                                        string
+	CreatedAt, StartedAt, CompletedAt                                               time.Time
+	ParentID                                                                        *string
+	ParentTrace                                                                     string
+	RootID, ForkedFrom                                                              *string
+	ForkedTrace                                                                     string
+	Links                                                                           []string
+}
+
+// waitRow is a wait of an execution that has ended.
+type waitRow struct {
+	ExecutionID, Step, Event string
+	TimedOut                 bool
+	EndedAt                  time.Time
+	PhaseID                  *string
+	BeganAt                  time.Time
+}
+
+var (
+	//go:embed read_activities.sql
+	activitiesSQL string
+	//go:embed read_runs.sql
+	runsSQL string
+	//go:embed read_waits.sql
+	waitsSQL string
+)
+
+// waitsMost bounds the waits that are shown of the executions of a pass: a loop may have waited without end.
+const waitsMost = 5000
+
+// found is what is to be sent.
+type found struct {
+	activities []activityRow
+	runs       []runRow
+	waits      []waitRow
+}
+
+// read reads finished rows by their ids.
+func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (found, error) {
+	var f found
+	var err error
+	if len(activities) > 0 {
+		if f.activities, err = collect[activityRow](ctx, db, activitiesSQL, postgres.Strict{"ids": activities, "content": content}); err != nil {
+			return found{}, fmt.Errorf("read activities for spans: %w", err)
+		}
+	}
+	if len(runs) == 0 {
+		return f, nil
+	}
+	if f.runs, err = collect[runRow](ctx, db, runsSQL, postgres.Strict{"ids": runs}); err != nil {
+		return found{}, fmt.Errorf("read executions for spans: %w", err)
+	}
+	if f.waits, err = collect[waitRow](ctx, db, waitsSQL, postgres.Strict{"ids": runs, "most": waitsMost}); err != nil {
+		return found{}, fmt.Errorf("read waits for spans: %w", err)
+	}
+	return f, nil
+}
+
+func collect[T any](ctx context.Context, db postgres.DB, sql string, args postgres.Strict) ([]T, error) {
+	// The plan is made for the ids at hand: a generic one would read a table from end to end.
+	rows, err := db.Query(ctx, sql, pgx.QueryExecModeCacheDescribe, args)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByName[T])
+}

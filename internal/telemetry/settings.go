@@ -1,0 +1,167 @@
+package telemetry
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+)
+
+// Settings are where spans go, as the standard variables of OpenTelemetry say. The zero value sends nothing.
+type Settings struct {
+	Endpoint   string // the whole URL that is posted to; empty: nothing is sent
+	Headers    map[string]string
+	Timeout    time.Duration // of a request
+	JSON       bool          // http/json in place of http/protobuf
+	Gzip       bool
+	Service    string
+	Attributes map[string]string // of the resource
+	Content    bool              // messages, arguments and results are sent too, redacted
+	sampler    sdktrace.Sampler
+}
+
+// Variables lists the variables that [Load] reads, with what they take.
+func Variables() [][2]string {
+	return [][2]string{
+		{"OTEL_EXPORTER_OTLP_ENDPOINT", "the receiver's URL, for example http://localhost:4318; /v1/traces is added; without it nothing is sent"},
+		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "the whole URL for traces, taken as it is"},
+		{"OTEL_EXPORTER_OTLP_HEADERS", "name=value,name=value, percent-encoded; or OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf (the default) or http/json; or OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"},
+		{"OTEL_EXPORTER_OTLP_TIMEOUT", "of a request, in milliseconds, 10000 when not set; or OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"},
+		{"OTEL_EXPORTER_OTLP_COMPRESSION", "gzip or none (the default); or OTEL_EXPORTER_OTLP_TRACES_COMPRESSION"},
+		{"OTEL_SERVICE_NAME", "lanekeeper when neither this nor OTEL_RESOURCE_ATTRIBUTES says service.name"},
+		{"OTEL_RESOURCE_ATTRIBUTES", "name=value,name=value, percent-encoded"},
+		{"OTEL_TRACES_SAMPLER", "always_on, always_off, traceidratio, or one of these behind parentbased_, which means the same here"},
+		{"OTEL_TRACES_SAMPLER_ARG", "the share of traces that traceidratio keeps, from 0 to 1; 1 when not set"},
+		{"OTEL_TRACES_EXPORTER", "otlp (the default) or none"},
+		{"OTEL_SDK_DISABLED", "true sends nothing"},
+		{captureContent, "true sends messages, arguments and results too, redacted and bounded as they are stored"},
+	}
+}
+
+// Load reads the settings. It reports all that is wrong, one line each. Where nothing is to be sent the rest is not looked at.
+func Load(environ map[string]string) (Settings, error) {
+	get := func(name string) string { return strings.TrimSpace(environ[name]) }
+	either := func(name string) (string, string) { // of traces, or of all signals
+		if own := "OTEL_EXPORTER_OTLP_TRACES_" + name; get(own) != "" {
+			return own, get(own)
+		}
+		return "OTEL_EXPORTER_OTLP_" + name, get("OTEL_EXPORTER_OTLP_" + name)
+	}
+	s := Settings{Service: "lanekeeper", Timeout: 10 * time.Second}
+	var wrong []error
+	note := func(name string, err error) {
+		if err != nil {
+			wrong = append(wrong, fmt.Errorf("%s: %w", name, err))
+		}
+	}
+	name, address := either("ENDPOINT")
+	off := strings.EqualFold(get("OTEL_SDK_DISABLED"), "true") || get("OTEL_TRACES_EXPORTER") == "none"
+	if address == "" || off {
+		return Settings{}, nil
+	}
+	var err error
+	s.Endpoint, err = endpoint(address, name == "OTEL_EXPORTER_OTLP_ENDPOINT")
+	note(name, err)
+	if e := get("OTEL_TRACES_EXPORTER"); e != "" && e != "otlp" {
+		note("OTEL_TRACES_EXPORTER", fmt.Errorf("%q is not supported; set otlp or none", e))
+	}
+	name, text := either("PROTOCOL")
+	s.JSON, err = protocol(text)
+	note(name, err)
+	name, text = either("COMPRESSION")
+	if s.Gzip = text == "gzip"; text != "" && text != "gzip" && text != "none" {
+		note(name, fmt.Errorf("%q is not supported; set gzip or none", text))
+	}
+	name, text = either("TIMEOUT")
+	s.Timeout, err = milliseconds(text, s.Timeout)
+	note(name, err)
+	name, text = either("HEADERS")
+	s.Headers, err = pairs(text)
+	note(name, err)
+	s.Attributes, err = pairs(get("OTEL_RESOURCE_ATTRIBUTES"))
+	note("OTEL_RESOURCE_ATTRIBUTES", err)
+	for _, named := range []string{s.Attributes["service.name"], get("OTEL_SERVICE_NAME")} {
+		if named != "" {
+			s.Service = named
+		}
+	}
+	s.sampler, err = sampler(get("OTEL_TRACES_SAMPLER"), get("OTEL_TRACES_SAMPLER_ARG"))
+	note("OTEL_TRACES_SAMPLER", err)
+	s.Content = strings.EqualFold(get(captureContent), "true")
+	return s, errors.Join(wrong...)
+}
+
+// endpoint is the URL to post to. That of all signals has no path of its own for traces.
+func endpoint(address string, shared bool) (string, error) {
+	u, err := url.Parse(address)
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return "", errors.New("not a URL of http or https; set for example http://localhost:4318")
+	}
+	if shared {
+		return u.JoinPath("v1", "traces").String(), nil
+	}
+	return u.String(), nil
+}
+
+func protocol(text string) (json bool, err error) {
+	switch text {
+	case "", "http/protobuf":
+		return false, nil
+	case "http/json":
+		return true, nil
+	}
+	return false, fmt.Errorf("%q is not supported; set http/protobuf, which receivers take at port 4318", text)
+}
+
+func milliseconds(text string, standard time.Duration) (time.Duration, error) {
+	if text == "" {
+		return standard, nil
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n <= 0 || n > 600_000 {
+		return standard, fmt.Errorf("%q is not a number of milliseconds from 1 to 600000", text)
+	}
+	return time.Duration(n) * time.Millisecond, nil
+}
+
+// pairs reads name=value,name=value with percent-encoded values. What is wrong is not repeated: it may be a secret.
+func pairs(text string) (map[string]string, error) {
+	got := map[string]string{}
+	for pair := range strings.SplitSeq(text, ",") {
+		if strings.TrimSpace(pair) == "" {
+			continue
+		}
+		name, value, ok := strings.Cut(pair, "=")
+		decoded, err := url.PathUnescape(strings.TrimSpace(value))
+		if name = strings.TrimSpace(name); !ok || name == "" || err != nil {
+			return nil, errors.New("not a list of name=value,name=value with percent-encoded values")
+		}
+		got[name] = decoded
+	}
+	return got, nil
+}
+
+// sampler decides by the trace id alone, so that the spans of a trace share one fate in every process.
+func sampler(name, arg string) (sdktrace.Sampler, error) {
+	switch strings.TrimPrefix(name, "parentbased_") {
+	case "", "always_on":
+		return sdktrace.AlwaysSample(), nil
+	case "always_off":
+		return sdktrace.NeverSample(), nil
+	case "traceidratio":
+		share := 1.0
+		if arg != "" {
+			var err error
+			if share, err = strconv.ParseFloat(arg, 64); err != nil || !(share >= 0 && share <= 1) {
+				return nil, fmt.Errorf("OTEL_TRACES_SAMPLER_ARG is %q, not a number from 0 to 1", arg)
+			}
+		}
+		return sdktrace.TraceIDRatioBased(share), nil
+	}
+	return nil, fmt.Errorf("%q is not supported; set always_on, always_off or traceidratio", name)
+}
