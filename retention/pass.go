@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -97,7 +98,16 @@ func (o Options) chosen(ctx context.Context, db postgres.DB) ([]Policy, error) {
 		}
 		chosen = append(chosen, p)
 	}
+	// Executions first: what belonged to them goes by its own policy afterwards.
+	slices.SortStableFunc(chosen, func(a, b Policy) int { return order(a) - order(b) })
 	return chosen, nil
+}
+
+func order(p Policy) int {
+	if p.Kind == "executions" {
+		return 0
+	}
+	return 1
 }
 
 // one works on a kind.

@@ -520,7 +520,8 @@ language plpgsql as $$
 declare
   kind_ text;
 begin
-  foreach kind_ in array array(select r.kind from agent_retention r order by r.kind) loop
+  -- Executions first: what belonged to them goes by its own policy afterwards.
+  foreach kind_ in array array(select r.kind from agent_retention r order by r.kind <> 'executions', r.kind) loop
     while (select p.more from prune_agent(kind_, p_most) p) loop
       commit;
     end loop;

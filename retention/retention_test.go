@@ -1,0 +1,182 @@
+package retention_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
+)
+
+// rounds is how many random states a test looks at.
+func rounds() int {
+	if os.Getenv("AGENT_RETENTION") == "long" {
+		return 60
+	}
+	return 3
+}
+
+// randomPolicy keeps each kind for some days, or for ever. Partial says whether activity goes row by row.
+func randomPolicy(r *rand.Rand) map[string]string {
+	policy := map[string]string{}
+	for kind, least := range map[string]int{
+		"activity": 7, "executions": 1, "events": 1, "messages": 1, "approvals": 1, "automation_runs": 1, "deliveries": 1, "outbox": 1,
+		"budgets": 31, "hour_counts": 35,
+	} {
+		policy[kind] = fmt.Sprintf("%dd", least+r.IntN(120))
+		if r.IntN(6) == 0 {
+			policy[kind] = retention.Forever
+		}
+	}
+	return policy
+}
+
+// TestWhatGoesIsWhatThePolicySays: of random states, by random policies, exactly the rows go that an oracle names. So nothing that is
+// not finished does, nor what it needs.
+func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
+	t.Parallel()
+	for n := range rounds() {
+		seed := uint64(time.Now().UnixNano()) + uint64(n)
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			r := rand.New(rand.NewPCG(seed, 0))
+			random(t, pool, r)
+			policy := randomPolicy(r)
+			if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
+				t.Fatal(err)
+			}
+			want := read(t, pool)
+			had := want.keys()
+			want.take(policy)
+			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
+				t.Errorf("a dry run removed something:\n%s", diff)
+			}
+			done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
+				t.Errorf("by %v, want -, got +:\n%s", policy, diff)
+			}
+			agree(t, had, want.keys(), counted, done)
+		})
+	}
+}
+
+// agree compares what was told with what went.
+func agree(t *testing.T, had, left map[string][]string, counted, done []retention.Done) {
+	t.Helper()
+	tables := map[string]string{
+		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox", "automation_runs": "runs",
+		"budgets": "budgets", "hour_counts": "counts", "messages": "messages",
+	}
+	for _, d := range counted {
+		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(had[table])-len(left[table])) {
+			t.Errorf("a dry run says %d of %s would go; %d of %d stayed", d.Removed, d.Kind, len(left[table]), len(had[table]))
+		}
+	}
+	for _, d := range done {
+		if table, ok := tables[d.Kind]; ok && len(d.Partitions) == 0 && d.Removed != int64(len(had[table])-len(left[table])) {
+			t.Errorf("%d of %s are said to have gone; %d of %d stayed", d.Removed, d.Kind, len(left[table]), len(had[table]))
+		}
+	}
+}
+
+// TestAPassMayBeStoppedAnywhere: passes that are killed again and again, by several at once, come to the same end.
+func TestAPassMayBeStoppedAnywhere(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	r := rand.New(rand.NewPCG(7, 7))
+	random(t, pool, r)
+	policy := map[string]string{}
+	for _, kind := range []string{"activity", "executions", "events", "messages", "approvals", "automation_runs", "deliveries", "outbox", "budgets", "hour_counts"} {
+		policy[kind] = "64d"
+	}
+	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	want := read(t, pool)
+	want.take(policy)
+	for n := range 12 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(n*n)*3*time.Millisecond)
+		errs := make(chan error, 2)
+		for range 2 {
+			go func() {
+				_, err := retention.Run(ctx, pool, retention.Options{Anew: n == 3})
+				errs <- err
+			}()
+		}
+		for range 2 {
+			if err := <-errs; err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("pass %d: %v", n, err)
+			}
+		}
+		cancel()
+	}
+	for range 2 { // what a parked approval waited for may have gone after it was looked at
+		if _, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
+		t.Errorf("want -, got +:\n%s", diff)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_retention_leftovers`); n != 0 {
+		t.Errorf("%d executions have left something", n)
+	}
+}
+
+func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	random(t, pool, rand.New(rand.NewPCG(1, 2)))
+	exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets')`) // as they have always been
+	had := read(t, pool).keys()
+	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 || done[0].Removed != 0 {
+		t.Errorf("%+v, %v", done, err)
+	}
+	if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
+		t.Errorf("removed:\n%s", diff)
+	}
+}
+
+func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	before, err := retention.Show(t.Context(), pool)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []map[string]string{
+		{}, {"memory": "90d"}, {"activity": "6d"}, {"activity": "-90d"}, {"activity": "soon"}, {"activity": ""}, {"executions": "200 years"},
+		{"executions": "1d", "events": "1 second"},
+	} {
+		if _, err := retention.Set(t.Context(), pool, bad, "admin", ""); !errors.Is(err, retention.ErrInvalid) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	after, err := retention.Show(t.Context(), pool)
+	if diff := cmp.Diff(before, after); diff != "" || err != nil {
+		t.Errorf("%v, changed:\n%s", err, diff)
+	}
+	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}}); !errors.Is(err, retention.ErrInvalid) {
+		t.Errorf("a pass over memory: %v", err)
+	}
+	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
+	if !postgres.IsCode(err, "23514") {
+		t.Errorf("less than the least: %v", err)
+	}
+}
