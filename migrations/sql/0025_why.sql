@@ -1133,12 +1133,16 @@ begin
     select e.trace_id, e.flow into p from agent_executions e where e.id = x.parent_id;
     return (x.created_at, 'child', format('%s started %s', coalesce(p.flow, 'an execution that is no longer kept'), x.flow),
             'execution ' || x.parent_id, me, p.trace_id, x.parent_id, jsonb_build_object('flow', x.flow, 'awaited', x.awaited))::agent_reason;
-  elsif x.flow = 'automation' and agent_uuid(x.input ->> 'run') is not null then
-    select a.name, a.max_attempts, r.attempt into p
-      from agent_automation_runs r join agent_automations a on a.id = r.automation_id where r.id = agent_uuid(x.input ->> 'run');
-    return (x.created_at, 'automation', format('automation %s ran, attempt %s of %s', coalesce(p.name, '(no longer kept)'),
-              coalesce(x.input ->> 'attempt', '1'), p.max_attempts), 'run ' || (x.input ->> 'run'), me, null, null,
-            jsonb_build_object('automation', p.name, 'attempt', x.input -> 'attempt', 'of', p.max_attempts))::agent_reason;
+  elsif x.flow = 'automation' and agent_uuid(x.input ->> 'run_id') is not null then
+    select a.name, a.max_attempts, l.attempt into p
+      from agent_automation_runs r join agent_automations a on a.id = r.automation_id
+      left join lateral (
+        select count(*) as attempt from agent_links o, agent_links m
+         where m.effect = me and m.kind = 'ran' and o.cause = m.cause and o.kind = 'ran' and o.at <= m.at) l on true
+     where r.id = agent_uuid(x.input ->> 'run_id');
+    return (x.created_at, 'automation', format('automation %s ran%s', coalesce(p.name, '(no longer kept)'),
+              case when p.attempt > 1 then format(', attempt %s of %s', p.attempt, p.max_attempts) else '' end), 'run ' || (x.input ->> 'run_id'), me, null, null,
+            jsonb_strip_nulls(jsonb_build_object('automation', p.name, 'attempt', nullif(p.attempt, 0), 'of', p.max_attempts)))::agent_reason;
   elsif x.flow = 'webhook' and agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null and split_part(x.dedupe_key, ' ', 1) = 'webhook' then
     select d.endpoint, d.delivery_id, d.received_at, d.attempts, d.repeats into p
       from agent_webhook_deliveries d where d.id = agent_uuid(split_part(x.dedupe_key, ' ', 2));
@@ -1369,10 +1373,10 @@ begin
           (select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
             where k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
           union all
-          select l.execution_id, l.locked_at, null from agent_locks l
-           where l.lane = w.key and l.execution_id is not null and l.expires_at > clock_timestamp()) o
+          select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end from agent_locks l
+           where l.lane = w.key and l.execution_id is not null) o
           left join agent_executions x on x.id = o.execution_id
-         where o.execution_id <> w.execution_id and o.held_from < coalesce(w.until, 'infinity')
+         where o.execution_id <> w.execution_id and o.held_from < coalesce(w.until, 'infinity') and coalesce(o.held_until, 'infinity') > w.since
          order by o.held_from limit 20
       loop
         return next (h.held_from, 'blocked', format('%s had lane %s meanwhile%s', coalesce(h.flow, 'an execution that is no longer kept'), w.key,
@@ -1400,8 +1404,10 @@ begin
       (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, agent_words(k.held_until - k.held_from) as long
          from agent_lane_holds k where k.execution_id = any (p_runs) order by k.held_from, k.lane limit p_most)
       union all
-      (select l.lane, l.execution_id, l.fencing_token, l.locked_at, null, null, '', agent_words(clock_timestamp() - l.locked_at)
-         from agent_locks l where l.execution_id = any (p_runs) and l.expires_at > clock_timestamp() order by l.locked_at limit p_most)) h
+      (select l.lane, l.execution_id, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, '',
+              agent_words(coalesce(o.until, clock_timestamp()) - l.locked_at)
+         from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
+        where l.execution_id = any (p_runs) order by l.locked_at limit p_most)) h
     join agent_executions x on x.id = h.execution_id
    order by h.held_from, h.lane limit p_most;
 end $$;
@@ -1505,7 +1511,7 @@ begin
    where r.id = any (made);
   return query
   select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
-         jsonb_strip_nulls(jsonb_build_object('attempt', x.input -> 'attempt', 'status', x.status))
+         jsonb_build_object('status', x.status)
     from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
    where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
   -- Executions of other traces that begin with it.

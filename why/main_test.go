@@ -1,0 +1,10 @@
+package why_test
+
+import (
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }

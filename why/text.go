@@ -1,0 +1,144 @@
+package why
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+	"unicode"
+)
+
+// titles are what stands above the parts.
+var titles = []struct {
+	part  Part
+	title string
+}{
+	{Because, "Because"},
+	{Did, "What it did"},
+	{Waits, "What it waited for"},
+	{Lanes, "Lanes"},
+	{Trouble, "What went wrong"},
+	{LedTo, "What came of it"},
+	{Spend, "What it cost"},
+}
+
+// Title is what stands above a part.
+func (p Part) Title() string {
+	for _, t := range titles {
+		if t.part == p {
+			return t.title
+		}
+	}
+	return string(p)
+}
+
+const (
+	bold = "\x1b[1m"
+	dim  = "\x1b[2m"
+	red  = "\x1b[31m"
+	none = "\x1b[0m"
+)
+
+// Write writes an answer for people: a line that says what the trace was, and below it the parts, each row with its time, the chain of causes
+// and the children indented below what caused them, and the other trace where a row leads to one. Text that came from outside is shown
+// without its control characters. colour adds ANSI colours, which say nothing that the words do not.
+func Write(w io.Writer, a Answer, colour bool) error {
+	out := bufio.NewWriter(w)
+	p := page{out: out, answer: a, colour: colour}
+	for _, r := range a.Of(Head) {
+		fmt.Fprintf(out, "%s  %s\n%s\n", p.paint(a.TraceID, bold), plain(r.What), p.paint(a.OTelTraceID+when(r.At), dim))
+		p.began = r.At
+	}
+	for _, t := range titles {
+		p.part(t.part)
+	}
+	return out.Flush()
+}
+
+type page struct {
+	out    *bufio.Writer
+	answer Answer
+	began  *time.Time
+	colour bool
+}
+
+// part writes a part that has rows.
+func (p page) part(part Part) {
+	rows := p.answer.Of(part)
+	if len(rows) == 0 {
+		return
+	}
+	fmt.Fprintf(p.out, "\n%s\n", p.paint(part.Title(), bold))
+	depths := p.depths(part, rows)
+	for i, r := range rows {
+		joint := ""
+		if depths[i] > 0 {
+			joint = strings.Repeat("   ", depths[i]-1) + "└─ "
+		}
+		text := plain(r.What)
+		if part == Trouble && r.Kind != More {
+			text = p.paint("✗ "+text, red)
+		}
+		line := fmt.Sprintf("  %s  %s%s", p.paint(p.clock(r.At), dim), joint, text)
+		if r.TraceID != p.answer.TraceID && r.Kind != More {
+			line += "  " + p.paint(plain(r.TraceID), dim)
+		}
+		fmt.Fprintln(p.out, line)
+	}
+}
+
+// depths says how far each row is below the first cause, or the first execution.
+func (p page) depths(part Part, rows []Reason) []int {
+	depths := make([]int, len(rows))
+	if part != Because && part != Did && part != LedTo {
+		return depths
+	}
+	of := map[string]int{}
+	for i, r := range rows {
+		above, below := of[r.FromRef]
+		if below && r.FromRef != "" {
+			depths[i] = min(above+1, 12)
+		}
+		of[r.ToRef] = depths[i]
+	}
+	return depths
+}
+
+// clock is the time of day, with the date where that is not the one of the trace's beginning.
+func (p page) clock(at *time.Time) string {
+	switch {
+	case at == nil:
+		return strings.Repeat(" ", len("15:04:05"))
+	case p.began != nil && at.UTC().YearDay() == p.began.UTC().YearDay() && at.UTC().Year() == p.began.UTC().Year():
+		return at.UTC().Format("15:04:05")
+	}
+	return at.UTC().Format("2006-01-02 15:04:05")
+}
+
+func when(at *time.Time) string {
+	if at == nil {
+		return ""
+	}
+	return at.UTC().Format("  2006-01-02 15:04:05 UTC")
+}
+
+func (p page) paint(text, tint string) string {
+	if !p.colour || strings.TrimSpace(text) == "" {
+		return text
+	}
+	return tint + text + none
+}
+
+// plain shows text that came from outside: on one line, and unable to steer a terminal.
+func plain(s string) string {
+	return strings.Join(strings.Fields(strings.Map(func(r rune) rune {
+		switch {
+		case unicode.IsSpace(r):
+			return ' '
+		case !unicode.IsPrint(r):
+			return '\uFFFD'
+		}
+		return r
+	}, s)), " ")
+}
