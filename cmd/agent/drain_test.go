@@ -223,9 +223,13 @@ func TestHealthcheck(t *testing.T) {
 
 // A process that is alive and not ready says what is missing.
 func TestHealthcheckSaysWhatIsMissing(t *testing.T) {
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "[::1]:0")
-	if err != nil {
-		t.Skip("no IPv6 here")
+	all, own := "[::]", "[::1]:0"
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
+	if err != nil { // no IPv6 here
+		all, own = "0.0.0.0", "127.0.0.1:0"
+		if listener, err = (&net.ListenConfig{}).Listen(t.Context(), "tcp", own); err != nil {
+			t.Fatal(err)
+		}
 	}
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusServiceUnavailable)
@@ -234,7 +238,7 @@ func TestHealthcheckSaysWhatIsMissing(t *testing.T) {
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(func() { _ = server.Close() })
 	_, port, _ := net.SplitHostPort(listener.Addr().String())
-	got := bare(t, "AGENT_LISTEN=[::]:"+port).run("healthcheck", "--ready")
+	got := bare(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
 	if got.code != 1 || !strings.Contains(got.err, "503 Service Unavailable (database: no answer)") {
 		t.Errorf("exit %d, %s", got.code, got.err)
 	}

@@ -1,0 +1,181 @@
+//go:build linux
+
+package checks_test
+
+import (
+	"debug/elf"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/moby/buildkit/frontend/dockerfile/instructions"
+	"github.com/moby/buildkit/frontend/dockerfile/parser"
+)
+
+// stages reads the Dockerfile.
+func stages(t *testing.T) []instructions.Stage {
+	t.Helper()
+	file, err := os.Open("../Dockerfile")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	tree, err := parser.Parse(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, w := range tree.Warnings {
+		t.Errorf("the Dockerfile: %s", w.Short)
+	}
+	list, _, err := instructions.Parse(tree.AST, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(list) != 2 {
+		t.Fatalf("%d stages, want one that builds and one that runs", len(list))
+	}
+	return list
+}
+
+// last is the last command of a kind in a stage.
+func last[T instructions.Command](t *testing.T, s instructions.Stage) (found T) {
+	t.Helper()
+	has := false
+	for _, c := range s.Commands {
+		if one, is := c.(T); is {
+			found, has = one, true
+		}
+	}
+	if !has {
+		t.Fatalf("the stage has no %T", found)
+	}
+	return found
+}
+
+func TestTheImageRunsTheAgentAndNothingElse(t *testing.T) {
+	s := stages(t)[1]
+	if s.BaseName != "gcr.io/distroless/static-debian12:nonroot" {
+		t.Errorf("the image is made on %s", s.BaseName)
+	}
+	if got := last[*instructions.UserCommand](t, s).User; got != "65532:65532" {
+		t.Errorf("it runs as %s", got)
+	}
+	check := last[*instructions.HealthCheckCommand](t, s).Health
+	if want := []string{"CMD", "/usr/bin/agent", "healthcheck"}; !slices.Equal(check.Test, want) {
+		t.Errorf("its health is asked by %q", check.Test)
+	}
+	entry := last[*instructions.EntrypointCommand](t, s)
+	if want := []string{"/usr/bin/agent"}; !slices.Equal(entry.CmdLine, want) || entry.PrependShell {
+		t.Errorf("its entry point is %q, through a shell %t", entry.CmdLine, entry.PrependShell)
+	}
+	if cmd := last[*instructions.CmdCommand](t, s); !slices.Equal(cmd.CmdLine, []string{"serve"}) || cmd.PrependShell {
+		t.Errorf("its command is %q, through a shell %t", cmd.CmdLine, cmd.PrependShell)
+	}
+	if from := last[*instructions.CopyCommand](t, s); from.From != stages(t)[0].Name || from.DestPath != "/usr/bin/agent" {
+		t.Errorf("it copies from %q to %q", from.From, from.DestPath)
+	}
+	for _, c := range s.Commands {
+		if _, is := c.(*instructions.RunCommand); is {
+			t.Error("it runs a command in an image that has no shell")
+		}
+	}
+}
+
+// build runs the command of the Dockerfile that builds the agent.
+func build(t *testing.T) string {
+	t.Helper()
+	run := strings.Join(last[*instructions.RunCommand](t, stages(t)[0]).CmdLine, " ")
+	if !strings.Contains(run, "go build") || !strings.Contains(run, " /out/agent ") {
+		t.Fatalf("the last command of the building stage is %q", run)
+	}
+	path := filepath.Join(t.TempDir(), "agent")
+	cmd := exec.Command("sh", "-c", strings.Replace(run, "/out/agent", path, 1))
+	cmd.Dir = "../.."
+	cmd.Env = append(os.Environ(), "TARGETOS=linux", "TARGETARCH="+runtime.GOARCH, "VERSION=v9.8.7")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v\n%s", run, err, out)
+	}
+	return path
+}
+
+func TestTheBinaryNeedsNothing(t *testing.T) {
+	path := build(t)
+	file, err := elf.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	for _, p := range file.Progs {
+		if p.Type == elf.PT_INTERP || p.Type == elf.PT_DYNAMIC {
+			t.Errorf("it is linked dynamically: %v", p.Type)
+		}
+	}
+	root := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(root, "usr/bin"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	program, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(root, "usr/bin/agent"), program, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for dir := root; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // the folders of a test are private
+		if strings.HasPrefix(dir, os.TempDir()) && dir != os.TempDir() {
+			if err := os.Chmod(dir, 0o755); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	well := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/healthz" {
+			w.WriteHeader(http.StatusNotFound)
+		}
+	}))
+	_, port, err := net.SplitHostPort(well.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if code, said := alone(t, root, nil, "version"); code != 0 || !strings.HasPrefix(said, "agent v9.8.7, ") {
+		t.Errorf("agent version: exit %d, %s", code, said)
+	}
+	listen := []string{"AGENT_LISTEN=0.0.0.0:" + port}
+	if code, said := alone(t, root, listen, "healthcheck"); code != 0 {
+		t.Errorf("agent healthcheck beside a well process: exit %d, %s", code, said)
+	}
+	well.Close()
+	if code, said := alone(t, root, listen, "healthcheck"); code != 1 {
+		t.Errorf("agent healthcheck beside nobody: exit %d, %s", code, said)
+	}
+	zone := []string{"DATABASE_URL=postgres://127.0.0.1:1/none?connect_timeout=1", "AGENT_ADMIN_TOKEN=0123456789abcdef", "AGENT_TIMEZONE=Europe/Madrid", "AGENT_LISTEN=127.0.0.1:0"}
+	if code, said := alone(t, root, zone, "migrate"); code != 1 || strings.Contains(said, "AGENT_TIMEZONE") {
+		t.Errorf("without files of time zones: exit %d, %s", code, said)
+	}
+}
+
+// alone runs the agent where nothing else is, as the image's user. Who is not root cannot do that, and runs it as it is.
+func alone(t *testing.T, root string, environ []string, args ...string) (code int, said string) {
+	t.Helper()
+	cmd := exec.Command("/usr/bin/agent", args...)
+	cmd.Env = append([]string{}, environ...)
+	if os.Getuid() == 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: root, Credential: &syscall.Credential{Uid: 65532, Gid: 65532}}
+		cmd.Path, cmd.Err, cmd.Dir = "/usr/bin/agent", nil, "/"
+	} else {
+		cmd.Path, cmd.Err, cmd.Dir = filepath.Join(root, "usr/bin/agent"), nil, root
+	}
+	out, err := cmd.CombinedOutput()
+	if cmd.ProcessState == nil {
+		t.Fatal(err)
+	}
+	return cmd.ProcessState.ExitCode(), string(out)
+}
