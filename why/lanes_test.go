@@ -1,6 +1,11 @@
 package why_test
 
-import "slices"
+import (
+	"slices"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
 
 // Lanes: who has which, with loans, as the model of the test has it.
 
@@ -30,10 +35,27 @@ func (s *scenario) giveBack(l *lane, depth int) {
 
 func (s *scenario) takeLane() bool {
 	r := s.some(working)
-	if r == nil {
-		return false
+	return r != nil && s.takes(pick(s, s.lanes), r)
+}
+
+// lend has a holder start a child, wait for it, and the child borrow the lane.
+func (s *scenario) lend() bool {
+	for _, l := range s.lanes {
+		r := l.holder()
+		if r == nil || !r.claimed || l.expired {
+			continue
+		}
+		spec := executions.Spec{Flow: "child", Surface: trace.Flow, TraceID: trace.ID(r.trace), ParentID: r.id, Awaited: true, Inherits: true}
+		child := s.start(spec, r, cause{"child", r.ref(), r.trace})
+		s.want(r, s.park(r, "agent", child.id), true)
+		s.claimed(child)
+		return s.takes(l, child)
 	}
-	l := pick(s, s.lanes)
+	return false
+}
+
+// takes has an execution ask for a lane, and reports whether it has it then.
+func (s *scenario) takes(l *lane, r *run) bool {
 	if got := value[bool](s.world, `select acquired from take_agent_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
 		s.t.Fatalf("%s takes %s: %v", r.ref(), l.name, got)
 	} else if !got {

@@ -15,6 +15,12 @@ func (s *scenario) claim() bool {
 	if r == nil {
 		return false
 	}
+	s.claimed(r)
+	return true
+}
+
+// claimed has a worker of its own take an execution.
+func (s *scenario) claimed(r *run) {
 	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
 	r.claim = value[int64](s.world, `select claim from claim_agent_execution($1, $2)`, r.id, r.worker)
 	if r.claim == 0 {
@@ -22,7 +28,6 @@ func (s *scenario) claim() bool {
 	}
 	r.claimed = true
 	s.interrupted(r)
-	return true
 }
 
 // interrupted are the calls that were under way when a claim, or everything, was over.

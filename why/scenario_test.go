@@ -21,7 +21,7 @@ func (s *scenario) operations() map[string]func() bool {
 		"start": s.startOutside, "child": s.startChild, "another child": s.startChild, "tick": s.tick, "webhook": s.deliverWebhook, "fork": s.fork, "listen": s.listen,
 		"order": s.order, "carry out": s.carryOut, "claim": s.claim, "claim again": s.claim, "claim once more": s.claim, "claim yet again": s.claim, "claim what is ready": s.claim, "go on": s.claim, "step": s.step, "call": s.call, "think": s.think,
 		"late": s.late, "lose": s.lose, "lose again": s.lose, "hand back": s.handBack, "end": s.end, "cancel": s.cancel, "tell": s.tell, "say": s.say,
-		"take lane": s.takeLane, "take a lane": s.takeLane, "take another lane": s.takeLane, "take one more lane": s.takeLane, "borrow lane": s.takeLane, "release lane": s.releaseLane, "expire lane": s.expireLane,
+		"take lane": s.takeLane, "take a lane": s.takeLane, "take another lane": s.takeLane, "take one more lane": s.takeLane, "borrow lane": s.takeLane, "lend": s.lend, "lend on": s.lend, "release lane": s.releaseLane, "expire lane": s.expireLane,
 		"break lane": s.breakLane, "wait for event": s.waitForEvent, "wait for an event": s.waitForEvent, "wait for agent": s.waitForAgent, "wait for a child": s.waitForAgent,
 		"wait for time": s.waitForTime, "wait for lane": s.waitForLane, "wait for a lane": s.waitForLane, "wait for the lane": s.waitForLane, "timer": s.timer, "raise": s.raise, "raise again": s.raise,
 		"ask": s.ask, "decide": s.decide, "use": s.use, "request": s.request, "sign": s.sign,
@@ -77,6 +77,11 @@ func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 					s.compare(id, seed, edges)
 				}
 				s.clear()
+				for _, e := range s.events {
+					if len(e.woken) > 1 {
+						edges["(an event that woke several)"]++
+					}
+				}
 				if t.Failed() {
 					return
 				}
