@@ -42,6 +42,7 @@ const (
 	agentStatus     = "agent.status"
 	agentResult     = "agent.result_type"
 	agentClaim      = "agent.claim"
+	agentDetached   = "agent.detached"  // a child that nobody waits for, so it may outlive its parent
 	agentQueued     = "agent.queued_ms" // between creation and begin
 	agentActivity   = "agent.activity.id"
 	agentKind       = "agent.activity.kind"

@@ -35,6 +35,7 @@ type runRow struct {
 	Claim                                                                           int64
 	ThreadID                                                                        string
 	CreatedAt, StartedAt, CompletedAt                                               time.Time
+	Detached                                                                        bool
 	ParentID                                                                        *string
 	ParentTrace                                                                     string
 	RootID, ForkedFrom                                                              *string

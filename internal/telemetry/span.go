@@ -99,6 +99,9 @@ func (r runRow) span() span {
 		text(agentStatus, r.Status), text(agentResult, r.ResultType), attribute.Int64(agentClaim, r.Claim),
 		attribute.Int64(agentQueued, max(0, r.StartedAt.Sub(r.CreatedAt).Milliseconds())),
 	)
+	if r.ParentID != nil && r.Detached {
+		s.attributes = append(s.attributes, attribute.Bool(agentDetached, true))
+	}
 	if s.failed {
 		s.attributes = append(s.attributes, text(errorType, r.ResultType))
 		if r.FailedStep != "" {
