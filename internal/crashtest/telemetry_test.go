@@ -4,10 +4,15 @@ package crashtest_test
 
 import (
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -149,7 +154,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
 	held := s.holdSkill("look", 1)
-	s.serve("")
+	a := s.serve("")
 	id := s.begin()
 	held.wait()
 	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`) // an admin comes: the heartbeat waits
@@ -159,6 +164,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	s.ends(id, "completed")
 	spans := s.sent(receiver, id)
 	s.mirrored(spans)
+	s.agrees(a)
 	got := names(spans)
 	for name, want := range map[string]int{
 		"invoke_workflow heartbeat": 1, "invoke_workflow settlement": 1, "execute_tool look": 2, "execute_tool pay": 1, "execute_tool settle": 1,
@@ -179,6 +185,155 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 			if strings.Contains(key, "messages") || strings.Contains(key, "arguments") {
 				t.Errorf("content was sent, and nobody had asked for it: %s", key)
 			}
+		}
+	}
+}
+
+// TestWhatAKilledProcessDidIsSent by the one that takes its work over: nothing of the trace is missing, nothing came twice.
+func TestWhatAKilledProcessDidIsSent(t *testing.T) {
+	t.Parallel()
+	s, receiver := newTraced(t)
+	held := s.holdSkill("pay", 1)
+	a := s.serve("")
+	id := s.begin()
+	held.wait()
+	eventually(t, "what had ended before is sent", func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
+	// A batch whose answer was not noted any more comes again, with the same ids.
+	eventually(t, "the process has noted that it was", func() bool {
+		return one[bool](s, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
+	})
+	a.kill()
+	held.free()
+	s.hurry()
+	s.exec(`update agent_span_export set sender_until = '-infinity'`) // which time would do
+	b := s.serve("")
+	s.ends(id, "completed")
+	spans := s.sent(receiver, id)
+	s.mirrored(spans)
+	for _, one := range spans {
+		if one.Name == "execute_tool pay" && (one.Attributes["agent.status"] != "unknown" || one.Attributes["error.type"] != "interrupted" || !one.Failed) {
+			t.Errorf("the call that was interrupted is shown as %v", one.Attributes)
+		}
+	}
+	if names(spans)["execute_tool pay"] != 1 {
+		t.Errorf("the call that was interrupted is not shown: %v", names(spans))
+	}
+	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
+}
+
+// TestAReceiverThatIsDown holds nobody up, and gets everything when it is back. A one-shot command sends before it exits.
+func TestAReceiverThatIsDown(t *testing.T) {
+	t.Parallel()
+	s, receiver := newTraced(t)
+	receiver.Fail(func(int) int { return 503 })
+	if code := s.agent("", "heartbeat").exit(); code != 0 {
+		t.Fatalf("a heartbeat ends with %d while the receiver is down", code)
+	}
+	id := s.heartbeat()
+	if n := len(receiver.Trace("")); n != 0 || len(receiver.Requests()) == 0 {
+		t.Fatalf("%d spans were taken by a receiver that is down, which was asked %d times", n, len(receiver.Requests()))
+	}
+	receiver.Fail(nil)
+	s.exec(`delete from agent_executions where flow = 'settlement' and status = 'pending'`) // nobody serves
+	if code := s.agent("", "heartbeat").exit(); code != 0 {
+		t.Fatalf("the second heartbeat ends with %d", code)
+	}
+	want := one[int](s, `
+		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions where completed_at is not null)`)
+	if got := receiver.Trace(""); len(got) != want {
+		t.Errorf("%d spans came until the process had ended, SQL has %d", len(got), want)
+	}
+	s.mirrored(receiver.Trace(s.otel(id)))
+}
+
+// counted compares counters of a process with the rows that it has finished: all that there are, or those that more says.
+func (s *scene) counted(a *agent, want map[string]float64) {
+	s.t.Helper()
+	got := s.metrics(a)
+	for series, n := range want {
+		if got[series] != n {
+			s.t.Errorf("%s is %v, want %v", series, got[series], n)
+		}
+	}
+}
+
+// metrics scrapes a process. A series is written as name{labels in order}.
+func (s *scene) metrics(a *agent) map[string]float64 {
+	s.t.Helper()
+	answer, err := http.Get("http://" + a.address() + "/metrics")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(answer.Body)
+	if err != nil || answer.StatusCode != http.StatusOK {
+		s.t.Fatalf("%s: %v", answer.Status, err)
+	}
+	got := map[string]float64{}
+	for name, family := range families {
+		for _, m := range family.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, fmt.Sprintf("%s=%q", l.GetName(), l.GetValue()))
+			}
+			slices.Sort(labels)
+			series := name
+			if len(labels) > 0 {
+				series += "{" + strings.Join(labels, ",") + "}"
+			}
+			got[series] = m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+		}
+	}
+	return got
+}
+
+// agrees compares all counters of runs, model calls and skills with what SQL says, both ways. The process is the only one there was.
+func (s *scene) agrees(a *agent) {
+	s.t.Helper()
+	want := map[string]float64{}
+	rows, err := s.db.Query(s.ctx(), `
+		select format('agent_runs_total{status=%s,surface=%s}', to_json(status), to_json(surface)), count(*)::float8
+		  from agent_executions where completed_at is not null group by status, surface
+		union all
+		select format('agent_skill_invocations_total{skill=%s,status=%s}', to_json(skill_name), to_json(status)), count(*)
+		  from agent_activity where kind = 'call' group by skill_name, status
+		union all
+		select format('agent_llm_requests_total{model=%s,status=%s}', to_json(model), to_json(status)), count(*)
+		  from agent_activity where kind = 'model' group by model, status
+		union all
+		select format('agent_llm_tokens_total{model=%s,type="input"}', to_json(model)), sum((token_usage ->> 'prompt_tokens')::int)
+		  from agent_activity where kind = 'model' group by model
+		union all
+		select format('agent_llm_tokens_total{model=%s,type="output"}', to_json(model)), sum((token_usage ->> 'completion_tokens')::int)
+		  from agent_activity where kind = 'model' group by model`)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	var series string
+	var n float64
+	if _, err := pgx.ForEachRow(rows, []any{&series, &n}, func() error { want[series] = n; return nil }); err != nil {
+		s.t.Fatal(err)
+	}
+	got := map[string]float64{}
+	for series, n := range s.metrics(a) {
+		for _, name := range []string{"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total", "agent_llm_tokens_total"} {
+			if strings.HasPrefix(series, name+"{") {
+				got[series] = n
+			}
+		}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		s.t.Errorf("the metrics tell another story than SQL (-SQL +metrics):\n%s", diff)
+	}
+	for _, m := range []string{"action completed", "execution completed"} {
+		logged := strings.Count(a.err.String(), `msg="`+m+`"`)
+		inSQL := one[int](s, `select count(*) from agent_executions where completed_at is not null`)
+		if m == "action completed" {
+			inSQL = one[int](s, `select count(*) from agent_activity where kind <> 'note'`)
+		}
+		if logged != inSQL {
+			s.t.Errorf("the log says %q %d times, SQL has %d", m, logged, inSQL)
 		}
 	}
 }
