@@ -1,0 +1,20 @@
+//go:build unix
+
+// Package rolltest replaces the replicas of an agent one after the other while everybody uses it, and asks what they noticed.
+//
+// Two processes of `agent serve` work on one database behind a proxy that shares out requests as a Kubernetes Service does: among
+// those whose /readyz says 200, without trying a request again elsewhere, on connections that it keeps. Each process in turn
+// gets SIGTERM, ends, and is replaced by a new one. Meanwhile
+//
+//   - visitors converse, streamed and not, without any key: a client may not send such a request again, because it cannot know
+//     whether its message was taken;
+//   - others speak in threads, without any key either, one message after the other;
+//   - executions are started under an Idempotency-Key, and their events come by the API and by webhooks;
+//   - what is there is read, and executions are followed to their end by streams that break and are opened again.
+//
+// A request without a key may not fail at all. One with a key, or one that only reads, may be sent again, and gets what the first
+// one got; that is counted. In the end every execution is completed, what may happen once has happened once, and what was said in
+// a thread is there once and in order.
+//
+// AGENT_ROLL=long rolls ten times as often.
+package rolltest
