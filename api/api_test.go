@@ -227,7 +227,7 @@ func TestTheDocumentIsComplete(t *testing.T) {
 		t.Errorf("version is %v", a.doc["openapi"])
 	}
 	for _, op := range []string{
-		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/activity", "GET /v1/executions",
+		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity", "GET /v1/executions",
 		"GET /v1/executions/id", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break", "GET /v1/skills",
 		"POST /v1/skills/name/enable", "POST /v1/skills/name/disable",
 	} {

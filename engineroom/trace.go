@@ -39,6 +39,7 @@ func (room *Room) tracePage() page {
 		path: "/traces/{id}", name: "trace", open: room.openTrace,
 		parts: []part{
 			{name: "summary", every: time.Second, calm: true, load: room.traceSummary},
+			{name: "why", every: 2 * time.Second, calm: true, load: room.traceWhy},
 			{name: "view", every: time.Second, calm: true, load: room.traceView},
 		},
 	}

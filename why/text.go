@@ -23,6 +23,17 @@ var titles = []struct {
 	{Spend, "What it cost"},
 }
 
+// Parts are those that have rows below the first line, in their order.
+func (a Answer) Parts() []Part {
+	var parts []Part
+	for _, t := range titles {
+		if len(a.Of(t.part)) > 0 {
+			parts = append(parts, t.part)
+		}
+	}
+	return parts
+}
+
 // Title is what stands above a part.
 func (p Part) Title() string {
 	for _, t := range titles {
@@ -32,6 +43,9 @@ func (p Part) Title() string {
 	}
 	return string(p)
 }
+
+// deepest is how far rows are indented at most.
+const deepest = 12
 
 const (
 	bold = "\x1b[1m"
@@ -50,8 +64,8 @@ func Write(w io.Writer, a Answer, colour bool) error {
 		fmt.Fprintf(out, "%s  %s\n%s\n", p.paint(a.TraceID, bold), plain(r.What), p.paint(a.OTelTraceID+when(r.At), dim))
 		p.began = r.At
 	}
-	for _, t := range titles {
-		p.part(t.part)
+	for _, part := range a.Parts() {
+		p.part(part)
 	}
 	return out.Flush()
 }
@@ -63,14 +77,11 @@ type page struct {
 	colour bool
 }
 
-// part writes a part that has rows.
+// part writes a part.
 func (p page) part(part Part) {
 	rows := p.answer.Of(part)
-	if len(rows) == 0 {
-		return
-	}
 	fmt.Fprintf(p.out, "\n%s\n", p.paint(part.Title(), bold))
-	depths := p.depths(part, rows)
+	depths := p.answer.Depths(part)
 	for i, r := range rows {
 		joint := ""
 		if depths[i] > 0 {
@@ -88,17 +99,18 @@ func (p page) part(part Part) {
 	}
 }
 
-// depths says how far each row is below the first cause, or the first execution.
-func (p page) depths(part Part, rows []Reason) []int {
+// Depths says how far each row of a part is below its first cause, or its first execution; 0 in parts that are lists.
+func (a Answer) Depths(p Part) []int {
+	rows := a.Of(p)
 	depths := make([]int, len(rows))
-	if part != Because && part != Did && part != LedTo {
+	if p != Because && p != Did && p != LedTo {
 		return depths
 	}
 	of := map[string]int{}
 	for i, r := range rows {
 		above, below := of[r.FromRef]
 		if below && r.FromRef != "" {
-			depths[i] = min(above+1, 12)
+			depths[i] = min(above+1, deepest)
 		}
 		of[r.ToRef] = depths[i]
 	}

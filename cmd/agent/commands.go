@@ -22,6 +22,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.chatCommand(),
 		c.threadsCommand(),
 		c.traceCommand(),
+		c.whyCommand(),
 		c.activityCommand(),
 		c.lanesCommand(),
 		c.executionsCommand(),
