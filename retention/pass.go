@@ -174,7 +174,11 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 		var nextAt, nextKey *string
 		var seen int
 		err := pool.QueryRow(ctx, `
-			select case when @kind = 'messages' then (select count(*) from agent_messages m where m.thread_id = any (o.going))
+			select case when @kind = 'messages'
+			            then (select count(*) from agent_messages m
+			                   where m.thread_id = any (o.going)
+			                     and not exists (select from agent_messages q join agent_executions x on x.id = q.execution_id
+			                                      where q.thread_id = m.thread_id and x.completed_at is null))
 			            else coalesce(cardinality(o.going), 0) end, o.place_at::text, o.place_key, o.seen
 			  from old_agent_rows(@kind, @keep::text::interval, @at::text::timestamptz, @key, @most) o`,
 			postgres.Strict{"kind": d.Kind, "keep": d.Keep, "at": at, "key": key, "most": counting}).Scan(&n, &nextAt, &nextKey, &seen)

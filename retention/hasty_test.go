@@ -1,0 +1,126 @@
+package retention_test
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// passing is the name of the sessions that make passes.
+const passing = "retention"
+
+// waits is who was seen to wait for whom. Sessions of an engine wait for one another, too, and on a busy machine for long; a test of
+// passes is about those that wait for a pass, or stand in a queue behind one.
+type waits struct {
+	t    *testing.T
+	mu   sync.Mutex
+	seen map[uint32][]string // the names of those that a session has waited for since it last began a statement
+}
+
+// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. Each refusal fails the
+// test, unless it was seen that the wait was for others than passes alone.
+func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &waits{t: t, seen: map[uint32][]string{}}
+	config.ConnConfig.RuntimeParams["lock_timeout"] = "100ms"
+	config.ConnConfig.RuntimeParams["application_name"] = "hasty"
+	config.MaxConns = 16
+	config.ConnConfig.Tracer = w
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan struct{})
+	go func() { defer close(done); w.watch(ctx, watcher) }()
+	t.Cleanup(func() { stop(); <-done })
+	return pool
+}
+
+// watch looks at who waits, every few milliseconds.
+func (w *waits) watch(ctx context.Context, db *pgxpool.Pool) {
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		rows, err := db.Query(ctx, `
+			select a.pid, b.application_name from pg_stat_activity a cross join lateral unnest(pg_blocking_pids(a.pid)) p (pid)
+			  join pg_stat_activity b on b.pid = p.pid
+			 where a.wait_event_type = 'Lock' and a.application_name = 'hasty' and a.datname = current_database()`)
+		if err == nil {
+			var pid uint32
+			var name string
+			_, err = pgx.ForEachRow(rows, []any{&pid, &name}, func() error {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				w.seen[pid] = append(w.seen[pid], name)
+				return nil
+			})
+		}
+		if err != nil && ctx.Err() == nil {
+			w.t.Errorf("watch who waits: %v", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+type statementKey struct{}
+
+// TraceQueryStart begins a statement.
+func (w *waits) TraceQueryStart(ctx context.Context, conn *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
+	w.begin(conn)
+	return context.WithValue(ctx, statementKey{}, q.SQL)
+}
+
+// TraceQueryEnd sees how it ended.
+func (w *waits) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, end pgx.TraceQueryEndData) {
+	w.ended(conn, end.Err, ctx.Value(statementKey{}))
+}
+
+// TraceBatchStart begins several statements.
+func (w *waits) TraceBatchStart(ctx context.Context, conn *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	w.begin(conn)
+	return ctx
+}
+
+// TraceBatchQuery sees how one of them ended.
+func (w *waits) TraceBatchQuery(_ context.Context, conn *pgx.Conn, q pgx.TraceBatchQueryData) {
+	w.ended(conn, q.Err, q.SQL)
+}
+
+// TraceBatchEnd has nothing to do.
+func (w *waits) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+func (w *waits) begin(conn *pgx.Conn) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.seen, conn.PgConn().PID())
+}
+
+func (w *waits) ended(conn *pgx.Conn, err error, sql any) {
+	if !postgres.IsCode(err, "55P03") {
+		return
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	of := w.seen[conn.PgConn().PID()]
+	// A commit waits for its place among notifications, which is one for the whole server, and of which passes send none.
+	if slices.Contains(of, passing) || len(of) == 0 && sql != "commit" {
+		w.t.Errorf("waited for a lock for longer than 100 ms, of %v: %v\n%v", of, err, sql)
+	}
+}
