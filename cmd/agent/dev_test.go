@@ -6,11 +6,11 @@ import (
 	"testing"
 )
 
-// Without any setting dev runs its own server, keeps its data, and the other commands in the folder find it, also
+// Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder find it, also
 // when dev does not run.
 func TestDevOnItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
-	p := bare(t, "AGENT_LISTEN=127.0.0.1:0")
+	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
 	contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral throws it away)")
