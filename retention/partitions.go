@@ -22,8 +22,12 @@ import (
 // is ended after Options.Patience: the partition is then not read any more, and drop_agent_activity_partition finishes what was begun
 // in a later pass, when no old snapshot is left.
 
-// patientDays is after how long a month that cannot be detached goes row by row.
-const patientDays = 2
+const (
+	// patientDays is after how long a month that cannot be detached goes row by row.
+	patientDays = 2
+	// dropTries is how often a detached month is tried in one pass; it does no harm until the next.
+	dropTries = 5
+)
 
 // retirable is a partition that is to go.
 type retirable struct {
@@ -97,7 +101,7 @@ func drop(ctx context.Context, db postgres.DB, partition string) (string, error)
 		if !postgres.IsCode(err, "55P03", "40P01") {
 			return said, err
 		}
-		if try == tries {
+		if try == dropTries {
 			return "others have it locked", nil
 		}
 		if err := rest(ctx, time.Duration(try)*50*time.Millisecond); err != nil {

@@ -1,0 +1,197 @@
+package retention_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
+)
+
+// months has a log with ten rows in each of the last eight months, counted, and a policy of 90 days.
+func months(t *testing.T) (*pgxpool.Pool, string) {
+	t.Helper()
+	url := pgtest.URL(t)
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: passing})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	partitions(t, pool)
+	exec(t, pool, `
+		insert into agent_activity (id, trace_id, skill_name, created_at)
+		select agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
+		  from (select p.partition, to_timestamp(('x' || substr(replace(p.lower_id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as lower
+		          from agent_activity_partitions p where p.lower_id < agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
+	exec(t, pool, `delete from agent_activity_uncounted; `)
+	exec(t, pool, `update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`)
+	exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
+	return pool, url
+}
+
+// attached lists the partitions of the log that are older than so many days.
+func attached(t *testing.T, db postgres.DB, days int) []string {
+	t.Helper()
+	return value[[]string](t, db, `
+		select coalesce(array_agg(partition order by lower_id), '{}') from agent_activity_partitions
+		 where upper_id < agent_uuid7_floor(now() - make_interval(days => $1))`, days)
+}
+
+func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Done {
+	t.Helper()
+	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"activity"}, Anew: true, Patience: patience})
+	if err != nil || len(done) != 1 {
+		t.Fatalf("%+v, %v", done, err)
+	}
+	return done[0]
+}
+
+func TestOldMonthsAreDroppedWhole(t *testing.T) {
+	t.Parallel()
+	pool, _ := months(t)
+	old := attached(t, pool, 123)
+	if len(old) < 3 {
+		t.Fatalf("old months: %v", old)
+	}
+	archived := old[0] // by somebody who knows why
+	exec(t, pool, `alter table agent_activity detach partition `+archived)
+	done := pass(t, pool, 0)
+	if !slices.Equal(intersect(done.Partitions, old), old[1:]) || done.Removed != 0 || done.Later != "" {
+		t.Errorf("%+v, want %v dropped", done, old[1:])
+	}
+	if left := attached(t, pool, 123); len(left) != 0 {
+		t.Errorf("left: %v", left)
+	}
+	if n := value[int](t, pool, `select count(*) from `+archived); n != 10 {
+		t.Errorf("the month that somebody else detached has %d rows", n)
+	}
+	if again := pass(t, pool, 0); len(again.Partitions) != 0 || again.Removed != 0 {
+		t.Errorf("again: %+v", again)
+	}
+}
+
+func intersect(a, b []string) []string {
+	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return !slices.Contains(b, s) })
+}
+
+// TestAMonthIsDetachedBesideAReader who takes his time: the pass does not wait for long, and nobody waits for it. What it began is
+// finished when he is gone.
+func TestAMonthIsDetachedBesideAReader(t *testing.T) {
+	t.Parallel()
+	if pgtest.Pooled() {
+		t.Skip("the time that a session waits for a lock is set when it begins")
+	}
+	pool, url := months(t)
+	others := hasty(t, url, pool)
+	reader, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = reader.Rollback(t.Context()) }()
+	exec(t, reader, `select count(*) from agent_activity`)
+	worked := make(chan error, 1)
+	stop := make(chan struct{})
+	go func() { worked <- useTheLog(t, others, stop) }()
+	old := attached(t, pool, 123)
+	rows := value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
+	for range 3 {
+		if done := pass(t, pool, 300*time.Millisecond); len(done.Partitions) != 0 || done.Later == "" || done.Removed != 0 {
+			t.Errorf("beside a reader: %+v", done)
+		}
+	}
+	left := value[int](t, pool, `select count(*) from agent_activity_partitions where leaving`)
+	if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`); left == 0 || n >= rows {
+		t.Errorf("%d months are leaving, and %d of %d rows are read", left, n, rows)
+	}
+	if err := reader.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, time.Minute, func() bool {
+		pass(t, pool, time.Second)
+		return len(attached(t, pool, 123)) == 0
+	}, "the old months are gone when the reader is")
+	close(stop)
+	if err := <-worked; err != nil {
+		t.Error(err)
+	}
+	for _, name := range old {
+		if value[*string](t, pool, `select to_regclass($1)::text`, name) != nil {
+			t.Errorf("%s is detached and was not dropped", name)
+		}
+	}
+}
+
+// useTheLog writes and reads until it is told to stop.
+func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
+	for {
+		select {
+		case <-stop:
+			return nil
+		default:
+		}
+		if _, err := db.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name) values ('hb_new', 'new')`); err != nil {
+			return fmt.Errorf("write: %w", err)
+		}
+		for _, sql := range []string{
+			`select count(*) from agent_activity where trace_id = 'hb_new'`,
+			`select count(*) from (select id from agent_activity where skill_name = 's' order by id limit 100) x`,
+			`update agent_activity set output = '1' where id = (select max(id::text)::uuid from agent_activity where trace_id = 'hb_new')`,
+		} {
+			if _, err := db.Exec(t.Context(), sql); err != nil {
+				return fmt.Errorf("%s: %w", sql, err)
+			}
+		}
+	}
+}
+
+// TestAPassGoesOnWhereAnotherWasKilled, at each of the steps in which a month goes.
+func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
+	t.Parallel()
+	pool, _ := months(t)
+	old := attached(t, pool, 123)
+	exec(t, pool, `select retire_agent_activity_partition($1)`, old[0])
+	exec(t, pool, `select retire_agent_activity_partition($1)`, old[1])
+	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))
+	done := pass(t, pool, 0)
+	if diff := cmp.Diff(old, intersect(done.Partitions, old)); diff != "" {
+		t.Errorf("dropped:\n%s", diff)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity_retired`); n != 0 {
+		t.Errorf("%d months are still on their way out", n)
+	}
+}
+
+// TestAMonthThatIsNeededAfterAllIsAttachedAgain, because somebody needed it who came after it was looked at.
+func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
+	t.Parallel()
+	pool, _ := months(t)
+	old := attached(t, pool, 123)
+	rows := value[int](t, pool, `select count(*) from agent_activity`)
+	for _, name := range old[:2] {
+		exec(t, pool, `select retire_agent_activity_partition($1)`, name)
+		exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
+	}
+	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))
+	done := pass(t, pool, 0)
+	if slices.Contains(done.Partitions, old[0]) || slices.Contains(done.Partitions, old[1]) {
+		t.Errorf("dropped: %v", done.Partitions)
+	}
+	if got := attached(t, pool, 123); !slices.Equal(got, old[:2]) {
+		t.Errorf("attached: %v, want %v", got, old[:2])
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity`); n != rows-10*len(done.Partitions) {
+		t.Errorf("%d rows are left of %d, without %v", n, rows, done.Partitions)
+	}
+	// When it has ended the month goes, in the next pass.
+	exec(t, pool, `update agent_executions set status = 'cancelled'`)
+	if done := pass(t, pool, 0); !slices.Equal(done.Partitions, old[:2]) {
+		t.Errorf("after the end: %+v", done)
+	}
+}
