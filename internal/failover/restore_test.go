@@ -1,0 +1,118 @@
+//go:build unix
+
+package failover_test
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// tool runs a program of the PostgreSQL that the tests use.
+func tool(t *testing.T, name string, args ...string) {
+	t.Helper()
+	binaries, err := pgserver.FindBinaries(os.Getenv)
+	if err != nil {
+		t.Skip(err) // the server is another machine's
+	}
+	cmd := exec.CommandContext(t.Context(), filepath.Join(binaries.Dir, name), args...)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v\n%s", name, err, out)
+	}
+}
+
+// TestADumpOfALiveDatabaseGoesOnElsewhere: a database is dumped while executions run and wait, with the commands of
+// docs/retention.md, the old processes go on for a while and are stopped, and others work on what was restored. What waited waits and wakes,
+// what ran is taken over, tokens and claims are larger than any of the old world, and nobody who has an old one can write.
+func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
+	t.Parallel()
+	if pgtest.Pooled() {
+		t.Skip("pg_dump needs a session")
+	}
+	w := newWorld(t, pgtest.URL(t), "30s")
+	w.serve(2)
+	l := w.newLoad()
+	const waiting, running = 8, 2
+	for n := 1; n <= waiting; n++ {
+		l.start(n)
+	}
+	pgtest.Eventually(t, patience, func() bool { return value[int](w, asleep) == waiting }, "all wait for their event")
+	w.shut()
+	for n := waiting + 1; n <= waiting+running; n++ {
+		l.start(n)
+	}
+	pgtest.Eventually(t, patience, func() bool { return w.holds("look") && value[int](w, atWork) == running }, "the others are in the middle of a call")
+	w.exec(`select acquire_agent_lock('probe', 'old', 60)`)
+
+	dump := filepath.Join(t.TempDir(), "agent.dump")
+	tool(t, "pg_dump", "--format=custom", "--file="+dump, "--dbname="+w.url)
+
+	// Behind the dump the old world goes on, and takes more claims and tokens.
+	w.exec(`select release_agent_lock('probe', 'old')`)
+	token := value[int64](w, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
+	claims := value[int64](w, `select max(claim) from agent_executions`)
+	w.open()
+	for _, a := range w.agents {
+		a.stop()
+	}
+
+	to := pgtest.EmptyURL(t)
+	tool(t, "pg_restore", "--exit-on-error", "--no-owner", "--dbname="+to, dump)
+	tool(t, "psql", "--quiet", "--dbname="+to, "--command=drop schema told cascade") // the test's own
+	restored := newWorld(t, to, "30s")
+	if n := value[int](restored, asleep); n != waiting {
+		t.Errorf("%d of %d wait", n, waiting)
+	}
+	restored.exec(`select void_agent_leases()`)
+	goesOn(restored, waiting+running, token, claims)
+}
+
+const (
+	asleep = `select count(*)::int from agent_executions where flow = 'errand' and status = 'waiting' and waiting_for = 'event'`
+	atWork = `select count(*)::int from agent_executions where flow = 'errand' and status = 'running' and claimed_by is not null`
+)
+
+// goesOn serves a restored database, gives every event, and sees everything end.
+func goesOn(w *world, errands int, token, claims int64) {
+	w.t.Helper()
+	if lost := w.violations(fmt.Sprintf(`
+		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null and claim <= %d`, claims)); len(lost) > 0 {
+		w.t.Errorf("claims of the old world are not void: %v", lost)
+	}
+	for _, id := range w.violations(`select id::text from agent_executions where completed_at is null`) {
+		_, err := w.db.Exec(w.t.Context(), `select fence_agent_execution($1, $2)`, id, claims)
+		if !postgres.IsCode(err, "LK001") {
+			w.t.Errorf("a claim of the old world on %s: %v", id, err)
+		}
+	}
+	if got := value[int64](w, `select fencing_token from acquire_agent_lock('probe', 'new', 60)`); got <= token {
+		w.t.Errorf("the lane was given with token %d, after %d", got, token)
+	}
+	beats := value[int](w, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`)
+	w.serve(2)
+	l := w.newLoad()
+	l.start(errands + 1) // new work is taken
+	for n := 1; n <= errands+1; n++ {
+		l.give(n)
+	}
+	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
+	pgtest.Eventually(w.t, patience, func() bool { return value[int](w, left) == 0 }, "every errand ends well")
+	if said := value[int](w, `select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`); said != errands+1 {
+		w.t.Errorf("%d of %d said what they got", said, errands+1)
+	}
+	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
+	l.start(errands + 2)
+	pgtest.Eventually(w.t, patience, func() bool { return value[int](w, asleep) == 1 }, "one waits")
+	w.exec(`update agent_executions set waiting_until = clock_timestamp() where flow = 'errand' and status = 'waiting'`)
+	pgtest.Eventually(w.t, patience, func() bool {
+		return value[int](w, `select count(*)::int from agent_executions where flow = 'errand' and status = 'timeout'`) == 1 &&
+			value[int](w, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`) > beats
+	}, "its time runs out, and the heart beats")
+	w.survived()
+}
