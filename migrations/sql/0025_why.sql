@@ -1607,9 +1607,10 @@ begin
       select 7, 'spend', r.*, row_number() over (order by r.at nulls last, r.to_ref), count(*) over ()
         from (select (l.reason).* from log l where l.part = 'spend') r)
     select t.part, t.at, case when t.place <= most_ then t.kind else 'more' end,
-           case when t.place <= most_ then t.what when t.part = 'did' then '… and ' || to_char(t.all_ - most_, 'FM999,999,990') || ' more executions'
+           case when t.place <= most_ then coalesce(left(t.what, 1000), '') when t.part = 'did' then '… and ' || to_char(t.all_ - most_, 'FM999,999,990') || ' more executions'
                 else '… and more than ' || to_char(most_, 'FM999,990') end,
-           case when t.place <= most_ then t.from_ref else '' end, case when t.place <= most_ then t.to_ref else '' end, coalesce(t.trace_id, mine), t.execution_id,
+           case when t.place <= most_ then coalesce(left(t.from_ref, 300), '') else '' end,
+           case when t.place <= most_ then coalesce(left(t.to_ref, 300), '') else '' end, coalesce(t.trace_id, mine), t.execution_id,
            case when t.place <= most_ then coalesce(t.detail, '{}') else '{}' end
       from told t where t.place <= most_ + 1 order by t.rank, t.place
   loop
