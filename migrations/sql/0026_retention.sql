@@ -183,9 +183,10 @@ create function old_agent_events(p_before timestamptz, p_keep interval, p_after 
 language plpgsql stable set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 declare
   bound uuid := agent_uuid7_floor(p_before);
-  oldest text := (                                        -- of the executions that have not ended
+  -- Of the executions that have not ended. By state too, as the index has it: by id alone they would be looked for among all others.
+  oldest text := (
     select min(f.id::text collate "C") from unnest(array['pending', 'running', 'waiting']) s (status)
-     cross join lateral (select x.id from agent_executions x where x.status = s.status order by x.id limit 1) f);
+     cross join lateral (select x.id from agent_executions x where x.status between s.status and s.status order by x.status, x.id limit 1) f);
   o agent_old_rows;
 begin
   with looked as materialized (
