@@ -1067,7 +1067,9 @@ end $$;
 
 -- The answer ---------------------------------------------------------------------------------------------
 --
--- Every read goes by an index, whatever the statistics say, and every list has a bound, which is told where it is reached.
+-- Every read goes by an index, whatever the statistics say (a limit of 1 keeps the planner from reading all of a table that is small
+-- today), and every list has a bound, which is told where it is reached. The settings
+-- of why() hold for the functions that it calls; none of them is meant to be called otherwise.
 
 create function agent_trace_forms(p_trace text) returns text[]
 language plpgsql immutable as $$
@@ -1115,7 +1117,7 @@ create type agent_reason as (
 );
 
 create function agent_cause_of_execution(p_id uuid) returns agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   x agent_executions;
   p record;
@@ -1166,7 +1168,7 @@ begin
 end $$;
 
 create function agent_cause_of_run(p_id uuid) returns agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   r record;
   v record;
@@ -1199,7 +1201,7 @@ begin
 end $$;
 
 create function agent_cause_of_event(p_id uuid) returns agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   v record;
   x record;
@@ -1243,7 +1245,7 @@ end $$;
 comment on function agent_cause is 'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is behind it.';
 
 create function agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   root uuid;
   ref text;
@@ -1283,14 +1285,14 @@ begin
          coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by)
     from agent_links l
     join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
-    left join agent_approvals a on a.id = agent_uuid(substr(l.cause, 10))
+    left join lateral (select n.* from agent_approvals n where n.id = agent_uuid(substr(l.cause, 10)) limit 1) a on true
     left join agent_executions o on o.id = a.execution_id
    where l.effect = any (select 'execution ' || r from unnest(p_runs) r) and l.kind = 'allowed'
    order by l.at, l.cause limit p_most;
 end $$;
 
 create function agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   l record;
   c agent_reason;
@@ -1326,7 +1328,7 @@ begin
 end $$;
 
 create function agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   w record;
   c agent_reason;
@@ -1389,7 +1391,7 @@ begin
 end $$;
 
 create function agent_why_lanes(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 begin
   return query
   select h.held_from, case when h.held_until is null then 'holds' else 'held' end,
@@ -1413,7 +1415,7 @@ begin
 end $$;
 
 create function agent_why_lost(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 begin
   return query
   select c.at, 'lost', format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text), c.claim,
@@ -1427,7 +1429,7 @@ end $$;
 
 -- What the log says of the trace: writes that were refused, calls of which nobody knows the end, and what the models cost.
 create function agent_why_log(p_trace text, p_most int, p_rows int) returns table (part text, reason agent_reason)
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 begin
   return query
   with log as materialized (
@@ -1467,7 +1469,7 @@ begin
 end $$;
 
 create function agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable as $$
 declare
   mine constant text[] := array['trace ' || p_trace] || array(select 'execution ' || r from unnest(p_runs) r);
   events uuid[];                    -- that the trace raised
@@ -1504,11 +1506,11 @@ begin
          case when v.id is null then l.cause when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'run ' || r.id,
          nullif(r.trace_id, ''), v.execution_id,
          jsonb_strip_nulls(jsonb_build_object('automation', a.name, 'status', r.status, 'error', left(r.error_message, 300)))
-    from agent_automation_runs r
-    join agent_automations a on a.id = r.automation_id
-    join agent_links l on l.effect = 'run ' || r.id and l.kind = 'started'
-    left join agent_events v on v.id = r.event_id
-   where r.id = any (made);
+    from unnest(made) m (id)
+   cross join lateral (select n.* from agent_automation_runs n where n.id = m.id limit 1) r
+   cross join lateral (select n.name from agent_automations n where n.id = r.automation_id limit 1) a
+   cross join lateral (select n.cause from agent_links n where n.effect = 'run ' || r.id and n.kind = 'started' limit 1) l
+    left join lateral (select n.id, n.execution_id from agent_events n where n.id = r.event_id limit 1) v on true;
   return query
   select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
          jsonb_build_object('status', x.status)
@@ -1533,7 +1535,8 @@ begin
   (select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
           l.cause, l.effect, p_trace, agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
      from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
-     join agent_webhook_outbox o on o.id = agent_uuid(substr(l.effect, 10)) join agent_webhook_targets t on t.id = o.target_id);
+    cross join lateral (select n.* from agent_webhook_outbox n where n.id = agent_uuid(substr(l.effect, 10)) limit 1) o
+    cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t);
   return query
   (select a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
           coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id,
@@ -1547,12 +1550,13 @@ begin
   union all
   (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'execution ' || r.execution_id, 'request ' || r.id, p_trace, r.execution_id,
           jsonb_build_object('kind', r.kind, 'status', r.status)
-     from agent_requests r where r.execution_id = any (p_runs) order by r.id limit p_most + 1);
+     from agent_requests r where r.execution_id = any (p_runs) order by r.created_at limit p_most + 1);
 end $$;
 
 create function why(trace text, most int default 100)
 returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)
-language plpgsql stable set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+language plpgsql stable
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   forms constant text[] := agent_trace_forms(trace);
