@@ -81,7 +81,7 @@ func whoMay() map[string]api.Access {
 		"DELETE /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/executions/id/checkpoints",
 		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
 		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable", "POST /v1/webhooks/outbox/id/resend",
-		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume",
+		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume", "GET /v1/retention", "PUT /v1/retention",
 	} {
 		all[name] = api.Admin
 	}
