@@ -9,9 +9,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Link records that a span of another system asked for a trace, as its traceparent header says. It comes from outside and is
-// not trusted: it is shown as a link, and the trace keeps its own id. What is no traceparent is not recorded, and no error.
-func Link(ctx context.Context, db postgres.DB, id trace.ID, traceparent string) error {
+// Link records that a span of another system asked for a trace, as the caller in ctx says (see trace.WithCaller). It comes
+// from outside and is not trusted: it is shown as a link, and the trace keeps its own id. Without a caller it does nothing.
+func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
+	traceparent := trace.Caller(ctx)
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || id == "" {
 		return nil
 	}
@@ -24,7 +25,8 @@ func Link(ctx context.Context, db postgres.DB, id trace.ID, traceparent string) 
 }
 
 // LinkExecutions is Link for the traces of executions, which an event from outside has woken.
-func LinkExecutions(ctx context.Context, db postgres.DB, ids []string, traceparent string) error {
+func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
+	traceparent := trace.Caller(ctx)
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || len(ids) == 0 {
 		return nil
 	}

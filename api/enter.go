@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // limits bound what a client may take.
@@ -49,6 +50,9 @@ func (s *server) enter(rt route, next http.Handler) http.Handler {
 		if err != nil {
 			s.refuse(w, r, rt, err, "")
 			return
+		}
+		if caller := r.Header.Get("Traceparent"); caller != "" {
+			r = r.WithContext(trace.WithCaller(r.Context(), caller))
 		}
 		next.ServeHTTP(w, r)
 	})

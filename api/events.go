@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/requests"
@@ -76,6 +77,9 @@ func (s *server) raiseEvent(r request) (answer, error) {
 	}
 	if err != nil {
 		return answer{}, err
+	}
+	if err := activity.LinkExecutions(r.Context(), s.pool, got.Resumed); err != nil {
+		s.log.WarnContext(r.Context(), "caller's trace not linked", "event_id", got.EventID, "error", err)
 	}
 	if got.Resumed == nil {
 		got.Resumed = []string{}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
@@ -117,6 +118,9 @@ func (s *server) startExecution(r request) (answer, error) {
 	x, _, err := s.engine.Start(r.Context(), s.pool, spec)
 	if err != nil {
 		return answer{}, refusedValue(err)
+	}
+	if err := activity.Link(r.Context(), s.pool, trace.ID(x.TraceID)); err != nil {
+		s.log.WarnContext(r.Context(), "caller's trace not linked", "trace_id", x.TraceID, "error", err)
 	}
 	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
 }

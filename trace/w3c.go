@@ -69,3 +69,19 @@ func ParseTraceparent(header string) (Remote, bool) {
 	bits, _ := hex.DecodeString(flags) // two hex digits: cannot fail
 	return Remote{TraceID: id, SpanID: span, Sampled: bits[0]&1 == 1}, true
 }
+
+type callerKey struct{}
+
+// WithCaller returns a context of a request that came with a traceparent header. One that is none is not kept.
+func WithCaller(ctx context.Context, traceparent string) context.Context {
+	if _, ok := ParseTraceparent(traceparent); !ok {
+		return ctx
+	}
+	return context.WithValue(ctx, callerKey{}, traceparent)
+}
+
+// Caller is the traceparent header of the request that ctx belongs to; empty when there was none. It is not trusted.
+func Caller(ctx context.Context) string {
+	header, _ := ctx.Value(callerKey{}).(string)
+	return header
+}

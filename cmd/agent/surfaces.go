@@ -50,7 +50,9 @@ func (a *app) addSurfaces() (err error) {
 			return name
 		},
 	}
-	a.webhook = &webhook.Surface{Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv}
+	a.webhook = &webhook.Surface{
+		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
+	}
 	a.runner = &runner.Runner{
 		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, Agent: cfg.Name,
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -98,7 +99,10 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 				if x, created, cancelled, err = c.insert(ctx, tx, a); created {
 					cut = cancelled
 				}
-				return err
+				if err != nil || !created {
+					return err
+				}
+				return activity.Link(ctx, tx, trace.ID(x.TraceID))
 			})
 		}
 		broke = broke || postgres.Broken(err)

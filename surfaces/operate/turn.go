@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -114,7 +115,10 @@ func (s *Session) insert(ctx context.Context, message string) (claimed execution
 			ThreadID: s.id, Role: threads.User, Content: message, Channel: Channel, ExecutionID: claimed.ID,
 			TraceID: claimed.TraceID, Status: threads.Received,
 		})
-		return err
+		if err != nil {
+			return err
+		}
+		return activity.Link(ctx, tx, id)
 	})
 	if errors.Is(err, threads.ErrForeign) {
 		return claimed, problem.New(http.StatusConflict, "session_id %s is the id of a thread that is no session", s.id)

@@ -54,7 +54,7 @@ func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v a
 
 // receive is the order of things: limit, read, verify, parse, store, acknowledge.
 func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (webhooks.Delivery, bool, error) {
-	ctx := r.Context()
+	ctx := trace.WithCaller(r.Context(), r.Header.Get("Traceparent"))
 	none := webhooks.Delivery{}
 	e, err := webhooks.GetEndpoint(ctx, s.Pool, r.PathValue("endpoint"))
 	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
@@ -72,6 +72,7 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (webhooks.Deli
 		err = e.Verifier(secrets).Verify(r.Header, in.Body, s.now())
 	}
 	if errors.Is(err, signature.ErrRefused) {
+		s.count(e.Name, "refused")
 		s.noteRefusal(ctx, e.Name, err)
 		return none, false, problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
 	}
@@ -126,18 +127,29 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 		if d, fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil || !fresh {
 			return err
 		}
-		_, err = s.start(ctx, tx, d)
-		return err
+		if _, err = s.start(ctx, tx, d); err != nil {
+			return err
+		}
+		return activity.Link(ctx, tx, traceID)
 	})
 	switch {
 	case err != nil:
 		return webhooks.Delivery{}, false, err
 	case fresh:
+		s.count(e.Name, "accepted")
 		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
 	default:
+		s.count(e.Name, "repeated")
 		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id, "first_trace_id", d.TraceID)
 	}
 	return d, fresh, nil
+}
+
+// count tells what became of a request at an endpoint, for metrics.
+func (s *Surface) count(endpoint, result string) {
+	if s.Received != nil {
+		s.Received(endpoint, result)
+	}
 }
 
 // refusals counts the unverified requests of an endpoint since the last note.
