@@ -6,6 +6,7 @@
 //	go run ./bench lanes
 //	go run ./bench idle
 //	go run ./bench story
+//	go run ./bench why
 //	go run ./bench executions
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
@@ -55,9 +56,11 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return idle(ctx, args[1:], out, errw)
 		case "story":
 			return story(ctx, args[1:], out, errw)
+		case "why":
+			return whyBenchmark(ctx, args[1:], out, errw)
 		case "executions":
 			return engineSpeed(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, idle, story")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, idle, story, why")
 }
