@@ -98,7 +98,7 @@ func newWorld(t testing.TB) *world {
 func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1].Content
 	if strings.HasPrefix(last, "question ") {
-		return modeltest.Text("This is the answer to " + last).Slowly(150 * time.Millisecond)
+		return modeltest.Text("This is the answer to " + last).Slowly(400 * time.Millisecond)
 	}
 	return modeltest.Text("All is well.")
 }
