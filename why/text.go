@@ -44,6 +44,9 @@ func (p Part) Title() string {
 	return string(p)
 }
 
+// blocked is the kind of a row about who had the lane that the row above waited for.
+const blocked = "blocked"
+
 // deepest is how far rows are indented at most.
 const deepest = 12
 
@@ -99,10 +102,18 @@ func (p page) part(part Part) {
 	}
 }
 
-// Depths says how far each row of a part is below its first cause, or its first execution; 0 in parts that are lists.
+// Depths says how far each row of a part is below its first cause, or its first execution; who had a lane is below who waited for it. 0 in
+// parts that are lists.
 func (a Answer) Depths(p Part) []int {
 	rows := a.Of(p)
 	depths := make([]int, len(rows))
+	if p == Waits {
+		for i, r := range rows {
+			if r.Kind == blocked {
+				depths[i] = 1
+			}
+		}
+	}
 	if p != Because && p != Did && p != LedTo {
 		return depths
 	}

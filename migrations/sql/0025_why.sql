@@ -1359,11 +1359,12 @@ begin
         from agent_approvals a where a.id = agent_uuid(w.key);
     end if;
     return next (w.since, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end,
-      w.flow || case when w.until is null then format(' has waited %s for %s', agent_words(clock_timestamp() - w.since), w.kind)
-                     else format(' waited %s for %s', agent_words(w.until - w.since), w.kind) end
-             || case when w.kind = 'delay' then '' else ' ' || w.key end
-             || case when w.late then ', in vain' when w.until is null then '' when c.what is not null and w.kind = 'agent' then ' (' || c.what || ')'
-                     when c.what is not null then ': ' || c.what else '' end,
+      w.flow || case when w.until is null then format(' has waited %s for ', agent_words(clock_timestamp() - w.since))
+                     else format(' waited %s for ', agent_words(w.until - w.since)) end
+             || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
+                  when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
+                  else 'a ' || w.kind end
+             || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end,
       case when w.until is null then '' when w.late or w.kind = 'delay' then 'timer' when w.kind = 'agent' then 'execution ' || w.key
            when w.kind in ('approval', 'lane') then w.kind || ' ' || w.key else 'event ' || w.event end,
       mine, coalesce(c.trace_id, w.trace_id), w.execution_id,
@@ -1598,7 +1599,8 @@ begin
       union all
       select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from agent_why_runs(mine, runs, most_ + 1) r
       union all
-      select 3, 'waits', r.*, row_number() over (order by r.at, r.kind desc, r.to_ref), count(*) over () from agent_why_waits(runs, most_ + 1) r
+      select 3, 'waits', r.*, b.n, count(*) over () from agent_why_waits(runs, most_ + 1) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
+       cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
       union all
       select 4, 'lanes', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from agent_why_lanes(runs, most_ + 1) r
       union all
