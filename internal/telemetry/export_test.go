@@ -1,0 +1,266 @@
+package telemetry_test
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// scene is a database with rows that are written as anybody could write them, a receiver, and exporters between them.
+type scene struct {
+	t        *testing.T
+	db       *pgxpool.Pool
+	receiver *otlptest.Server
+}
+
+func newScene(t *testing.T) *scene {
+	t.Helper()
+	return &scene{t, pgtest.DB(t), otlptest.New(t)}
+}
+
+// export runs an exporter until it is stopped, or the test ends.
+func (s *scene) export(more ...string) (stop func()) {
+	s.t.Helper()
+	environ := map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": s.receiver.URL()}
+	for _, pair := range more {
+		name, value, _ := strings.Cut(pair, "=")
+		environ[name] = value
+	}
+	settings, err := telemetry.Load(environ)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	e := telemetry.NewExporter(s.db, settings, "test", telemetry.NewMetrics("test", nil), slog.New(slog.DiscardHandler))
+	ctx, cancel := context.WithCancel(s.t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = e.Run(ctx) }()
+	stop = func() { cancel(); <-done }
+	s.t.Cleanup(stop)
+	return stop
+}
+
+// exported lets an exporter send what there is.
+func (s *scene) exported(more ...string) []otlptest.Span {
+	s.t.Helper()
+	s.export(more...)()
+	return s.receiver.Trace("")
+}
+
+func (s *scene) one(sql string, args ...any) (value string) {
+	s.t.Helper()
+	if err := s.db.QueryRow(s.t.Context(), sql, args...).Scan(&value); err != nil {
+		s.t.Fatalf("%v\n%s", err, sql)
+	}
+	return value
+}
+
+func (s *scene) exec(sql string, args ...any) {
+	s.t.Helper()
+	if _, err := s.db.Exec(s.t.Context(), sql, args...); err != nil {
+		s.t.Fatalf("%v\n%s", err, sql)
+	}
+}
+
+// start and end are an execution's life in plain SQL, as a worker outside has it.
+func (s *scene) start(id trace.ID, parent any) string {
+	s.t.Helper()
+	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited) values ($1, 'flow', 'external', 'pending', $2, true)
+		returning id::text`, string(id), parent)
+}
+
+func (s *scene) end(id string) {
+	s.t.Helper()
+	s.exec(`update agent_executions set status = 'running' where id = $1`, id)
+	s.exec(`update agent_executions set status = 'completed' where id = $1`, id)
+}
+
+func (s *scene) note(id trace.ID, execution any, skill string) string {
+	s.t.Helper()
+	return s.one(`insert into agent_activity (trace_id, execution_id, skill_name, status, finished_at, duration_ms)
+		values ($1, $2, $3, 'success', clock_timestamp(), 0) returning id::text`, string(id), execution, skill)
+}
+
+// names are the spans' names, sorted.
+func names(spans []otlptest.Span) []string {
+	var all []string
+	for _, one := range spans {
+		all = append(all, one.Name)
+	}
+	slices.Sort(all)
+	return all
+}
+
+// TestOneRoot: whatever a trace is made of, the first execution is its root; notes from outside and further executions are
+// filed under it.
+func TestOneRoot(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	id, alone := trace.New(trace.Flow), trace.New(trace.Operate)
+	root := s.start(id, nil)
+	s.note(id, nil, "from outside")
+	child := s.start(id, root)
+	s.note(id, child, "inside")
+	s.end(child)
+	s.note(alone, nil, "first")
+	s.note(alone, nil, "second")
+	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second", "invoke_workflow external"}) {
+		t.Errorf("before the root has ended there are %q", got)
+	}
+	other := s.start(id, nil)
+	s.end(other)
+	s.end(root)
+	s.exported()
+	spans := s.receiver.Trace(id.OTel())
+	for _, wrong := range otlptest.Check(slices.DeleteFunc(slices.Clone(spans), func(one otlptest.Span) bool { return one.Attributes["agent.execution.id"] == other })) {
+		t.Error(wrong)
+	}
+	for _, one := range spans {
+		if (one.Parent == "") != (one.ID == trace.SpanID(root)) {
+			t.Errorf("%s has the parent %q; the root is %s", one.Name, one.Parent, trace.SpanID(root))
+		}
+	}
+	for _, wrong := range otlptest.Check(s.receiver.Trace(alone.OTel())[:1]) {
+		t.Error(wrong)
+	}
+	if second := s.receiver.Trace(alone.OTel())[1]; second.Parent != s.receiver.Trace(alone.OTel())[0].ID {
+		t.Errorf("in a trace without executions the second note has the parent %q", second.Parent)
+	}
+}
+
+// TestWhatCommitsLateIsSent: a row with an id from before the last pass, whose transaction was under way then.
+func TestWhatCommitsLateIsSent(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	id := trace.New(trace.Operate)
+	tx, err := s.db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := tx.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name, finished_at) values ($1, 'late', clock_timestamp())`, string(id)); err != nil {
+		t.Fatal(err)
+	}
+	s.note(id, nil, "soon")
+	s.export()
+	passes := func() bool { // an exporter that did not wait for the transaction would have sent by now
+		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text from agent_span_export`) == "true"
+	}
+	pgtest.Eventually(t, time.Minute, passes, "the exporter looks")
+	pgtest.Eventually(t, time.Minute, func() bool {
+		return s.one(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`, s.one(`select max(created_at)::text from agent_activity`)) == "true"
+	}, "two passes go by")
+	if got := s.receiver.Trace(""); len(got) != 0 {
+		t.Errorf("%q were sent while an older transaction was under way", names(got))
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
+}
+
+// TestOpenActivitiesAreSentWhenTheyEnd, by whoever sends then.
+func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	id := trace.New(trace.Flow)
+	open := s.one(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running') returning id::text`, string(id))
+	s.note(id, nil, "quick")
+	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick"}) {
+		t.Fatalf("sent %q", got)
+	}
+	if got := s.one(`select pending::text from agent_span_export`); got != "{"+open+"}" {
+		t.Errorf("pending are %s, want the open activity", got)
+	}
+	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow', finished_at = clock_timestamp() where id = $1`, open)
+	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}) {
+		t.Fatalf("sent %q", got)
+	}
+	if got := s.one(`select pending::text from agent_span_export`); got != "{}" {
+		t.Errorf("pending are still %s", got)
+	}
+}
+
+// TestTheCallersSpanIsALink, and the trace id stays ours.
+func TestTheCallersSpanIsALink(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	id := trace.New(trace.Flow)
+	run := s.start(id, nil)
+	s.exec(`insert into agent_trace_links (trace_id, traceparent) values ($1, '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'), ($1, 'rubbish')`, string(id))
+	s.end(run)
+	spans := s.exported()
+	if len(spans) != 1 || spans[0].TraceID != id.OTel() || !cmp.Equal(spans[0].Links, []string{"4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"}) {
+		t.Errorf("sent %+v", spans)
+	}
+}
+
+// TestSampling keeps traces whole: the decision follows from the id.
+func TestSampling(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	kept := 0
+	for range 40 {
+		id := trace.New(trace.Flow)
+		s.note(id, nil, "first")
+		s.note(id, nil, "second")
+	}
+	spans := s.exported("OTEL_TRACES_SAMPLER=parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG=0.5")
+	count := map[string]int{}
+	for _, one := range spans {
+		count[one.TraceID]++
+	}
+	for id, n := range count {
+		if kept++; n != 2 {
+			t.Errorf("of trace %s %d spans were kept", id, n)
+		}
+	}
+	if kept == 0 || kept == 40 {
+		t.Errorf("%d of 40 traces were kept at a ratio of a half", kept)
+	}
+}
+
+// TestOneSends: of two exporters one has the right to send, and the other takes its place.
+func TestOneSends(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	first := s.export()
+	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "the first has the right")
+	holder := s.one(`select sender from agent_span_export`)
+	second := s.export()
+	s.note(trace.New(trace.Flow), nil, "one")
+	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "it is sent")
+	if got := s.one(`select sender from agent_span_export`); got != holder {
+		t.Errorf("the right went from %s to %s", holder, got)
+	}
+	first()
+	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "the second has the right")
+	s.note(trace.New(trace.Flow), nil, "two")
+	second()
+	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}) {
+		t.Errorf("sent %q", got)
+	}
+}
+
+// TestARefusedBatchIsGivenUp: it would be refused for ever, and hold up all that comes after it.
+func TestARefusedBatchIsGivenUp(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	s.note(trace.New(trace.Flow), nil, "bad")
+	s.receiver.Fail(func(n int) int { return map[bool]int{true: 400, false: 0}[n == 0] })
+	s.exported()
+	s.note(trace.New(trace.Flow), nil, "good")
+	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool good"}) {
+		t.Errorf("sent %q", got)
+	}
+}
