@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -101,9 +102,15 @@ func TestWhatCannotRunHereIsListed(t *testing.T) {
 }
 
 func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
-	commands := 0
+	var commands atomic.Int64
+	t.Cleanup(func() {
+		if !t.Failed() && commands.Load() < 40 {
+			t.Errorf("%d commands in all pages: the test does not see them", commands.Load())
+		}
+	})
 	for _, p := range pages(t) {
-		t.Run(filepath.Base(p.path), func(t *testing.T) {
+		t.Run(strings.TrimPrefix(p.path, "../../"), func(t *testing.T) {
+			t.Parallel()
 			url := ""
 			if p.database {
 				url = pgtest.EmptyURL(t)
@@ -113,17 +120,14 @@ func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 				if (b.is("console") && !b.is("elsewhere") || b.file() != "") && s == nil {
 					s = newShell(t, url)
 				}
-				commands += s.play(t, p, b)
+				commands.Add(s.play(t, p, b))
 			}
 		})
-	}
-	if !t.Failed() && commands < 40 {
-		t.Errorf("%d commands in all pages: the test does not see them", commands)
 	}
 }
 
 // play does what a block says, and returns how many commands it ran.
-func (s *shell) play(t *testing.T, p page, b block) (ran int) {
+func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
 	t.Helper()
 	if name := b.file(); name != "" {
 		path := filepath.Join(s.dir, name)
