@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
+	"regexp"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -14,16 +14,31 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// tool runs a program of the PostgreSQL that the tests use.
-func tool(t *testing.T, name string, args ...string) {
+// documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that the tests use.
+func documented(t *testing.T, word, dir string, environ ...string) {
+	t.Helper()
+	text, err := os.ReadFile("../../docs/retention.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := regexp.MustCompile(`(?m)^    +(`+word+`\b.*)$`).FindAllStringSubmatch(string(text), -1)
+	if len(found) != 1 {
+		t.Fatalf("docs/retention.md has %d commands that begin with %s", len(found), word)
+	}
+	run(t, found[0][1], dir, environ...)
+}
+
+func run(t *testing.T, command, dir string, environ ...string) {
 	t.Helper()
 	binaries, err := pgserver.FindBinaries(os.Getenv)
 	if err != nil {
 		t.Skip(err) // the server is another machine's
 	}
-	cmd := exec.CommandContext(t.Context(), filepath.Join(binaries.Dir, name), args...)
+	cmd := exec.CommandContext(t.Context(), "sh", "-c", command)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), append(environ, "PATH="+binaries.Dir+string(os.PathListSeparator)+os.Getenv("PATH"))...)
 	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%s: %v\n%s", name, err, out)
+		t.Fatalf("%s: %v\n%s", command, err, out)
 	}
 }
 
@@ -50,8 +65,8 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return w.holds("look") && value[int](w, atWork) == running }, "the others are in the middle of a call")
 	w.exec(`select acquire_agent_lock('probe', 'old', 60)`)
 
-	dump := filepath.Join(t.TempDir(), "agent.dump")
-	tool(t, "pg_dump", "--format=custom", "--file="+dump, "--dbname="+w.url)
+	dir := t.TempDir()
+	documented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
 
 	// Behind the dump the old world goes on, and takes more claims and tokens.
 	w.exec(`select release_agent_lock('probe', 'old')`)
@@ -63,13 +78,13 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	}
 
 	to := pgtest.EmptyURL(t)
-	tool(t, "pg_restore", "--exit-on-error", "--no-owner", "--dbname="+to, dump)
-	tool(t, "psql", "--quiet", "--dbname="+to, "--command=drop schema told cascade") // the test's own
+	documented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
+	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to) // the test's own
+	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
 	restored := newWorld(t, to, "30s")
 	if n := value[int](restored, asleep); n != waiting {
 		t.Errorf("%d of %d wait", n, waiting)
 	}
-	restored.exec(`select void_agent_leases()`)
 	goesOn(restored, waiting+running, token, claims)
 }
 
