@@ -1,6 +1,6 @@
 //go:build unix
 
-// Package guidetest runs every command of the guides in docs/guide, and of README.md, and compares what it prints with what the
+// Package guidetest runs every command of the guides in docs/guide, of README.md, and of those pages of docs that have a `console`, and compares what it prints with what the
 // page says. A page is run from its top in a folder of its own, by one shell, with the agent built from this source. Its fenced
 // blocks are
 //

@@ -46,17 +46,24 @@ func (b built) Run() int {
 	return b.M.Run()
 }
 
-// pages are the guides, and what else is written as they are.
+// pages are the guides, the README, and those pages of docs that have a console.
 func pages(t *testing.T) []page {
 	t.Helper()
 	paths, err := filepath.Glob("../../docs/guide/*.md")
 	if err != nil || len(paths) < 8 {
 		t.Fatalf("%d guides: %v", len(paths), err)
 	}
-	paths = append(paths, "../../README.md")
+	docs, err := filepath.Glob("../../docs/*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
 	var list []page
-	for _, path := range paths {
-		list = append(list, readPage(t, path))
+	for _, path := range slices.Concat(paths, []string{"../../README.md"}, docs) {
+		p := readPage(t, path)
+		console := slices.ContainsFunc(p.blocks, func(b block) bool { return b.is("console") })
+		if console || !slices.Contains(docs, path) {
+			list = append(list, p)
+		}
 	}
 	return list
 }
