@@ -25,6 +25,7 @@ func (a *app) housekeep(ctx context.Context) error {
 		if _, err := retention.Run(ctx, a.pool, retention.Options{Logger: a.log}); err != nil && ctx.Err() == nil {
 			a.log.WarnContext(ctx, "old rows not removed; the next pass goes on", "error", err)
 		}
+		a.forgetLinks(ctx)
 		select {
 		case <-ctx.Done():
 			return nil

@@ -1,8 +1,13 @@
 package main
 
 import (
+	"context"
 	"fmt"
+	"time"
 
+	"go.opentelemetry.io/otel"
+
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 )
@@ -12,6 +17,9 @@ func (c *cli) observe(a *app) error {
 	settings, err := telemetry.Load(c.environ)
 	if err != nil {
 		return &exitError{exitUsage, fmt.Errorf("settings of OpenTelemetry:\n%w", err)}
+	}
+	if settings.Endpoint != "" { // what the SDK has to say, such as that a receiver did not take all of a batch
+		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { a.log.Warn("OpenTelemetry", "error", err) }))
 	}
 	a.metrics = telemetry.NewMetrics(buildVersion(), telemetry.NewState(a.pool, a.log))
 	a.exporter = telemetry.NewExporter(a.pool, settings, buildVersion(), a.metrics, a.log)
@@ -26,4 +34,14 @@ func (a *app) metricsEndpoints() []api.Endpoint {
 		About:   "Counters of this process and gauges of the database, for Prometheus. Answers also when the database is away.",
 		Handler: a.metrics.Handler(),
 	}}
+}
+
+// keepLinks is how long it is kept who asked for a trace. A link is needed until the trace has ended.
+const keepLinks = 60 * 24 * time.Hour
+
+// forgetLinks takes away links of traces that ended long ago.
+func (a *app) forgetLinks(ctx context.Context) {
+	if _, err := activity.ForgetLinks(ctx, a.pool, keepLinks); err != nil && ctx.Err() == nil {
+		a.log.WarnContext(ctx, "old links of traces not forgotten", "error", err)
+	}
 }

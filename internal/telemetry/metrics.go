@@ -181,7 +181,7 @@ func (m *Metrics) exportFailed() {
 }
 
 // laneKinds are the kinds of lanes that the product has; anybody may invent others.
-var laneKinds = []string{"heartbeat", "operate", "webhook", "thread", "automation", "objective", "pipeline", "execution"}
+var laneKinds = []string{"heartbeat", "operate", "webhook", "thread", "automation", "objective", "pipeline"}
 
 // laneKind is the part of a lane's name before the colon, of a short list.
 func laneKind(lane string) string {
