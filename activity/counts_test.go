@@ -76,7 +76,11 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 			select v.skill as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
 			       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
 			       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
-			  from agent_spend v group by 1, 2 order by 2 desc, 7 desc, 6 desc, 1`)
+			  from (select coalesce(nullif(a.purpose, ''), a.skill_name) as skill, (a.created_at at time zone 'UTC')::date as day, 1 as calls,
+			               agent_count_tokens(a.token_usage ->> 'prompt_tokens') as prompt_tokens,
+			               agent_count_tokens(a.token_usage ->> 'completion_tokens') as completion_tokens,
+			               agent_count_tokens(a.token_usage ->> 'total_tokens') as tokens, a.cost_usd
+			          from agent_activity a where a.kind = 'model') v group by 1, 2 order by 2 desc, 7 desc, 6 desc, 1`)
 		if err != nil {
 			return err
 		}
@@ -86,6 +90,19 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 		}
 		sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
 		text = cmp.Diff(spent, sums.Lines, sameDay, cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9))
+		rows, err = tx.Query(ctx, `
+			select v.skill as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
+			       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
+			       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
+			  from agent_spend v group by 1, 2 order by 2 desc, 7 desc, 6 desc, 1`)
+		if err != nil {
+			return err
+		}
+		viewed, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.SpendLine])
+		if err != nil {
+			return err
+		}
+		text += cmp.Diff(spent, viewed, sameDay, cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9))
 		health, err := activity.CountedHealth(ctx, tx, activity.HealthFilter{})
 		if err != nil {
 			return err

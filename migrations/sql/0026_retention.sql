@@ -733,3 +733,35 @@ end $$;
 comment on function void_agent_leases is
   'For a restored copy, before any process works on it: every lease, claim and token that anybody has from before is void, so that a '
   'process of the old world can write nothing here. Executions go on from their checkpoints, what waits goes on waiting.';
+
+-- Spend ---------------------------------------------------------------------------------------------
+
+-- A cost that is no number counts for nothing: added up, it would be the sum.
+create or replace view agent_activity_measured as
+  select a.id, a.skill_name, a.created_at, a.status, date_trunc('hour', a.created_at at time zone 'UTC') at time zone 'UTC' as hour, a.kind,
+         agent_count_key(case a.kind when 'model' then coalesce(nullif(a.purpose, ''), a.skill_name) else a.skill_name end) as skill,
+         agent_count_key(a.surface) as surface, agent_count_key(a.model) as model,
+         a.kind = 'call' and a.status in ('success', 'error')
+           and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
+                                     'disabled', 'on_trial', 'yielded', 'budget') as telling,
+         case a.kind when 'model' then agent_count_tokens(a.token_usage ->> 'prompt_tokens') else 0 end as prompt_tokens,
+         case a.kind when 'model' then agent_count_tokens(a.token_usage ->> 'completion_tokens') else 0 end as completion_tokens,
+         case a.kind when 'model' then agent_count_tokens(a.token_usage ->> 'total_tokens') else 0 end as tokens,
+         case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd,
+         case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms
+    from agent_activity a;
+
+-- What is counted by day, and the rows that are not counted yet, in one snapshot.
+create or replace view agent_spend as
+  select s.skill, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
+         sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
+         sum(s.tokens)::bigint as tokens, sum(s.cost_usd) as cost_usd
+    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd
+            from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
+          union all
+          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd
+            from uncounted_agent_activity(2000000000) u where u.kind = 'model') s
+   group by 1, 2, 3, 4;
+comment on view agent_spend is
+  'Model calls, tokens and money by what they were made for, surface, model and day (UTC): of the counts, so that what retention took '
+  'away is in it, and of the rows that are not counted yet. A usage or a cost that is no number counts for nothing.';

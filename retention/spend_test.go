@@ -1,0 +1,51 @@
+package retention_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+type spend struct {
+	Skill         string
+	Calls, Tokens int64
+	CostUSD       float64
+}
+
+// TestSpendStaysWhenTheLogGoes, and is not broken by a usage or a cost that is no number.
+func TestSpendStaysWhenTheLogGoes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	partitions(t, pool)
+	exec(t, pool, `
+		insert into agent_activity (id, trace_id, kind, skill_name, token_usage, cost_usd, created_at)
+		select agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
+		  from (select clock_timestamp() - interval '150 days' as at) x,
+		       (values ('{"total_tokens": 7}', 0.5), ('{"total_tokens": "many"}', 'NaN'), ('{"total_tokens": {}}', 0.25), ('[]', 0)) u (usage, cost)`)
+	want := []spend{{"model", 4, 7, 0.75}}
+	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
+	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
+		if diff := cmp.Diff(want, load[spend](t, pool, sums)); diff != "" {
+			t.Errorf("%s:\n%s", when, diff)
+		}
+		switch when {
+		case "before they are counted":
+			exec(t, pool, `update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`)
+			if _, err := activity.Count(t.Context(), pool); err != nil {
+				t.Fatal(err)
+			}
+		case "after":
+			exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
+			if done := pass(t, pool, time.Minute); len(done.Partitions) == 0 {
+				t.Errorf("%+v", done)
+			}
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity`); n != 0 {
+		t.Errorf("%d rows are left", n)
+	}
+}
