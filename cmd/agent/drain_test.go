@@ -159,7 +159,7 @@ func TestAStopWaitsForAnswers(t *testing.T) {
 
 // The service manager hears when the process serves, that it lives, and when it stops.
 func TestTheServiceManagerIsTold(t *testing.T) {
-	dir, err := os.MkdirTemp("", "lk") // the path of a socket has to be short
+	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -133,8 +133,18 @@ func TestWhatIsShownIsCompared(t *testing.T) {
 		want, got string
 		same      bool
 	}{
-		{"a", "a\n", true}, {"a", "b", false}, {"a…c", "abc", true}, {"a…c", "ab", false}, {"…\nb", "a\na\nb", true}, {"…\nb", "a\na", false},
-		{"a\n…", "a", true}, {"a\n…\nd", "a\nb\nc\nd", true}, {"a", "a\nb", false}, {"A  B", "A      B", true}, {"a (b)", "a (b)", true}, {"", "anything", true},
+		{"a", "a\n", true},
+		{"a", "b", false},
+		{"a…c", "abc", true},
+		{"a…c", "ab", false},
+		{"…\nb", "a\na\nb", true},
+		{"…\nb", "a\na", false},
+		{"a\n…", "a", true},
+		{"a\n…\nd", "a\nb\nc\nd", true},
+		{"a", "a\nb", false},
+		{"A  B", "A      B", true},
+		{"a (b)", "a (b)", true},
+		{"", "anything", true},
 	} {
 		if got := difference(strings.Split(c.want, "\n"), c.got) == ""; got != c.same {
 			t.Errorf("%q and %q are the same: %t", c.want, c.got, got)
