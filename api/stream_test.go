@@ -144,6 +144,56 @@ func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
 	}
 }
 
+// A stream that is an answer goes on when those end that are only watched, and is cut when no more time is left.
+func TestAnswersAreCutLast(t *testing.T) {
+	pool := pgtest.DB(t)
+	stopping, cutting, ended := make(chan struct{}), make(chan struct{}), make(chan error, 2)
+	wait := func(_ http.ResponseWriter, r *http.Request) {
+		<-r.Context().Done()
+		ended <- fmt.Errorf("%s: %w", r.URL.Path, context.Cause(r.Context()))
+	}
+	answering := stream(wait)
+	answering.Path, answering.Ends = "/v1/answer", true
+	a := wired(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting, Endpoints: []api.Endpoint{stream(wait), answering},
+	})
+	server := a.listen(nil)
+	done := make(chan struct{}, 2)
+	for _, path := range []string{"/v1/stream", "/v1/answer"} {
+		go func() {
+			defer func() { done <- struct{}{} }()
+			_ = a.call(t.Context(), "GET", server.URL+path, token).Body.Close()
+		}()
+	}
+	close(stopping)
+	if cause := <-ended; !strings.HasPrefix(cause.Error(), "/v1/stream") || !errors.Is(cause, executions.ErrDraining) {
+		t.Errorf("first ended %v", cause)
+	}
+	if len(ended) > 0 {
+		t.Errorf("the answer ended too: %v", <-ended)
+	}
+	close(cutting)
+	if cause := <-ended; !strings.HasPrefix(cause.Error(), "/v1/answer") || !errors.Is(cause, executions.ErrDraining) {
+		t.Errorf("then ended %v", cause)
+	}
+	<-done
+	<-done
+}
+
+// A follower of an execution is told at shutdown to come back soon.
+func TestFollowersAreToldToComeBack(t *testing.T) {
+	pool := pgtest.DB(t)
+	stopping := make(chan struct{})
+	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Stopping: stopping})
+	server := a.listen(nil)
+	x := a.outside("")
+	answer := a.call(t.Context(), "GET", server.URL+"/v1/executions/"+x.ID+"/events", token)
+	close(stopping)
+	if said, err := io.ReadAll(answer.Body); err != nil || !strings.Contains(string(said), `"status":"pending"`) || !strings.HasSuffix(string(said), "\n\nretry: 1000\n\n") {
+		t.Errorf("the stream was %q, %v", said, err)
+	}
+}
+
 func TestAHeadOfAStreamEnds(t *testing.T) {
 	a := surfaced(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
 	w := a.raw("HEAD", "/v1/stream", "", asAdmin())
