@@ -111,7 +111,9 @@ func (e *Exporter) pause() time.Duration {
 
 // look is one pass, whose failure is told once and not returned: nothing depends on it.
 func (e *Exporter) look(ctx context.Context) (more bool) {
-	more, err := e.pass(ctx)
+	patient, end := graced(ctx)
+	defer end()
+	more, err := e.pass(patient)
 	switch {
 	case err == nil:
 		if e.failures > 0 {
@@ -128,6 +130,16 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 		}
 	}
 	return more && err == nil
+}
+
+// graced is ctx for a pass that is under way when ctx ends: it may still note what was sent, so that it is not sent again.
+func graced(ctx context.Context) (context.Context, func()) {
+	patient, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		enough := time.AfterFunc(flushLimit, cancel)
+		context.AfterFunc(patient, func() { enough.Stop() })
+	})
+	return patient, func() { stop(); cancel() }
 }
 
 // flush sends all that has ended by now, if nobody else has the right to send.
@@ -276,20 +288,22 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 		ID    string
 		Ended bool
 	}
-	rows, err := collect[fresh](ctx, e.pool, `
+	found, err := e.pool.Query(ctx, `
 		select a.id::text, a.status <> 'running' as ended from agent_activity a
-		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`,
+		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, anew,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+	rows, err := collect[fresh](found, err)
 	if err != nil {
 		return b, fmt.Errorf("look for activities: %w", err)
 	}
 	type end struct{ ID, Run string }
-	ends, err := collect[end](ctx, e.pool, `
+	found, err = e.pool.Query(ctx, `
 		select v.id::text, v.execution_id::text as run from agent_events v
 		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
 		   and v.key = v.execution_id::text
-		 order by v.id limit @most`,
+		 order by v.id limit @most`, anew,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+	ends, err := collect[end](found, err)
 	if err != nil {
 		return b, fmt.Errorf("look for ends of executions: %w", err)
 	}

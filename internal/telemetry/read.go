@@ -52,14 +52,14 @@ type waitRow struct {
 	BeganAt                  time.Time
 }
 
-var (
-	//go:embed read_activities.sql
-	activitiesSQL string
-	//go:embed read_runs.sql
-	runsSQL string
-	//go:embed read_waits.sql
-	waitsSQL string
-)
+//go:embed read_activities.sql
+var activitiesSQL string
+
+//go:embed read_runs.sql
+var runsSQL string
+
+//go:embed read_waits.sql
+var waitsSQL string
 
 // waitsMost bounds the waits that are shown of the executions of a pass: a loop may have waited without end.
 const waitsMost = 5000
@@ -71,30 +71,32 @@ type found struct {
 	waits      []waitRow
 }
 
+// anew has a statement planned for the ids at hand: a generic plan would read a table from end to end.
+const anew = pgx.QueryExecModeCacheDescribe
+
 // read reads finished rows by their ids.
-func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (found, error) {
-	var f found
-	var err error
+func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f found, err error) {
 	if len(activities) > 0 {
-		if f.activities, err = collect[activityRow](ctx, db, activitiesSQL, postgres.Strict{"ids": activities, "content": content}); err != nil {
+		rows, err := db.Query(ctx, activitiesSQL, anew, postgres.Strict{"ids": activities, "content": content})
+		if f.activities, err = collect[activityRow](rows, err); err != nil {
 			return found{}, fmt.Errorf("read activities for spans: %w", err)
 		}
 	}
 	if len(runs) == 0 {
 		return f, nil
 	}
-	if f.runs, err = collect[runRow](ctx, db, runsSQL, postgres.Strict{"ids": runs}); err != nil {
+	rows, err := db.Query(ctx, runsSQL, anew, postgres.Strict{"ids": runs})
+	if f.runs, err = collect[runRow](rows, err); err != nil {
 		return found{}, fmt.Errorf("read executions for spans: %w", err)
 	}
-	if f.waits, err = collect[waitRow](ctx, db, waitsSQL, postgres.Strict{"ids": runs, "most": waitsMost}); err != nil {
+	rows, err = db.Query(ctx, waitsSQL, anew, postgres.Strict{"ids": runs, "most": waitsMost})
+	if f.waits, err = collect[waitRow](rows, err); err != nil {
 		return found{}, fmt.Errorf("read waits for spans: %w", err)
 	}
 	return f, nil
 }
 
-func collect[T any](ctx context.Context, db postgres.DB, sql string, args postgres.Strict) ([]T, error) {
-	// The plan is made for the ids at hand: a generic one would read a table from end to end.
-	rows, err := db.Query(ctx, sql, pgx.QueryExecModeCacheDescribe, args)
+func collect[T any](rows pgx.Rows, err error) ([]T, error) {
 	if err != nil {
 		return nil, err
 	}
