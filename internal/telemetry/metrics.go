@@ -3,6 +3,7 @@ package telemetry
 import (
 	"net/http"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -186,10 +187,8 @@ var laneKinds = []string{"heartbeat", "operate", "webhook", "thread", "automatio
 // laneKind is the part of a lane's name before the colon, of a short list.
 func laneKind(lane string) string {
 	kind, _, _ := strings.Cut(lane, ":")
-	for _, known := range laneKinds {
-		if kind == known {
-			return kind
-		}
+	if slices.Contains(laneKinds, kind) {
+		return kind
 	}
 	return "other"
 }

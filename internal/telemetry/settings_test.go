@@ -64,7 +64,8 @@ func TestLoad(t *testing.T) {
 		},
 		"ratio": {
 			map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
-			telemetry.Settings{}, []string{"OTEL_TRACES_SAMPLER"},
+			telemetry.Settings{},
+			[]string{"OTEL_TRACES_SAMPLER"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -81,6 +81,9 @@ func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
 			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) || stored.ExecutionID == nil {
 				t.Errorf("stored %+v", stored)
 			}
+			if linked := value[string](t, w.pool, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID); linked != parent {
+				t.Errorf("the trace is linked to %q, want the sender's", linked)
+			}
 			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
 				if strings.Contains(string(stored.Headers), secret) {
 					t.Errorf("the headers have %q: %s", secret, stored.Headers)

@@ -37,7 +37,7 @@ type Span struct {
 
 // Server is the receiver.
 type Server struct {
-	t    testing.TB
+	tb   testing.TB
 	http *httptest.Server
 
 	mu       sync.Mutex
@@ -47,11 +47,11 @@ type Server struct {
 }
 
 // New starts a receiver, which ends with the test.
-func New(t testing.TB) *Server {
-	t.Helper()
-	s := &Server{t: t}
+func New(tb testing.TB) *Server {
+	tb.Helper()
+	s := &Server{tb: tb}
 	s.http = httptest.NewServer(http.HandlerFunc(s.receive))
-	t.Cleanup(func() {
+	tb.Cleanup(func() {
 		s.http.CloseClientConnections()
 		s.http.Close()
 	})
@@ -101,7 +101,7 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	if r.Method != http.MethodPost || r.URL.Path != "/v1/traces" || r.Header.Get("Content-Type") != "application/x-protobuf" {
-		s.t.Errorf("the receiver got %s %s with %s", r.Method, r.URL.Path, r.Header.Get("Content-Type"))
+		s.tb.Errorf("the receiver got %s %s with %s", r.Method, r.URL.Path, r.Header.Get("Content-Type"))
 		w.WriteHeader(http.StatusBadRequest)
 		return
 	}
@@ -120,7 +120,7 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) {
 	}
 	var request collector.ExportTraceServiceRequest
 	if err := proto.Unmarshal(raw, &request); err != nil {
-		s.t.Errorf("the receiver got no request of the protocol: %v", err)
+		s.tb.Errorf("the receiver got no request of the protocol: %v", err)
 		w.WriteHeader(http.StatusBadRequest)
 		return
 	}
