@@ -24,8 +24,8 @@ type waits struct {
 	seen map[uint32][]string // the names of those that a session has waited for since it last began a statement
 }
 
-// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. Each refusal fails the
-// test, unless it was seen that the wait was for others than passes alone.
+// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. A refusal fails the test when
+// a pass was seen among those that were waited for, holding the lock or before the others in its queue.
 func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(url)
@@ -119,8 +119,9 @@ func (w *waits) ended(conn *pgx.Conn, err error, sql any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	of := w.seen[conn.PgConn().PID()]
-	// A commit waits for its place among notifications, which is one for the whole server, and of which passes send none.
-	if slices.Contains(of, passing) || len(of) == 0 && sql != "commit" {
-		w.t.Errorf("waited for a lock for longer than 100 ms, of %v: %v\n%v", of, err, sql)
+	said := w.t.Logf
+	if slices.Contains(of, passing) {
+		said = w.t.Errorf
 	}
+	said("waited for a lock for longer than 100 ms, of %v: %v\n%v", of, err, sql)
 }

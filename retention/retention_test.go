@@ -161,7 +161,13 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, bad := range []map[string]string{
-		{}, {"memory": "90d"}, {"activity": "6d"}, {"activity": "-90d"}, {"activity": "soon"}, {"activity": ""}, {"executions": "200 years"},
+		{},
+		{"memory": "90d"},
+		{"activity": "6d"},
+		{"activity": "-90d"},
+		{"activity": "soon"},
+		{"activity": ""},
+		{"executions": "200 years"},
 		{"executions": "1d", "events": "1 second"},
 	} {
 		if _, err := retention.Set(t.Context(), pool, bad, "admin", ""); !errors.Is(err, retention.ErrInvalid) {
