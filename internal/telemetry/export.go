@@ -55,11 +55,11 @@ type Exporter struct {
 	last     bool // the process ends
 }
 
-// mark is a moment, and which transactions were under way at it: those with a smaller number.
+// mark is a moment, and which transactions were writing just after it.
 type mark struct {
-	upto  string
-	after int64
-	set   time.Time
+	upto    string
+	writing []string
+	set     time.Time
 }
 
 // NewExporter returns the exporter of a process; nil where nothing is to be sent. Its methods do nothing then.
@@ -184,9 +184,7 @@ func (e *Exporter) leave(ctx context.Context) {
 type position struct {
 	SentUpto string
 	Pending  []string
-	Upto     string // a moment ago
 	Now      string
-	After    int64 // transactions with smaller numbers may have been under way then
 }
 
 //go:embed position.sql
@@ -260,16 +258,24 @@ func refusedForGood(err error) bool {
 		strings.Contains(text, "request body too large")
 }
 
-// settled reports whether all that was under way at the mark is over. Without a mark this moment becomes it.
+// settled reports whether all that was being written at the mark is written. Without a mark this moment becomes it.
+//
+// Who writes an activity or an event has a lock on its table before the row gets its id, until the end of the transaction.
+// So who has none after the mark was set has committed what has ids before it, or writes later ones.
 func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
-	if e.mark == nil || e.mark.upto <= at.SentUpto {
-		e.mark = &mark{at.Upto, at.After, time.Now()}
-	}
-	var oldest int64
-	if err := e.pool.QueryRow(ctx, `select pg_snapshot_xmin(pg_current_snapshot())::text::bigint`).Scan(&oldest); err != nil {
+	var writing []string
+	err := e.pool.QueryRow(ctx, `
+		select array(select distinct l.virtualtransaction from pg_locks l
+		              where l.locktype = 'relation' and l.database = (select d.oid from pg_database d where d.datname = current_database())
+		                and l.relation in ('agent_activity'::regclass, 'agent_events'::regclass) and l.mode = 'RowExclusiveLock')`).Scan(&writing)
+	if err != nil {
 		return false, fmt.Errorf("look for transactions under way: %w", err)
 	}
-	return oldest >= e.mark.after || time.Since(e.mark.set) > longestTransaction, nil
+	if e.mark == nil || e.mark.upto <= at.SentUpto {
+		e.mark = &mark{at.Now, writing, time.Now()}
+	}
+	e.mark.writing = slices.DeleteFunc(e.mark.writing, func(one string) bool { return !slices.Contains(writing, one) })
+	return len(e.mark.writing) == 0 || time.Since(e.mark.set) > longestTransaction, nil
 }
 
 // batch is what one pass sends.

@@ -1,6 +1,5 @@
--- Take the right to send, or keep it, and tell what is to be looked at: up to a moment just before this statement, once nothing is
--- under way any more that was then. The moment comes before the snapshot, so who is not in the snapshot writes later ids. The
--- margin is for statements that had made an id and had no number yet.
+-- Take the right to send, or keep it, and tell what is to be looked at: up to the moment of this statement, once nothing is under
+-- way any more that was then.
 with mine as (
   update agent_span_export
      set sender = @me, sender_until = clock_timestamp() + make_interval(secs => @seconds), updated_at = clock_timestamp(),
@@ -8,6 +7,4 @@ with mine as (
          sent_upto = greatest(sent_upto, agent_uuid7_floor(clock_timestamp() - make_interval(secs => @backlog)))
    where sender = @me or sender_until < clock_timestamp()
   returning sent_upto, pending)
-select m.sent_upto::text, m.pending::text[], agent_uuid7_floor(statement_timestamp() - interval '50 milliseconds')::text as upto,
-       agent_uuid7_floor(statement_timestamp())::text as now, pg_snapshot_xmax(pg_current_snapshot())::text::bigint as after
-  from mine m
+select m.sent_upto::text, m.pending::text[], agent_uuid7_floor(statement_timestamp())::text as now from mine m

@@ -18,8 +18,7 @@
 //     ids; it is not sent when the receiver was away for longer than [Backlog].
 //
 // A row may become visible after rows with later ids, because its transaction commits later. So a pass goes up to a moment
-// only when every transaction that was under way at that moment has ended (pg_snapshot_xmin has reached what pg_snapshot_xmax
-// was), or half a minute has gone by.
+// only when every transaction that was writing at that moment, which pg_locks tells, has ended, or half a minute has gone by.
 //
 // A trace has one root: its first execution without a parent. What has no parent of its own (a note outside executions, a further
 // execution under the same trace) is filed under that root; in a trace without executions, under its first activity. The span
