@@ -135,6 +135,9 @@ func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok
 	if kind == "activity" && days >= 60 {
 		cut = time.Date(cut.UTC().Year(), cut.UTC().Month(), 1, 0, 0, 0, 0, time.UTC)
 	}
+	if kind == "hour_counts" {
+		cut = cut.Truncate(time.Hour)
+	}
 	return cut, true
 }
 

@@ -270,7 +270,7 @@ func (b *build) alone() {
 	b.add(`insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, created_at, finished_at)
 		values ($1, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', $2, $3, $4)`, b.id(at), b.pick("pending", "sent", "dead"), at, b.after(at))
 	b.add(`insert into agent_budgets (scope, created_at) values ($1, $2) on conflict do nothing`, strings.TrimPrefix(b.id(at), "0"), at)
-	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model) values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at, fmt.Sprint(b.last))
+	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model) values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at.Truncate(time.Hour), fmt.Sprint(b.last))
 	b.add(`insert into agent_memory (key, value, created_at, updated_at) values ($1, '1', $2, $2)`, b.id(at), at)
 }
 

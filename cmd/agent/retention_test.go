@@ -39,8 +39,12 @@ func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
 	}
 	contains(t, p.must("retention", "run", "executions"), "executions  30 days  0")
 	for _, args := range [][]string{
-		{"retention", "set", "memory=3d"}, {"retention", "set", "executions=1h"}, {"retention", "set", "executions"}, {"retention", "run", "memory"},
-		{"retention", "set", "executions=3d", "executions=4d"}, {"retention", "set"},
+		{"retention", "set", "memory=3d"},
+		{"retention", "set", "executions=1h"},
+		{"retention", "set", "executions"},
+		{"retention", "run", "memory"},
+		{"retention", "set", "executions=3d", "executions=4d"},
+		{"retention", "set"},
 	} {
 		if got := p.run(args...); got.code != 2 || got.err == "" || got.out != "" {
 			t.Errorf("agent %v: %+v", args, got)
