@@ -14,7 +14,7 @@ import (
 // who may call the routes of the running program, by the beginning of their path; the longest counts. What is not
 // listed is nobody's, and fails the test.
 var access = map[string][]string{
-	"/healthz": everybody, "/readyz": everybody, "/openapi.json": everybody, "/chat": everybody, "/webhooks/": everybody,
+	"/healthz": everybody, "/readyz": everybody, "/metrics": everybody, "/openapi.json": everybody, "/chat": everybody, "/webhooks/": everybody,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
 	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"},
 }

@@ -2,13 +2,14 @@ package main
 
 import (
 	"context"
-	"fmt"
+	"strings"
 	"time"
 
 	"go.opentelemetry.io/otel"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 )
 
@@ -16,7 +17,7 @@ import (
 func (c *cli) observe(a *app) error {
 	settings, err := telemetry.Load(c.environ)
 	if err != nil {
-		return &exitError{exitUsage, fmt.Errorf("settings of OpenTelemetry:\n%w", err)}
+		return &exitError{exitUsage, &config.Error{Problems: strings.Split(err.Error(), "\n")}}
 	}
 	if settings.Endpoint != "" { // what the SDK has to say, such as that a receiver did not take all of a batch
 		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { a.log.Warn("OpenTelemetry", "error", err) }))
