@@ -51,7 +51,7 @@ func refuses(t *testing.T, p program, name string, cmd *cobra.Command) {
 		t.Fatal(err)
 	}
 	var last answer
-	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}} {
+	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}, {"activity=90d"}} {
 		last = p.run(append(slices.Clip(words), args...)...)
 		if args == nil && cmd.HasSubCommands() && strings.Contains(last.out, "Usage:") {
 			return // only a name for the commands below it
