@@ -24,7 +24,7 @@ func (s *scenario) operations() map[string]func() bool {
 		"take lane": s.takeLane, "take a lane": s.takeLane, "take another lane": s.takeLane, "take one more lane": s.takeLane, "borrow lane": s.takeLane, "lend": s.lend, "lend on": s.lend, "release lane": s.releaseLane, "expire lane": s.expireLane,
 		"break lane": s.breakLane, "wait for event": s.waitForEvent, "wait for an event": s.waitForEvent, "wait for agent": s.waitForAgent, "wait for a child": s.waitForAgent,
 		"wait for time": s.waitForTime, "wait for lane": s.waitForLane, "wait for a lane": s.waitForLane, "wait for the lane": s.waitForLane, "timer": s.timer, "raise": s.raise, "raise again": s.raise,
-		"ask": s.ask, "decide": s.decide, "use": s.use, "request": s.request, "sign": s.sign,
+		"ask": s.ask, "decide": s.decide, "use": s.use, "request": s.request, "sign": s.sign, "crowd": s.crowd,
 	}
 }
 
