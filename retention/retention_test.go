@@ -50,6 +50,7 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			pool := pgtest.DB(t)
 			r := rand.New(rand.NewPCG(seed, 0))
 			random(t, pool, r)
+			noteCauses(t, pool)
 			policy := randomPolicy(r)
 			if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
 				t.Fatal(err)
@@ -72,6 +73,7 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 				t.Errorf("by %v, want -, got +:\n%s", policy, diff)
 			}
 			agree(t, had, want.keys(), counted, done)
+			causesAreOfWhatIsThere(t, pool)
 		})
 	}
 }

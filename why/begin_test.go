@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -221,5 +220,3 @@ func (s *scenario) clear() {
 	s.exec(`delete from agent_schedules`)
 	s.exec(`update agent_executions set status = 'cancelled', claim = claim + 1 where status in ('pending', 'running', 'waiting')`)
 }
-
-const hour = time.Hour

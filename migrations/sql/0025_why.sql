@@ -27,7 +27,6 @@ create table agent_links (
   primary key (cause, kind, effect)
 );
 create index agent_links_effect on agent_links (effect, kind);
-create index agent_links_age on agent_links using brin (at);
 comment on table agent_links is 'What caused what, where no other table says it.';
 
 create table agent_lane_holds (
@@ -41,7 +40,6 @@ create table agent_lane_holds (
   primary key (lane, held_until, fencing_token)
 );
 create index agent_lane_holds_execution on agent_lane_holds (execution_id, held_from);
-create index agent_lane_holds_age on agent_lane_holds using brin (held_until);
 comment on table agent_lane_holds is
   'Lanes that executions had, written when that ends. ended: the execution with it; lent to a child, given back by one; handed back with the '
   'run by a process that shuts down; expired, broken by an admin, or released.';
@@ -55,26 +53,7 @@ create table agent_claims_lost (
   at           timestamptz not null default clock_timestamp(),
   primary key (execution_id, claim)
 );
-create index agent_claims_lost_age on agent_claims_lost using brin (at);
 comment on table agent_claims_lost is 'Claims that ended without a wait or an end: the worker''s lease expired, it got nowhere, or it gave its run back.';
-
-create function prune_agent_links(p_before timestamptz, p_limit int default 5000) returns int
-language plpgsql volatile set enable_seqscan = off as $$
-declare
-  n int;
-  total int := 0;
-begin
-  delete from agent_links l where l.ctid = any (array(select o.ctid from agent_links o where o.at < p_before limit p_limit));
-  get diagnostics total = row_count;
-  delete from agent_lane_holds h where h.ctid = any (array(select o.ctid from agent_lane_holds o where o.held_until < p_before limit p_limit));
-  get diagnostics n = row_count;
-  total := total + n;
-  delete from agent_claims_lost c where c.ctid = any (array(select o.ctid from agent_claims_lost o where o.at < p_before limit p_limit));
-  get diagnostics n = row_count;
-  return total + n;
-end $$;
-comment on function prune_agent_links is
-  'Forget what was noted for why() before a moment, at most p_limit rows of each table. Answers how many; 0 when there are no more.';
 
 create function link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
   insert into agent_links (cause, kind, effect)

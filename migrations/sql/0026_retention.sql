@@ -348,10 +348,16 @@ comment on function old_agent_rows is
 
 -- Taking them away ---------------------------------------------------------------------------------
 
+-- What caused something is known as long as that is there.
+create function prune_agent_causes(p_what text, p_ids uuid[]) returns void language sql volatile set enable_seqscan = off as $$
+  delete from agent_links l where l.effect = any (array(select p_what || ' ' || i from unnest(p_ids) i))
+$$;
+
 create function prune_agent_executions(p_ids uuid[]) returns int
 language plpgsql volatile set enable_seqscan = off as $$
 declare
   gone uuid[];
+  gone_events uuid[];
 begin
   with held as (
     select x.id from agent_executions x where x.id = any (p_ids) and x.completed_at is not null order by x.id for update skip locked),
@@ -363,10 +369,17 @@ begin
   delete from agent_status_changes c where c.execution_id = any (gone);
   delete from agent_requests r where r.execution_id = any (gone);
   delete from agent_message_drafts d where d.execution_id = any (gone);
-  delete from agent_events v where v.external_id in (
-    select 'completed ' || g from unnest(gone) g
-    union all
-    select 'approval ' || a.id from agent_approvals a where a.execution_id = any (gone) and a.parked);
+  delete from agent_lane_holds h where h.execution_id = any (gone);
+  delete from agent_claims_lost c where c.execution_id = any (gone);
+  perform prune_agent_causes('execution', gone);
+  with away as (
+    delete from agent_events v where v.external_id in (
+      select 'completed ' || g from unnest(gone) g
+      union all
+      select 'approval ' || a.id from agent_approvals a where a.execution_id = any (gone) and a.parked)
+    returning v.id)
+  select array_agg(a.id) into gone_events from away a;
+  perform prune_agent_causes('event', gone_events);
   return cardinality(gone);
 end $$;
 
@@ -469,25 +482,31 @@ begin
     removed := prune_agent_executions(ids);
     more := more or exists (select from agent_retention_leftovers);
   elsif p_kind = 'events' then
-    with held as (select v.id from agent_events v where v.id = any (ids) for update skip locked)
-    delete from agent_events v using held h where v.id = h.id;
-    get diagnostics removed = row_count;
+    with held as (select v.id from agent_events v where v.id = any (ids) for update skip locked),
+    away as (
+      delete from agent_events v using held h where v.id = h.id returning v.id)
+    select array_agg(a.id), count(*) into ids, removed from away a;
+    perform prune_agent_causes('event', ids);
   elsif p_kind = 'approvals' then
     with held as (select a.id from agent_approvals a where a.id = any (ids) for update skip locked)
     delete from agent_approvals a using held h where a.id = h.id;
     get diagnostics removed = row_count;
   elsif p_kind = 'automation_runs' then
-    with held as (select r.id from agent_automation_runs r where r.id = any (ids) and r.status in ('success', 'skipped') for update skip locked)
-    delete from agent_automation_runs r using held h where r.id = h.id;
-    get diagnostics removed = row_count;
+    with held as (select r.id from agent_automation_runs r where r.id = any (ids) and r.status in ('success', 'skipped') for update skip locked),
+    away as (
+      delete from agent_automation_runs r using held h where r.id = h.id returning r.id)
+    select array_agg(a.id), count(*) into ids, removed from away a;
+    perform prune_agent_causes('run', ids);
   elsif p_kind = 'deliveries' then
     with held as (select d.id from agent_webhook_deliveries d where d.id = any (ids) and d.status in ('done', 'ignored') for update skip locked)
     delete from agent_webhook_deliveries d using held h where d.id = h.id;
     get diagnostics removed = row_count;
   elsif p_kind = 'outbox' then
-    with held as (select w.id from agent_webhook_outbox w where w.id = any (ids) and w.status in ('sent', 'dead') for update skip locked)
-    delete from agent_webhook_outbox w using held h where w.id = h.id;
-    get diagnostics removed = row_count;
+    with held as (select w.id from agent_webhook_outbox w where w.id = any (ids) and w.status in ('sent', 'dead') for update skip locked),
+    away as (
+      delete from agent_webhook_outbox w using held h where w.id = h.id returning w.id)
+    select array_agg(a.id), count(*) into ids, removed from away a;
+    perform prune_agent_causes('outgoing', ids);
   elsif p_kind = 'budgets' then
     with held as (
       select b.scope from agent_budgets b where b.scope = any (o.going) and b.reserved_tokens = 0 and b.reserved_usd = 0 for update skip locked)
