@@ -1082,14 +1082,15 @@ end $$;
 comment on function agent_trace_forms is
   'The ids that a trace may be stored under: one for a whole id, one for each surface for a ULID alone or the 32 hex digits of tracing tools.';
 
-create function agent_words(p_span interval) returns text language sql immutable as $$
-  select case when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms' when s < 60 then round(s, 1) || ' s'
-              when s < 3600 then floor(s / 60) || ' min ' || floor(s % 60) || ' s'
+create function agent_words(p_from timestamptz, p_to timestamptz) returns text language sql immutable as $$
+  select case when s is null then 'an unknown time' when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms'
+              when s < 60 then round(s, 1) || ' s' when s < 3600 then floor(s / 60) || ' min ' || floor(s % 60) || ' s'
               when s < 86400 then floor(s / 3600) || ' h ' || floor(s % 3600 / 60) || ' min'
               else floor(s / 86400) || ' d ' || floor(s % 86400 / 3600) || ' h' end
-    from (select extract(epoch from p_span) as s) t
+    from (select case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end as s) t
+   where p_from is not null and p_to is not null
 $$;
-comment on function agent_words is 'A time as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
+comment on function agent_words is 'The time between two moments as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
 
 create type agent_reason as (
   at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb
@@ -1282,8 +1283,8 @@ begin
            when 'pending' then ' waits to be started'
            when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
            when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
-                                      agent_words(clock_timestamp() - x.updated_at))
-           else format(' %s after %s', x.status, agent_words(x.completed_at - x.created_at)) end
+                                      agent_words(x.updated_at, clock_timestamp()))
+           else format(' %s after %s', x.status, agent_words(x.created_at, x.completed_at)) end
          || case x.status
            when 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
            when 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
@@ -1338,8 +1339,8 @@ begin
         from agent_approvals a where a.id = agent_uuid(w.key);
     end if;
     return next (w.since, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end,
-      w.flow || case when w.until is null then format(' has waited %s for ', agent_words(clock_timestamp() - w.since))
-                     else format(' waited %s for ', agent_words(w.until - w.since)) end
+      w.flow || case when w.until is null then format(' has waited %s for ', agent_words(w.since, clock_timestamp()))
+                     else format(' waited %s for ', agent_words(w.since, w.until)) end
              || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
                   when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
                   else 'a ' || w.kind end
@@ -1362,7 +1363,7 @@ begin
          order by o.held_from limit 20
       loop
         return next (h.held_from, 'blocked', format('%s had lane %s meanwhile%s', coalesce(h.flow, 'an execution that is no longer kept'), w.key,
-            case when h.held_until is null then ', and has it' else ', for ' || agent_words(h.held_until - h.held_from) end),
+            case when h.held_until is null then ', and has it' else ', for ' || agent_words(h.held_from, h.held_until) end),
           'execution ' || h.execution_id, mine, h.trace_id, h.execution_id,
           jsonb_strip_nulls(jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)))::agent_reason;
       end loop;
@@ -1383,11 +1384,11 @@ begin
          'execution ' || h.execution_id, 'lane ' || h.lane, x.trace_id, h.execution_id,
          jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
     from (
-      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, agent_words(k.held_until - k.held_from) as long
+      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, agent_words(k.held_from, k.held_until) as long
          from agent_lane_holds k where k.execution_id = any (p_runs) order by k.held_from, k.lane limit p_most)
       union all
       (select l.lane, l.execution_id, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, '',
-              agent_words(coalesce(o.until, clock_timestamp()) - l.locked_at)
+              agent_words(l.locked_at, coalesce(o.until, clock_timestamp()))
          from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
         where l.execution_id = any (p_runs) order by l.locked_at limit p_most)) h
     join agent_executions x on x.id = h.execution_id
@@ -1431,7 +1432,7 @@ begin
      order by l.created_at, l.id limit p_most),
   models as (
     select m.model, count(*) as calls, min(m.created_at) as at, sum(agent_tokens(m.token_usage, 'prompt_tokens')) as prompt,
-           sum(agent_tokens(m.token_usage, 'completion_tokens')) as completion, sum(agent_tokens(m.token_usage, 'total_tokens')) as tokens, sum(m.cost_usd) as usd
+           sum(agent_tokens(m.token_usage, 'completion_tokens')) as completion, sum(agent_tokens(m.token_usage, 'total_tokens')) as tokens, sum(nullif(m.cost_usd, 'NaN')) as usd
       from log m where m.kind = 'model' group by m.model),
   spent as (
     select 'spend', 2, m.at,
@@ -1568,7 +1569,7 @@ begin
                'trace' as kind,
                case when x.flow is null then 'what was done without an execution'
                     else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
-                                coalesce(' after ' || agent_words(x.completed_at - x.created_at), ''),
+                                coalesce(' after ' || agent_words(x.created_at, x.completed_at), ''),
                                 case when n > 1 then format('; %s executions', case when n = 100000 then '100,000 or more' else to_char(n, 'FM999,990') end) else '' end) end as what,
                ''::text as from_ref, 'trace ' || mine as to_ref, mine as trace_id, runs[1] as execution_id,
                jsonb_strip_nulls(jsonb_build_object('surface', x.surface, 'flow', x.flow, 'status', x.status, 'executions', n, 'completed_at', x.completed_at)) as detail) r
@@ -1591,7 +1592,7 @@ begin
       union all
       select 7, 'spend', r.*, row_number() over (order by r.at nulls last, r.to_ref), count(*) over ()
         from (select (l.reason).* from log l where l.part = 'spend') r)
-    select t.part, t.at, case when t.place <= most_ then t.kind else 'more' end,
+    select t.part, case when isfinite(t.at) then t.at end, case when t.place <= most_ then t.kind else 'more' end,
            case when t.place <= most_ then coalesce(left(t.what, 1000), '') when t.part = 'did' then '… and ' || to_char(t.all_ - most_, 'FM999,999,990') || ' more executions'
                 else '… and more than ' || to_char(most_, 'FM999,990') end,
            case when t.place <= most_ then coalesce(left(t.from_ref, 300), '') else '' end,
