@@ -254,7 +254,8 @@ func TestCompareSizesShowsTablesThatAreGone(t *testing.T) {
 
 func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
 	c := newCaller(t, applied(t))
-	c.exec(`create table t (id int primary key, u int unique, n int)`, `create index unused on t (n)`, `create unique index only_once on t (n)`)
+	c.exec(`create table t (id int primary key, u int unique, n int)`, `insert into t select i, i, i from generate_series(1, 5000) i`, // larger than those of the schema
+		`create index unused on t (n)`, `create unique index only_once on t (n)`)
 	var names []any
 	for _, row := range c.call("unused_indexes", `{"min_bytes": 0, "limit": 100}`).Rows {
 		if row["table"] == "public.t" {
