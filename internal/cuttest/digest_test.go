@@ -11,9 +11,11 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// passing are the tables of which nothing lasts: who works, what was counted, what the tests' template has.
+// passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the diary of claims
+// and lanes, which tells of the disturbance itself.
 var passing = []string{
 	"agent_workers", "agent_migrations", "agent_activity_counted", "agent_activity_counts", "agent_activity_durations", "agent_activity_uncounted",
+	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds",
 }
 
 // differs are the columns, and the fields of JSON, that differ from run to run: counters of attempts and claims, how long
