@@ -89,7 +89,7 @@ func cleanRun(t *testing.T) []string {
 // took effect, and has another process complete it.
 func TestKillAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 28, map[string]verdict{"before": killBefore, "after": killAfter},
+	atBoundaries(t, len(cleanRun(t)), 16, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
 			s.breakAt(n, how, "heartbeat").exit()
@@ -113,7 +113,7 @@ func TestKillAtEveryBoundary(t *testing.T) {
 func TestKillTheRescuerToo(t *testing.T) {
 	t.Parallel()
 	total := len(cleanRun(t))
-	atBoundaries(t, total, 7, map[string]verdict{"before": killBefore, "after": killAfter},
+	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
 			s.breakAt(n, how, "heartbeat").exit()
@@ -141,7 +141,7 @@ func TestKillTheRescuerToo(t *testing.T) {
 // TestStopAtEveryBoundary stops `agent serve` in good order wherever the heartbeat is.
 func TestStopAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 7, map[string]verdict{"at": terminate},
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": terminate},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
 			id := s.begin()
@@ -165,7 +165,7 @@ func TestStopAtEveryBoundary(t *testing.T) {
 // TestInterruptAtEveryBoundary presses ^C on `agent heartbeat` wherever it is.
 func TestInterruptAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 7, map[string]verdict{"at": interrupt},
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": interrupt},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
 			code := s.breakAt(n, how, "heartbeat").exit()
@@ -187,7 +187,7 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 // stay behind, and the next one runs.
 func TestCancelAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 7, map[string]verdict{"at": pass},
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": pass},
 		func(t *testing.T, n int, _ verdict) {
 			s := newScene(t)
 			id := s.begin()
@@ -225,7 +225,7 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 // TestTheConnectionBreaksAtEveryBoundary: the process lives, asks again, and nothing is done twice.
 func TestTheConnectionBreaksAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 7, map[string]verdict{"before": cutBefore, "after": cutAfter},
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"before": cutBefore, "after": cutAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
 			id := s.begin()

@@ -18,7 +18,7 @@ func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, false)
 	t.Logf("%d boundaries", total)
-	atBoundaries(t, total, 8, map[string]verdict{"before": killBefore, "after": killAfter},
+	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) { killHook(t, n, how, false) })
 }
 

@@ -57,7 +57,7 @@ func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
 			t.Parallel()
 			total := cleanLeave(t, who)
 			t.Logf("%d boundaries", total)
-			atBoundaries(t, total, 7, map[string]verdict{"before": killBefore, "after": killAfter},
+			atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
 				func(t *testing.T, n int, how verdict) { killLeave(t, who, n, how) })
 		})
 	}
