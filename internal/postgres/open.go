@@ -22,7 +22,7 @@ const (
 
 // Options tune [Open]; the zero value is right for a server process. What the connection string
 // says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode,
-// idle_in_transaction_session_timeout) wins.
+// idle_in_transaction_session_timeout, jit) wins.
 type Options struct {
 	MaxConns        int32         // most connections of the pool; 16 when 0
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
@@ -109,8 +109,9 @@ type route struct {
 	isolation string // the isolation level a statement gets when nobody asks
 }
 
-// adapt makes config fit the way to the server. An isolation level and the end of idle transactions are
-// startup parameters that PgBouncer refuses, so they are only sent when no pooler is there.
+// adapt makes config fit the way to the server. An isolation level, the end of idle transactions and no just-in-time
+// compilation, which costs short statements far more than it saves, are startup parameters that PgBouncer refuses, so they are only
+// sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string) error {
 	config.Tracer = guard{moved: &moved{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
@@ -119,8 +120,10 @@ func (r route) adapt(config *pgx.ConnConfig, url string) error {
 			config.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
 		}
 	}
-	if _, given := config.RuntimeParams["idle_in_transaction_session_timeout"]; !given && !r.pooled {
-		config.RuntimeParams["idle_in_transaction_session_timeout"] = idleInTransaction
+	for name, value := range map[string]string{"idle_in_transaction_session_timeout": idleInTransaction, "jit": "off"} {
+		if _, given := config.RuntimeParams[name]; !given && !r.pooled {
+			config.RuntimeParams[name] = value
+		}
 	}
 	switch {
 	case r.isolation == readCommitted:

@@ -184,7 +184,10 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(usual.Close)
-	var limit string
+	var limit, jit string
+	if err := usual.QueryRow(t.Context(), `show jit`).Scan(&jit); err != nil || jit != "off" {
+		t.Errorf("just-in-time compilation is %s (%v), want off", jit, err)
+	}
 	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "1min" {
 		t.Errorf("the limit is %q (%v), want 1min", limit, err)
 	}
