@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -158,10 +159,17 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	until(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
 	until(t, w.pool, second.ID, executions.Completed)
-	// A fork is given its version before it begins.
-	third := value[string](t, w.pool, `select fork_agent_execution(@id, 'flow version', '{"key": "k4"}', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE')::text`,
-		postgres.Strict{"id": first})
-	exec(t, w.pool, `update agent_executions set thread_id = null where id = @id`, postgres.Strict{"id": third})
+	// A fork is given its version before it begins. It begins when it has lost its thread.
+	var third string
+	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
+		third = value[string](t, tx, `select fork_agent_execution(@id, 'flow version', '{"key": "k4"}', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE')::text`,
+			postgres.Strict{"id": first})
+		exec(t, tx, `update agent_executions set thread_id = null where id = @id`, postgres.Strict{"id": third})
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
 	x := until(t, w.pool, third, executions.Failed)
 	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(deref(x.ErrorMessage), "no thread") {
 		t.Errorf("the fork runs version %v: %s", v, deref(x.ErrorMessage))
