@@ -386,21 +386,3 @@ func (r *run) failed(failure error) string {
 	defer r.mu.Unlock()
 	return r.failedStep
 }
-
-// giveUp hands an unfinished execution back, so that it goes on elsewhere at once.
-func (e *Engine) giveUp(ctx context.Context, r *run) {
-	e.handBack(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
-}
-
-// handBack gives a claim up. One that could not be given up is lost with the worker's lease, or found as
-// a claim without a run.
-func (e *Engine) handBack(ctx context.Context, id string, claim any) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	if _, err := e.pool.Exec(ctx, `select give_up_agent_claim(@id, @claim)`,
-		postgres.Strict{"id": id, "claim": claim}); err != nil {
-		e.log.WarnContext(ctx, "execution not handed back", "execution", id, "error", err)
-		return
-	}
-	e.log.InfoContext(ctx, "execution handed back", "execution", id)
-}
