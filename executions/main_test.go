@@ -5,6 +5,7 @@ import (
 	"os"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -16,5 +17,5 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	pgtest.Main(m)
+	pgtest.Main(leaks.Tests{M: m})
 }
