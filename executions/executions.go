@@ -9,7 +9,8 @@
 //
 // The four kinds of steps:
 //
-//   - Step: a function whose result, or error, is recorded. May run again if the process dies in it.
+//   - Step: a function whose result, or error, is recorded, at the latest with what the execution does next. May run
+//     again if the process dies before.
 //   - Call: a Step with an effect on the world. Its intent is an activity row before it acts. When the
 //     process dies in it, an idempotent call is made again under the same idempotency key; any other ends
 //     `unknown` and is never repeated silently.

@@ -67,6 +67,9 @@ func (r *run) snapshot(ctx context.Context, s spec, at any) error {
 	if r.replay != nil {
 		return r.replay.beyond(r, s.key)
 	}
+	if err := r.caughtUp(ctx); err != nil { // lest a record comes after those that the state stands for
+		return err
+	}
 	output, _, err := encode(at)
 	if err != nil {
 		return fmt.Errorf("loop %s: encode state: %w", s.key, err)

@@ -19,6 +19,14 @@ type point struct {
 	variables       json.RawMessage // nil when the row has them
 }
 
+// queue queues the record of a step. Sent twice, it changes nothing the second time.
+func (p *point) queue(b *pgx.Batch) {
+	b.Queue(`
+		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+		values (@id, @step, @claim, @fingerprint, @failed, @output) on conflict (execution_id, step) do nothing`,
+		postgres.Strict{"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.print, "failed": p.failed, "output": p.output})
+}
+
 // keepPoint writes the result of a step, together with those of other runs that come at the same time.
 func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, failed bool) error {
 	text := r.carry()
@@ -42,6 +50,20 @@ func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, fai
 func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
+	b := &pgx.Batch{}
+	var answers []answer[struct{}]
+	queueSteps(b, points).Query(func(rows pgx.Rows) (err error) {
+		answers, err = verdicts[struct{}](rows, len(points))
+		return err
+	})
+	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
+		return nil, fmt.Errorf("record %d steps: %w", len(points), err)
+	}
+	return answers, nil
+}
+
+// queueSteps queues the record of steps of several executions.
+func queueSteps(b *pgx.Batch, points []point) *pgx.QueuedQuery {
 	n := len(points)
 	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
@@ -49,20 +71,12 @@ func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]answer[st
 		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
 		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
 	}
-	rows, err := e.pool.Query(ctx, `
+	return b.Queue(`
 		select n, verdict = 'alone' from record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
 		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
 			"ids": ids, "claims": claims, "steps": steps, "prints": prints, "failed": failed, "outputs": outputs, "variables": variables,
 		})
-	if err != nil {
-		return nil, fmt.Errorf("record %d steps: %w", n, err)
-	}
-	answers, err := verdicts[struct{}](rows, n)
-	if err != nil {
-		return nil, fmt.Errorf("record %d steps: %w", n, err)
-	}
-	return answers, nil
 }
 
 // verdicts reads which of n writes of a batch were left to be made by themselves.

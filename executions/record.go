@@ -29,6 +29,9 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	point, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
+		if err := r.caughtUp(ctx); err != nil {
+			return true, value, err
+		}
 		if r.e.stopping() {
 			r.stop(ErrDraining)
 			return true, value, ErrDraining
@@ -99,7 +102,11 @@ func keep[T any](ctx context.Context, r *run, s spec, effect *Effect, value T, f
 			return zero, fmt.Errorf("step %s: encode its error: %w", s.key, err)
 		}
 	}
-	err = r.record(ctx, s, effect, value, output, failure)
+	if r.canWait(s, effect, output) {
+		err = r.putOff(ctx, &putOff{s: s, effect: effect, value: value, output: output, failure: failure})
+	} else {
+		err = r.record(ctx, s, effect, value, output, failure)
+	}
 	switch code := postgres.Code(err); {
 	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")): // a number, or a size, beyond jsonb
 		return keep(ctx, r, s, effect, zero, &StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
@@ -115,9 +122,17 @@ func keep[T any](ctx context.Context, r *run, s spec, effect *Effect, value T, f
 	return value, err
 }
 
-// record writes the result of a step: its checkpoint, and the end of its activity row, in one commit. It
-// is tried also when the run was stopped meanwhile: the database knows whether the claim still counts.
+// record writes the result of a step, after what was put off.
 func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
+	if err := r.caughtUp(ctx); err != nil {
+		return err
+	}
+	return r.recordNow(ctx, s, effect, value, output, failure)
+}
+
+// recordNow writes the result of a step: its checkpoint, and the end of its activity row, in one commit. It
+// is tried also when the run was stopped meanwhile: the database knows whether the claim still counts.
+func (r *run) recordNow(ctx context.Context, s spec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
 	out := activity.Outcome{Status: activity.Success, Output: value}
 	if effect != nil {
 		out = effect.outcome(value)
@@ -229,14 +244,9 @@ func (r *run) abandon(ctx context.Context, s spec, effect *Effect, cause error) 
 	return context.Cause(ctx)
 }
 
-// queueCheckpoint queues the record of a step. Sent twice, it changes nothing the second time.
+// queueCheckpoint queues the record of a step.
 func (r *run) queueCheckpoint(b *pgx.Batch, s spec, output json.RawMessage, failed bool) {
-	b.Queue(`
-		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-		values (@id, @step, @claim, @fingerprint, @failed, @output) on conflict (execution_id, step) do nothing`,
-		postgres.Strict{
-			"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "fingerprint": s.print, "failed": failed, "output": output,
-		})
+	(&point{id: r.exec.ID, step: s.key, print: s.print, claim: r.exec.Claim, failed: failed, output: output}).queue(b)
 }
 
 // noteFailure notes the step that failed last; empty when one has succeeded since.

@@ -37,6 +37,9 @@ type run struct {
 	failedStep  string
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
 	replay      *replaying           // the record of a replay, which does nothing new; nil in a real run
+
+	recording sync.Mutex // held while what was put off is written
+	put       *putOff
 }
 
 type runKey struct{}
@@ -246,6 +249,9 @@ func (r *run) call(ctx context.Context, flow Func) (result Result, err error) {
 
 // settle decides what the end of the function means for the execution.
 func (r *run) settle(ctx context.Context, result Result, err error) error {
+	if r.poisoned() != nil || ctx.Err() != nil {
+		_ = r.caughtUp(ctx) // an error has stopped the run
+	}
 	switch poison := r.poisoned(); {
 	case errors.Is(poison, ErrParked):
 		return nil
@@ -260,7 +266,7 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 	case errors.Is(poison, ErrDraining):
 		r.e.giveUp(ctx, r)
 		return nil
-	case errors.Is(poison, ErrChanged):
+	case errors.Is(poison, ErrChanged), errors.Is(poison, errUnrecorded):
 		return r.finish(ctx, Failed, Result{}, poison)
 	}
 	if ctx.Err() != nil && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
@@ -287,16 +293,20 @@ func (r *run) finish(ctx context.Context, status Status, result Result, failure 
 	}
 	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	done, err := r.writeEnd(detached, status, plain(result.Summary), value, failure)
+	last := r.takePutOff()
+	done, err := r.writeEnd(detached, last.point(r), status, plain(result.Summary), value, failure)
 	if err != nil && postgres.Code(err) != "" && !transient(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
-		done, err = r.writeEnd(detached, status, "", nil, failure)
+		done, err = r.writeEnd(detached, last.point(r), status, "", nil, failure)
 	}
 	switch {
 	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
 		return r.finishStale(ctx, status, result, err)
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
+	}
+	if last != nil {
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
 	}
 	about := []any{"result_type", resultType(status), "status", string(status)}
 	if failure != nil {
@@ -328,28 +338,19 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	}
 }
 
-// writeEnd writes the terminal row.
-func (r *run) writeEnd(ctx context.Context, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
-	end := lastWrite{id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), wanted: r.over != nil}
+// writeEnd writes the terminal row, and the last step where that was put off.
+func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
+	end := lastWrite{
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), wanted: r.over != nil,
+		last: last,
+	}
 	if failure != nil {
 		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
 	}
-	alone := func() (done finished, err error) {
-		err = r.with(ctx, end.variables, func(text json.RawMessage) error {
-			return r.e.write(ctx, func(b *pgx.Batch) {
-				b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
-					"id": r.exec.ID, "claim": r.exec.Claim, "status": string(status), "summary": summary,
-					"result": value, "error": end.failure, "step": end.step,
-				}).QueryRow(func(row pgx.Row) error { return row.Scan(&done.freed) })
-				r.queueVariables(b, text)
-			})
-		})
-		return done, err
-	}
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
-		return alone()
+		return r.endAlone(ctx, end)
 	}
-	done, err = r.e.ends.do(ctx, end, alone)
+	done, err = r.e.ends.do(ctx, end, func() (finished, error) { return r.endSingly(ctx, end) })
 	if done.row != nil {
 		r.over(done.row)
 	}

@@ -98,6 +98,10 @@ type spec struct {
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a
 // result too and comes back as *StepError. fn may run again when the process dies before the record is
 // written, so effects on the world belong into Call. T must survive encoding/json.
+//
+// The record is durable before the execution begins or records anything else, such as the next step, a wait or its
+// end, with which it shares a write where that follows at once. A small one may be yet to be written when Step returns, for a
+// millisecond or as long as the database is away.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := spec{name: name, again: true}
 	for _, o := range opts {

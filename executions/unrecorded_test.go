@@ -2,6 +2,7 @@ package executions_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"sync/atomic"
 	"testing"
@@ -37,6 +38,12 @@ func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 
 func shortLease(o *executions.Options) { o.LeaseTTL = time.Second }
 
+// another is a further step, before which the one before it is on record.
+func another(ctx context.Context) error {
+	_, err := executions.Step(ctx, "next", func(context.Context) (int, error) { return 0, nil })
+	return err
+}
+
 // The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the execution goes
 // on elsewhere, and the step is made again.
 func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
@@ -46,6 +53,9 @@ func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
 	var calls atomic.Int32
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		if err == nil {
+			err = another(ctx)
+		}
 		if err != nil {
 			select {
 			case told <- err:
@@ -82,6 +92,9 @@ func TestAResultThatCameTooLateIsNoted(t *testing.T) {
 				postgres.Strict{"id": x.ID})
 			return 1, err
 		})
+		if err == nil {
+			err = another(ctx)
+		}
 		if err != nil {
 			told <- err
 		}
@@ -105,4 +118,98 @@ func TestAResultThatCameTooLateIsNoted(t *testing.T) {
 	if noted != "1" {
 		t.Errorf("the log says it would have been %s", noted)
 	}
+}
+
+// The last step is written with the end, or not at all: then the execution goes on elsewhere, and makes the step again.
+func TestAnEndThatCannotBeWrittenTakesTheLastStepAlong(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		return ends(n, err)
+	}), shortLease)
+	end := unwritable(t, pool)
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return calls.Load() > 1 }, "the step is made again")
+	if x := get(t, pool, id); x.Status.Ended() {
+		t.Errorf("it is %s before its step is on record", x.Status)
+	}
+	end()
+	x := until(t, pool, id, executions.Completed)
+	if kept := value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
+		postgres.Strict{"id": id}); kept != string(x.Result) {
+		t.Errorf("the step is on record with %s, and the execution ended with %s", kept, x.Result)
+	}
+}
+
+// A result that is put off is written all the same when the code goes on without another step.
+func TestAResultIsOnRecordSoon(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	goOn := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil })
+		<-goOn
+		return ends(n, err)
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
+	}, "the step is on record while the code goes on")
+	close(goOn)
+	until(t, pool, id, executions.Completed)
+}
+
+// Branches that run at the same time: a step is on record before one of another branch that ended later.
+func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		for i := range 20 {
+			first := make(chan struct{})
+			other := make(chan error, 1)
+			go func() {
+				_, err := executions.Step(executions.Scope(ctx, "b"), "step", func(context.Context) (int, error) {
+					<-first
+					return 2, nil
+				})
+				other <- err
+			}()
+			_, err := executions.Step(executions.Scope(ctx, "a"), "step", func(context.Context) (int, error) { return i, nil })
+			close(first)
+			if err := errors.Join(err, <-other); err != nil {
+				return executions.Result{}, err
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	if n := value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 40 {
+		t.Errorf("%d records of 40 steps", n)
+	}
+	if n := value[int](t, pool, `
+		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id and b.step = 'b' || substr(a.step, 2)
+		 where a.execution_id = @id and a.step like 'a/%' and a.created_at > b.created_at`, postgres.Strict{"id": id}); n != 0 {
+		t.Errorf("%d steps are recorded before one that had ended when they went on", n)
+	}
+}
+
+// An exponent may be more than the database holds; that is told to the code, and so is not put off.
+func TestAResultThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	told := make(chan error, 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := executions.Step(ctx, "step", func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
+		told <- err
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	var failure *executions.StepError
+	if err := receive(t, told); !errors.As(err, &failure) || failure.Class != "result" {
+		t.Errorf("the code was told %v", err)
+	}
+	until(t, pool, id, executions.Completed)
 }

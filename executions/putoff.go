@@ -1,0 +1,116 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"time"
+)
+
+// The result of a step that is nothing but its result is put off being written for a moment, because what often follows is
+// the end of the run, and then both are one write. It is written before the execution begins or records anything else, and
+// by itself when nothing follows soon: so no other step, no wait and no end is ever ahead of a record, and records are
+// written in the order in which their steps ended. A process that dies in this moment runs the step again, as if it had
+// died within it.
+const putOffFor = time.Millisecond
+
+// longestPutOff is how long a result may be, in bytes, to be put off. What the database might refuse is written at once,
+// while the code can still be told.
+const longestPutOff = 4096
+
+// errUnrecorded ends a run whose result could not be written after the code had been told that the step was done.
+var errUnrecorded = errors.New("the result of a step could not be recorded")
+
+// putOff is the result of a step that is yet to be written.
+type putOff struct {
+	s       spec
+	effect  *Effect
+	value   any
+	output  json.RawMessage
+	failure *StepError
+	timer   *time.Timer
+}
+
+// point is the result as it is written; nil for none.
+func (p *putOff) point(r *run) *point {
+	if p == nil {
+		return nil
+	}
+	return &point{id: r.exec.ID, step: p.s.key, print: p.s.print, claim: r.exec.Claim, failed: p.failure != nil, output: p.output}
+}
+
+// canWait reports a result that may be put off.
+func (r *run) canWait(s spec, effect *Effect, output json.RawMessage) bool {
+	return s.again && s.entry == nil && s.also == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
+		len(output) <= longestPutOff && withoutExponents(output)
+}
+
+// withoutExponents reports JSON without exponents. Its numbers are those that jsonb holds, if they are not long.
+func withoutExponents(text json.RawMessage) bool {
+	quoted := false
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case !quoted && (c == 'e' || c == 'E') && i > 0 && text[i-1] >= '0' && text[i-1] <= '9':
+			return false
+		}
+	}
+	return true
+}
+
+// putOff keeps a result until something else is written, or its time is up.
+func (r *run) putOff(ctx context.Context, p *putOff) error {
+	r.recording.Lock()
+	defer r.recording.Unlock()
+	if err := r.recordPutOff(ctx); err != nil { // of another branch, or of a step within this one
+		return err
+	}
+	r.put = p
+	p.timer = time.AfterFunc(putOffFor, func() {
+		_ = r.caughtUp(context.WithoutCancel(ctx)) // an error has stopped the run
+	})
+	return nil
+}
+
+// caughtUp returns when nothing is put off any more. An error has stopped the run.
+func (r *run) caughtUp(ctx context.Context) error {
+	r.recording.Lock()
+	defer r.recording.Unlock()
+	return r.recordPutOff(ctx)
+}
+
+// takePutOff hands what was put off to a write that takes it along; nil when there is nothing.
+func (r *run) takePutOff() *putOff {
+	r.recording.Lock()
+	defer r.recording.Unlock()
+	p := r.put
+	r.put = nil
+	if p != nil {
+		p.timer.Stop()
+	}
+	return p
+}
+
+// recordPutOff writes what was put off. The caller holds r.recording.
+func (r *run) recordPutOff(ctx context.Context) error {
+	p := r.put
+	if p == nil {
+		return nil
+	}
+	r.put = nil
+	p.timer.Stop()
+	err := r.recordNow(ctx, p.s, p.effect, p.value, p.output, p.failure)
+	switch {
+	case err == nil, r.poisoned() != nil:
+	case transient(err), ctx.Err() != nil:
+		r.stop(ErrLost) // nobody knows, and whoever takes over runs the step again
+	default:
+		err = errors.Join(errUnrecorded, err)
+		r.noteFailure(p.s.key)
+		r.stop(err)
+	}
+	return err
+}
