@@ -229,6 +229,14 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 			_, err := activity.CountedCalls(t.Context(), db, "skill_3", day, activity.ByDay)
 			return err
 		},
+		"the view of health": func(db postgres.DB) error {
+			_, err := db.Exec(t.Context(), `select from agent_skill_health`)
+			return err
+		},
+		"health of many calls": func(db postgres.DB) error {
+			_, err := db.Exec(t.Context(), `select from agent_skill_figures(0)`)
+			return err
+		},
 	} {
 		err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
 			before := seqScans(t, tx, tables)

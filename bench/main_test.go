@@ -97,9 +97,12 @@ func TestLanesMeasures(t *testing.T) {
 // TestStoryMeasures runs the whole of it on a small log.
 func TestStoryMeasures(t *testing.T) {
 	t.Parallel()
-	var out bytes.Buffer
-	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, io.Discard); err != nil {
+	var out, told bytes.Buffer
+	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &told); err != nil {
 		t.Fatal(err)
+	}
+	if !strings.Contains(told.String(), "counted 2000 rows") {
+		t.Errorf("the log is not counted before it is measured:\n%s", &told)
 	}
 	for _, row := range []string{`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ", "view `agent_skill_health` \\| 2 \\| "} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
