@@ -5,6 +5,7 @@ package badday_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -20,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -78,7 +80,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		}
 	}
 	flows := map[string]executions.Func{"steps": steps(true), "straight": steps(false)}
-	e := engine(t, pool, flows, &text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
+	e := engine(t, pool, flows, &proctest.Text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
 	begin := func(n int, flow string) {
 		for range n {
 			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
@@ -118,7 +120,8 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	}
 	jump := filepath.Join(t.TempDir(), "jump")
 	wrong := func(by time.Duration) {
-		if err := os.WriteFile(jump, []byte(strconv.Itoa(int(by.Seconds()))), 0o600); err != nil {
+		text := strconv.Itoa(int(by.Seconds()))
+		if err := errors.Join(os.WriteFile(jump+".new", []byte(text), 0o600), os.Rename(jump+".new", jump)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -127,11 +130,15 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	apply(t, url)
 	db := admin(t, url)
 	a := serveProgram(t, jumping(t), "", environ(url, "CLOCK_JUMP="+jump))
-	if !strings.Contains(a.err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) &&
-		!strings.Contains(a.err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")) {
+	if !strings.Contains(a.Err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) &&
+		!strings.Contains(a.Err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")) {
 		t.Error("the process does not have another time")
 	}
-	worker := value[string](t, db, `select id::text from agent_workers where expires_at > clock_timestamp()`)
+	var worker string
+	eventually(t, "the process has a lease", func() bool {
+		worker = value[string](t, db, `select coalesce(max(id::text), '') from agent_workers where expires_at > clock_timestamp()`)
+		return worker != ""
+	})
 	var yes acknowledged
 	for i, by := range []time.Duration{-3 * time.Hour, 3 * time.Hour, 0, -48 * time.Hour, 48 * time.Hour} {
 		wrong(by)
@@ -184,18 +191,37 @@ func jumping(t *testing.T) string {
 	if err := os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	built, err := build("-jumping", []string{"-overlay", filepath.Join(dir, "overlay.json")})
+	built, err := proctest.Build("badday-jumping", "-overlay", filepath.Join(dir, "overlay.json"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return built
 }
 
+// jumpSource is how wrong the clock is. The file is read by a goroutine, every few milliseconds: the runtime asks for the time
+// where it can make no system call.
 const jumpSource = `package time
 
-import "syscall"
+import (
+	"sync/atomic"
+	"syscall"
+)
 
-func jump() int64 {
+var jumped atomic.Int64
+
+func init() {
+	jumped.Store(readJump())
+	go func() {
+		for {
+			Sleep(5 * Millisecond)
+			jumped.Store(readJump())
+		}
+	}()
+}
+
+func jump() int64 { return jumped.Load() }
+
+func readJump() int64 {
 	path, _ := syscall.Getenv("CLOCK_JUMP")
 	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
 	if err != nil {

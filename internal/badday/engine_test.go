@@ -21,12 +21,13 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // engine runs an engine of this process until the test ends.
-func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *text, change ...func(*executions.Options)) *executions.Engine {
+func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text, change ...func(*executions.Options)) *executions.Engine {
 	t.Helper()
 	opts := executions.Options{
 		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
@@ -88,7 +89,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			}
 			t.Cleanup(pool.Close)
 			var first, second atomic.Int32
-			at, told, log := newGate(), newHeard(), &text{}
+			at, told, log := newGate(), newHeard(), &proctest.Text{}
 			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 				if _, err := executions.Step(ctx, "first", func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
 					return executions.Result{}, err
@@ -148,7 +149,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(pool.Close)
-			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &text{})
+			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &proctest.Text{})
 			var started, events []string
 			refused := func(round int) (failed error) {
 				for i := range 400 {

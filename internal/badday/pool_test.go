@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -41,9 +42,12 @@ func TestAPoolThatIsTaken(t *testing.T) {
 			at.pass()
 			return second.Add(1), nil
 		})
+		if err == nil { // before the next step that one is on record
+			_, err = executions.Step(ctx, "third", func(context.Context) (int, error) { return 0, nil })
+		}
 		told.tell(err)
 		return executions.Result{}, err
-	}}, &text{})
+	}}, &proctest.Text{})
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
@@ -104,7 +108,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(pool.Close)
-	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &text{},
+	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &proctest.Text{},
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
 	const runs = 20
 	for range runs {

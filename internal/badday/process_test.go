@@ -3,92 +3,41 @@
 package badday_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"io"
 	"net/http"
-	"os"
-	"os/exec"
-	"regexp"
 	"strings"
-	"sync"
 	"testing"
-	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 const token = "a-long-random-text-for-tests"
 
 // agent is a process of the program.
 type agent struct {
-	t        testing.TB
-	cmd      *exec.Cmd
-	out, err text
-	ended    chan struct{} // closed when the process is gone
-	base     string
-	client   *http.Client
+	*proctest.Process
+
+	t      testing.TB
+	base   string
+	client *http.Client
 }
 
-// text is what a process has printed so far.
-type text struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (x *text) Write(p []byte) (int, error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.Write(p)
-}
-
-func (x *text) String() string {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.String()
-}
-
-// launch starts a program with exactly the given environment. It is killed when the test ends, and what it logged is shown
-// when the test has failed.
+// launch starts a command with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, command ...string) *agent {
 	t.Helper()
-	a := &agent{t: t, cmd: exec.Command(command[0], command[1:]...), ended: make(chan struct{}), client: &http.Client{Timeout: patience}}
-	a.cmd.Dir, a.cmd.Env = dir, environ
-	a.cmd.Stdout, a.cmd.Stderr = &a.out, &a.err
-	a.cmd.SysProcAttr = dieWithUs()
-	if err := a.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() {
-		defer close(a.ended)
-		_ = a.cmd.Wait() // how it ended is in ProcessState
-	}()
-	t.Cleanup(func() {
-		if err := a.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			t.Errorf("kill agent: %v", err)
-		}
-		<-a.ended
-		a.client.CloseIdleConnections()
-		if t.Failed() {
-			lines := strings.SplitAfter(a.err.String(), "\n")
-			t.Logf("%s\n%s%s", strings.Join(command, " "), a.out.String(), strings.Join(lines[max(0, len(lines)-80):], ""))
-		}
-	})
+	a := &agent{Process: proctest.Start(t, patience, dir, environ, command...), t: t, client: &http.Client{Timeout: patience}}
+	t.Cleanup(a.client.CloseIdleConnections)
 	return a
 }
 
 // environ is what a process gets, with DATABASE_URL.
 func environ(database string, more ...string) []string {
-	kept := []string{
-		"DATABASE_URL=" + database, "AGENT_ADMIN_TOKEN=" + token, "AGENT_LISTEN=127.0.0.1:0", "HOOK_SECRET=hook-secret-of-the-test",
+	return append(proctest.Environ(
+		"DATABASE_URL="+database, "AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0", "HOOK_SECRET=hook-secret-of-the-test",
 		"AGENT_MODEL=offline", "AGENT_HEARTBEAT_CRON=0 0 29 2 *", "AGENT_LOG_LEVEL=debug", "AGENT_WORKER_LEASE=5s",
-	}
-	for _, name := range []string{"PATH", "HOME", "TMPDIR", "USER", "AGENT_PG_BIN"} {
-		if value := os.Getenv(name); value != "" {
-			kept = append(kept, name+"="+value)
-		}
-	}
-	return append(kept, more...)
+	), more...)
 }
 
 // serve is `agent serve`, ready to work; a shell command of before, if any, sets it up.
@@ -100,39 +49,15 @@ func serve(t testing.TB, before string, environ []string) *agent {
 func serveProgram(t testing.TB, program, before string, environ []string) *agent {
 	t.Helper()
 	a := launch(t, t.TempDir(), environ, "/bin/sh", "-c", before+` exec "$0" serve`, program)
-	listens := regexp.MustCompile(`listen=(http://\S+)`)
-	eventually(t, "the process serves", func() bool {
-		if a.gone() {
-			t.Fatal("the process has ended")
-		}
-		found := listens.FindStringSubmatch(a.err.String())
-		if found != nil {
-			a.base = found[1]
-		}
-		return found != nil
-	})
+	a.base = a.Base()
 	return a
-}
-
-func (a *agent) gone() bool {
-	select {
-	case <-a.ended:
-		return true
-	default:
-		return false
-	}
 }
 
 // command runs one command of the program to its end.
 func command(t testing.TB, environ []string, args ...string) (code int, out, errs string) {
 	t.Helper()
 	a := launch(t, t.TempDir(), environ, append([]string{program}, args...)...)
-	select {
-	case <-a.ended:
-	case <-time.After(patience):
-		t.Fatalf("agent %s does not end", strings.Join(args, " "))
-	}
-	return a.cmd.ProcessState.ExitCode(), a.out.String(), a.err.String()
+	return a.Exit(), a.Out.String(), a.Err.String()
 }
 
 // answer is what a request got; a status of 0 is none at all.

@@ -86,7 +86,7 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 			case refused.status != http.StatusServiceUnavailable || !strings.Contains(refused.problem(), bad.words) || refused.header.Get("Retry-After") == "":
 				t.Errorf("refused with %d %v %s", refused.status, refused.header, refused.body)
 			}
-			if !strings.Contains(a.err.String(), bad.hint) {
+			if !strings.Contains(a.Err.String(), bad.hint) {
 				t.Errorf("the log does not say %q", bad.hint)
 			}
 			if code, out, errs := command(t, env, "executions", "ls"); code != 0 {
@@ -141,8 +141,8 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 		}
 		silent = append(silent, c)
 	}
-	eventually(t, "the process says what it lacks", func() bool { return strings.Contains(a.err.String(), "too many open files") })
-	if a.gone() {
+	eventually(t, "the process says what it lacks", func() bool { return strings.Contains(a.Err.String(), "too many open files") })
+	if !a.Running() {
 		t.Fatal("the process has ended")
 	}
 	for _, c := range silent {

@@ -54,7 +54,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 	if refused == nil || refused.status != http.StatusServiceUnavailable {
 		t.Errorf("refused: %+v", refused)
 	}
-	if a.gone() {
+	if !a.Running() {
 		t.Fatal("the process has ended")
 	}
 	if err := os.Remove(ballast); err != nil {

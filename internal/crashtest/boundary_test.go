@@ -78,7 +78,7 @@ func cleanRun(t *testing.T) []string {
 		return pass
 	})
 	a := s.agent(p.url(victim), "heartbeat")
-	if code := a.exit(); code != 0 {
+	if code := a.Exit(); code != 0 {
 		t.Fatalf("exit code %d", code)
 	}
 	s.whole(s.heartbeat(), snapshot{})
@@ -92,7 +92,7 @@ func TestKillAtEveryBoundary(t *testing.T) {
 	atBoundaries(t, len(cleanRun(t)), 16, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
-			s.breakAt(n, how, "heartbeat").exit()
+			s.breakAt(n, how, "heartbeat").Exit()
 			s.quiet()
 			before := s.look()
 			id := s.heartbeat()
@@ -116,7 +116,7 @@ func TestKillTheRescuerToo(t *testing.T) {
 	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
-			s.breakAt(n, how, "heartbeat").exit()
+			s.breakAt(n, how, "heartbeat").Exit()
 			s.quiet()
 			s.hurry()
 			id := s.heartbeat()
@@ -126,9 +126,9 @@ func TestKillTheRescuerToo(t *testing.T) {
 			// The fewer requests the first one made, the more are left for the second.
 			second := s.breakAt(1+(total-n)/3, how, "serve")
 			eventually(t, "the second process is killed, or through before", func() bool {
-				return !second.running() || s.status(id) == "completed"
+				return !second.Running() || s.status(id) == "completed"
 			})
-			second.kill()
+			second.Kill()
 			s.quiet()
 			before := s.look()
 			s.hurry()
@@ -146,7 +146,7 @@ func TestStopAtEveryBoundary(t *testing.T) {
 			s := newScene(t)
 			id := s.begin()
 			a := s.breakAt(n, how, "serve")
-			if code := a.exit(); code != 0 {
+			if code := a.Exit(); code != 0 {
 				t.Errorf("exit code %d, want 0", code)
 			}
 			before := s.look()
@@ -168,7 +168,7 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": interrupt},
 		func(t *testing.T, n int, how verdict) {
 			s := newScene(t)
-			code := s.breakAt(n, how, "heartbeat").exit()
+			code := s.breakAt(n, how, "heartbeat").Exit()
 			id := s.heartbeat()
 			switch got := s.status(id); {
 			case code == 130 && got == "cancelled", code == 0 && got == "completed":
@@ -284,9 +284,9 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 	var a *agent
 	p.signal = func(sig syscall.Signal) {
 		<-started
-		a.signal(sig)
+		a.Signal(sig)
 		if sig == syscall.SIGKILL {
-			<-a.ended
+			<-a.Ended()
 		}
 	}
 	a = s.agent(p.url(victim), args...)

@@ -21,17 +21,17 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	const greeting = "^C stops"
 
 	first := launch(t, dir, environ, "dev")
-	first.says(greeting)
+	first.Says(greeting)
 	pid := postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
-	first.kill()
+	first.Kill()
 	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, "the server goes with its process")
 
 	began := time.Now()
 	second := launch(t, dir, environ, "dev")
-	second.says(greeting)
+	second.Says(greeting)
 	t.Logf("the second start, with its heartbeat, took %s", time.Since(began).Round(time.Millisecond))
 	list := launch(t, dir, environ, "executions", "ls", "--json")
-	if code := list.exit(); code != 0 {
+	if code := list.Exit(); code != 0 {
 		t.Fatalf("exit code %d", code)
 	}
 	var got struct {
@@ -47,8 +47,8 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	if beats != 2 {
 		t.Errorf("%d heartbeats are on record, want that of each start: %+v", beats, got.Items)
 	}
-	second.signal(syscall.SIGTERM)
-	if code := second.exit(); code != 0 {
+	second.Signal(syscall.SIGTERM)
+	if code := second.Exit(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil || len(files) > 0 {

@@ -64,7 +64,7 @@ func (s *scene) handled(a *agent) {
 		if one[bool](s, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'delay')`) {
 			s.mends()
 		}
-		return !a.running() || one[bool](s, `
+		return !a.Running() || one[bool](s, `
 			select count(*) = 2 and bool_and(completed_at is not null) from agent_executions where flow <> 'heartbeat'`)
 	})
 }

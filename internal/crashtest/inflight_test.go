@@ -30,7 +30,7 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 			a := s.serve("", "PGAPPNAME="+victim)
 			id := s.begin()
 			held.wait()
-			a.kill()
+			a.Kill()
 			s.quiet()
 			before := s.look()
 			inFlight := s.running()
@@ -62,7 +62,7 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 	for range 2 {
 		a := s.serve("", "PGAPPNAME="+victim)
 		held.wait()
-		a.kill()
+		a.Kill()
 		s.quiet()
 		s.hurry()
 	}
@@ -86,7 +86,7 @@ func TestADeadWorkersLeaseEndsByItself(t *testing.T) {
 	a := s.serve("", "PGAPPNAME="+victim, "AGENT_WORKER_LEASE=6s")
 	id := s.begin()
 	held.wait()
-	a.kill()
+	a.Kill()
 	s.quiet()
 	before := s.look()
 	ends := one[string](s, `select max(expires_at)::text from agent_workers`)
@@ -131,7 +131,7 @@ func (s *scene) shows(id, words string) {
 	s.t.Helper()
 	trace := one[string](s, `select trace_id from agent_executions where id = $1`, id)
 	a := s.agent("", "trace", trace, "--no-color")
-	if code := a.exit(); code != 0 || !strings.Contains(a.out.String(), words) {
-		s.t.Errorf("agent trace exits %d and does not show %q:\n%s", code, words, a.out.String())
+	if code := a.Exit(); code != 0 || !strings.Contains(a.Out.String(), words) {
+		s.t.Errorf("agent trace exits %d and does not show %q:\n%s", code, words, a.Out.String())
 	}
 }

@@ -88,7 +88,7 @@ func (s *scene) through(a *agent, who partner) {
 		s.decide(a, true) // of which nobody may hear
 	}
 	eventually(s.t, "it is over, or the process dead", func() bool {
-		return !a.running() || one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+		return !a.Running() || one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
 	})
 }
 
@@ -97,9 +97,9 @@ func (s *scene) asksLeave(a *agent) (asks bool) {
 	s.t.Helper()
 	eventually(s.t, "leave is asked for", func() bool {
 		asks = s.pending() != ""
-		return asks || !a.running()
+		return asks || !a.Running()
 	})
-	return asks && a.running()
+	return asks && a.Running()
 }
 
 // pending is the approval that waits for a decision.
@@ -137,7 +137,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	s.through(a, who)
 	before := s.over(a)
 	if id := s.pending(); id != "" && n%2 == 0 { // while no process works
-		if code := s.agent("", "approvals", "approve", id).exit(); code != 0 {
+		if code := s.agent("", "approvals", "approve", id).Exit(); code != 0 {
 			t.Errorf("agent approvals approve exits %d", code)
 		}
 	}
@@ -202,7 +202,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			before := s.over(a)
 			asking.Wait()
 			cli := s.agent("", "approvals", "reject", s.pending(), "--reason", "too dear", "--json")
-			if code := cli.exit(); code != 0 {
+			if code := cli.Exit(); code != 0 {
 				t.Errorf("agent approvals reject exits %d", code)
 			}
 			b := s.serve("")
@@ -243,7 +243,7 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 		before := s.over(first)
 		asking.Wait()
 		cli := s.breakIn(&counter{from: from}, n, how, "approvals", "approve", s.pending(), "--json")
-		cli.exit()
+		cli.Exit()
 		s.quiet()
 		decided := s.pending() == ""
 		told := one[bool](s, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
@@ -252,7 +252,7 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
 		}
 		var printed struct{ Status string }
-		if out := cli.out.String(); out != "" && (json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
+		if out := cli.Out.String(); out != "" && (json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
 			t.Errorf("decided: %t, and the command says %s", decided, out)
 		}
 		b := s.serve("")

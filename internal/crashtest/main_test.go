@@ -3,19 +3,14 @@
 package crashtest_test
 
 import (
-	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
-	"strconv"
-	"strings"
-	"syscall"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 // program is the program under test, built once for all tests.
@@ -26,7 +21,7 @@ func TestMain(m *testing.M) {
 	flag.Parse()
 	err := setParallel()
 	if err == nil {
-		program, err = build()
+		program, err = proctest.Build("crashtest")
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "crashtest:", err)
@@ -44,29 +39,4 @@ func setParallel() error {
 		return nil
 	}
 	return flag.Set("test.parallel", "4")
-}
-
-const buildPrefix = "lanekeeper-crashtest-"
-
-// build makes the program, and removes what earlier runs built: pgtest.Main exits, so nothing can be
-// removed after it.
-func build() (string, error) {
-	old, err := filepath.Glob(filepath.Join(os.TempDir(), buildPrefix+"*"))
-	if err != nil {
-		return "", err
-	}
-	for _, path := range old {
-		pid, err := strconv.Atoi(strings.TrimPrefix(filepath.Base(path), buildPrefix))
-		if err == nil && errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) {
-			if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrPermission) { // another user's
-				return "", err
-			}
-		}
-	}
-	path := filepath.Join(os.TempDir(), buildPrefix+strconv.Itoa(os.Getpid()))
-	out, err := exec.Command("go", "build", "-race=false", "-o", path, "github.com/lanekeeper/lanekeeper/cmd/agent").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("build agent: %w\n%s", err, out)
-	}
-	return path, nil
 }

@@ -34,14 +34,14 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			before := s.look()
 			stopServer(t, own, immediate)
 			held.free() // its result has to be recorded while there is no database
-			a.says("database unavailable, trying again")
+			a.Says("database unavailable, trying again")
 			own = startServer(t, dir)
 			if own.URL() != s.url {
 				t.Fatalf("the server came back at %s, not at %s", own.URL(), s.url)
 			}
 			s.db.Reset()
 			s.ends(id, "completed")
-			if !a.running() {
+			if !a.Running() {
 				t.Error("the process did not survive")
 			}
 			// The call was under way and its process lived: it is recorded, once.

@@ -18,7 +18,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	id := s.begin()
 	held.wait()
 	token := s.token()
-	a.signal(syscall.SIGSTOP)
+	a.Signal(syscall.SIGSTOP)
 	before := s.look()
 
 	second := s.holdPay(1, 1) // so that the other's hold of the lane can be looked at
@@ -33,7 +33,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 
 	record := s.record(id)
 	held.free()
-	a.signal(syscall.SIGCONT)
+	a.Signal(syscall.SIGCONT)
 	s.rejects(id, "look")
 	if now := s.record(id); now != record {
 		t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
@@ -82,7 +82,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			a := s.serve(p.url(victim), "AGENT_WORKER_LEASE="+lease)
 			id := s.begin()
 			p.holds()
-			a.signal(syscall.SIGSTOP)
+			a.Signal(syscall.SIGSTOP)
 			if c.early {
 				s.expire(a)
 			}
@@ -91,7 +91,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			s.ends(id, "completed")
 			record := s.record(id)
 			p.release()
-			a.signal(syscall.SIGCONT)
+			a.Signal(syscall.SIGCONT)
 			s.rejects(id, "")
 			if now := s.record(id); now != record {
 				t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)

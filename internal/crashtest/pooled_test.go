@@ -53,7 +53,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			if direct {
 				eventually(t, "two connections listen", func() bool { return listening() == 2 })
 			} else {
-				a.says("notifications are not delivered through a connection pooler")
+				a.Says("notifications are not delivered through a connection pooler")
 			}
 
 			beat := s.begin()
@@ -90,11 +90,11 @@ func TestAWrongDirectWayIsRefused(t *testing.T) {
 		"cannot reach the server":             "postgres://u@127.0.0.1:1/db",
 	} {
 		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
-		if code := a.exit(); code == 0 {
+		if code := a.Exit(); code == 0 {
 			t.Errorf("%s: exit code 0", says)
 		}
-		a.says("DATABASE_DIRECT_URL: ")
-		a.says(says)
+		a.Says("DATABASE_DIRECT_URL: ")
+		a.Says(says)
 	}
 }
 
@@ -124,7 +124,7 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 func migrateThrough(s *scene, through string, more ...string) {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
-	if code := a.exit(); code != 0 {
+	if code := a.Exit(); code != 0 {
 		s.t.Fatalf("agent migrate ended with %d", code)
 	}
 }

@@ -230,7 +230,7 @@ func (s *scene) agent(database string, args ...string) *agent {
 func (s *scene) serve(database string, more ...string) *agent {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
-	a.says("msg=serving")
+	a.Says("msg=serving")
 	return a
 }
 

@@ -16,10 +16,10 @@ func TestAGracefulStopHandsTheWorkOn(t *testing.T) {
 	a := s.serve("")
 	id := s.begin()
 	held.wait()
-	a.signal(syscall.SIGTERM)
+	a.Signal(syscall.SIGTERM)
 	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
 	held.free()
-	if code := a.exit(); code != 0 {
+	if code := a.Exit(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	before := s.look()
@@ -41,8 +41,8 @@ func TestAStopDoesNotWaitForEver(t *testing.T) {
 	a := s.serve("", "AGENT_SHUTDOWN_TIMEOUT=500ms")
 	id := s.begin()
 	held.wait()
-	a.signal(syscall.SIGTERM)
-	if code := a.exit(); code != 0 {
+	a.Signal(syscall.SIGTERM)
+	if code := a.Exit(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	before := s.look()
@@ -60,10 +60,10 @@ func TestASecondSignalEndsTheProcess(t *testing.T) {
 	a := s.serve("", "PGAPPNAME="+victim)
 	id := s.begin()
 	held.wait()
-	a.signal(syscall.SIGTERM)
+	a.Signal(syscall.SIGTERM)
 	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
-	a.signal(syscall.SIGTERM)
-	if code := a.exit(); code != 130 {
+	a.Signal(syscall.SIGTERM)
+	if code := a.Exit(); code != 130 {
 		t.Errorf("exit code %d, want 130", code)
 	}
 	s.quiet()
@@ -82,8 +82,8 @@ func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
 	a := s.agent("", "heartbeat")
 	held.wait()
 	s.serve("") // which must not take over what is being cancelled
-	a.signal(syscall.SIGINT)
-	if code := a.exit(); code != 130 {
+	a.Signal(syscall.SIGINT)
+	if code := a.Exit(); code != 130 {
 		t.Errorf("exit code %d, want 130", code)
 	}
 	id := s.heartbeat()

@@ -343,7 +343,7 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 	s.t.Helper()
 	c := &counter{from: from}
 	a := s.breakIn(c, n, how, "serve")
-	a.says("msg=serving")
+	a.Says("msg=serving")
 	eventually(s.t, "the process takes work", func() bool {
 		return one[bool](s, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
 	})
@@ -353,7 +353,7 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 // over is how it stands with a process that was to be killed: what it leaves behind is at rest, and its leases are over.
 func (s *scene) over(a *agent) snapshot {
 	s.t.Helper()
-	a.kill()
+	a.Kill()
 	s.quiet()
 	before := s.look()
 	s.hurry()

@@ -44,8 +44,8 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 				})
 			})
 			<-heard
-			a.signal(syscall.SIGTERM)
-			if code := a.exit(); code != 0 {
+			a.Signal(syscall.SIGTERM)
+			if code := a.Exit(); code != 0 {
 				t.Errorf("exit code %d, want 0", code)
 			}
 			asking.Wait()
@@ -93,7 +93,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			held.wait()
 			// What its client was shown is noted beside the call, not before it.
 			eventually(t, "the text so far is stored", func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
-			a.signal(syscall.SIGSTOP)
+			a.Signal(syscall.SIGSTOP)
 			before := s.look()
 			b := s.serve("")
 			id := one[string](s, `select id::text from agent_executions`)
@@ -102,7 +102,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			record := s.record(id)
 			lines := s.lines(b, "th")
 			held.free()
-			a.signal(syscall.SIGCONT)
+			a.Signal(syscall.SIGCONT)
 			s.rejects(id, "look")
 			asking.Wait()
 			if now := s.record(id); now != record {
@@ -138,7 +138,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 		asking.Go(func() {
 			got := s.say(to, m)
 			if to == a {
-				<-a.ended
+				<-a.Ended()
 				got = s.insist(b, m)
 			}
 			mu.Lock()
@@ -159,7 +159,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 		ask(a, message{"th0", words, true})
 		eventually(t, "the message is stored", func() bool { return one[int](s, `select count(*) from agent_messages`) > before })
 	}
-	a.kill()
+	a.Kill()
 	s.quiet()
 	before := s.look()
 	s.expire(a)

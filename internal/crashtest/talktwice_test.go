@@ -49,7 +49,7 @@ func (s *scene) killedToo(n int, how verdict) snapshot {
 	s.t.Helper()
 	b := s.breakIn(&counter{}, n, how, "serve")
 	eventually(s.t, "the second process is killed, or through before", func() bool {
-		return !b.running() || one[int](s, `select count(*) from agent_executions where completed_at is null`) == 0
+		return !b.Running() || one[int](s, `select count(*) from agent_executions where completed_at is null`) == 0
 	})
 	return s.over(b)
 }

@@ -202,7 +202,7 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	eventually(t, "the process has noted that it was", func() bool {
 		return one[bool](s, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
 	})
-	a.kill()
+	a.Kill()
 	held.free()
 	s.hurry()
 	s.exec(`update agent_span_export set sender_until = '-infinity'`) // which time would do
@@ -226,7 +226,7 @@ func TestAReceiverThatIsDown(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
 	receiver.Fail(func(int) int { return 503 })
-	if code := s.agent("", "heartbeat").exit(); code != 0 {
+	if code := s.agent("", "heartbeat").Exit(); code != 0 {
 		t.Fatalf("a heartbeat ends with %d while the receiver is down", code)
 	}
 	id := s.heartbeat()
@@ -235,7 +235,7 @@ func TestAReceiverThatIsDown(t *testing.T) {
 	}
 	receiver.Fail(nil)
 	s.exec(`delete from agent_executions where flow = 'settlement' and status = 'pending'`) // nobody serves
-	if code := s.agent("", "heartbeat").exit(); code != 0 {
+	if code := s.agent("", "heartbeat").Exit(); code != 0 {
 		t.Fatalf("the second heartbeat ends with %d", code)
 	}
 	want := one[int](s, `
@@ -327,7 +327,7 @@ func (s *scene) agrees(a *agent) {
 		s.t.Errorf("the metrics tell another story than SQL (-SQL +metrics):\n%s", diff)
 	}
 	for _, m := range []string{"action completed", "execution completed"} {
-		logged := strings.Count(a.err.String(), `msg="`+m+`"`)
+		logged := strings.Count(a.Err.String(), `msg="`+m+`"`)
 		inSQL := one[int](s, `select count(*) from agent_executions where completed_at is not null`)
 		if m == "action completed" {
 			inSQL = one[int](s, `select count(*) from agent_activity where kind <> 'note'`)

@@ -35,7 +35,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	lost.wait()
 	id := one[string](s, `select id::text from agent_executions where status = 'running' and claimed_by in
 		(select id from agent_workers where name like '%pid ' || $1) limit 1`, first.pid())
-	first.kill()
+	first.Kill()
 	done := s.beats("done")
 	s.ends(id, "completed")
 	s.atLeast("done", done+4)

@@ -53,7 +53,7 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`)
 	held.free()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
-	a.kill()
+	a.Kill()
 	s.quiet()
 	before := s.look()
 	s.exec(`select release_agent_lock('operate', 'admin')`)
@@ -90,12 +90,12 @@ func TestABusyLaneIsASkip(t *testing.T) {
 	}
 	token := s.token()
 	a := s.agent("", "heartbeat")
-	if code := a.exit(); code != 0 {
+	if code := a.Exit(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	s.wasSkipped(s.heartbeat())
-	if !strings.Contains(a.out.String(), "skipped") {
-		t.Errorf("the story does not say that it was skipped:\n%s", a.out.String())
+	if !strings.Contains(a.Out.String(), "skipped") {
+		t.Errorf("the story does not say that it was skipped:\n%s", a.Out.String())
 	}
 	holder := one[string](s, `select locked_by from agent_locks_live where lane = 'heartbeat'`)
 	if holder != "somebody else" || s.token() != token {

@@ -115,7 +115,7 @@ func (l *load) settle() {
 	pgtest.Eventually(l.t, 2*patience, func() bool { return len(l.violations(underWay)) == 0 }, "everything that was begun ends")
 	l.survived()
 	for _, a := range l.agents {
-		a.stop()
+		a.Stop()
 	}
 	l.note()
 	for _, name := range slices.Sorted(maps.Keys(checks)) {

@@ -180,15 +180,15 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	c.count(n, before, func() {
 		once.Do(func() {
 			a := <-started
-			_ = a.cmd.Process.Kill() // it may have ended
-			<-a.ended
+			_ = a.Cmd.Process.Kill() // it may have ended
+			<-a.Ended()
 		})
 	})
 	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.address}, "migrate")
 	started <- a
-	code := a.exit()
+	code := a.Exit()
 	if code > 0 {
-		t.Fatalf("agent migrate, killed at request %d: exit code %d: %s", n, code, tail(a.err.String()))
+		t.Fatalf("agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))
 	}
 	return code == 0
 }
@@ -257,10 +257,10 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	}
 	applied := 0
 	for _, a := range all {
-		if code := a.exit(); code != 0 {
-			t.Errorf("exit code %d: %s", code, tail(a.err.String()))
+		if code := a.Exit(); code != 0 {
+			t.Errorf("exit code %d: %s", code, a.Err.Tail(30))
 		}
-		applied += strings.Count(a.out.String(), "applied ")
+		applied += strings.Count(a.Out.String(), "applied ")
 	}
 	if n := appliedFiles(t, connect(t, to)); applied != n || n == 0 {
 		t.Errorf("the two say that they applied %d files, and %d are", applied, n)

@@ -40,7 +40,7 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	}
 	for i, a := range w.agents {
 		for _, says := range []string{"database unavailable, trying again", "not ready: the database does not answer", "notification connection lost"} {
-			if !strings.Contains(a.err.String(), says) {
+			if !strings.Contains(a.Err.String(), says) {
 				t.Errorf("process %d does not log: %s", i, says)
 			}
 		}

@@ -74,7 +74,7 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	claims := value[int64](w, `select max(claim) from agent_executions`)
 	w.open()
 	for _, a := range w.agents {
-		a.stop()
+		a.Stop()
 	}
 
 	to := pgtest.EmptyURL(t)

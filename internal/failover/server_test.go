@@ -22,6 +22,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up.
@@ -110,7 +111,7 @@ func freePort(t testing.TB) int {
 
 // attributes make a process end with this one, and not run as root, which PostgreSQL refuses.
 func (s *server) attributes() *syscall.SysProcAttr {
-	attributes := dieWithUs()
+	attributes := proctest.DieWithUs()
 	if os.Geteuid() != 0 {
 		return attributes
 	}

@@ -73,8 +73,8 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	}
 	l.recovers()
 	again := launch(t, w.dir, w.environ(), "serve")
-	if code := again.exit(); code != 2 || !strings.Contains(again.err.String(), "migrated by a newer version of agent; use that version or newer") {
-		t.Errorf("agent serve on a newer schema: exit code %d: %s", code, again.err.String())
+	if code := again.Exit(); code != 2 || !strings.Contains(again.Err.String(), "migrated by a newer version of agent; use that version or newer") {
+		t.Errorf("agent serve on a newer schema: exit code %d: %s", code, again.Err.String())
 	}
 	l.settle()
 }
@@ -104,8 +104,8 @@ func TestWhatWaitsInAReleasedVersionFinishesInThisOne(t *testing.T) {
 			if _, err := db.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
 				t.Fatal(err)
 			}
-			if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.exit() != 0 {
-				t.Fatalf("agent migrate: %s", tail(a.err.String()))
+			if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.Exit() != 0 {
+				t.Fatalf("agent migrate: %s", a.Err.Tail(30))
 			}
 			finishes(t, newWorld(t, to, "30s"))
 		})

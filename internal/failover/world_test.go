@@ -100,8 +100,8 @@ func newWorld(t testing.TB, url, lease string) *world {
 	if err := os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served.URL)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if a := launch(t, w.dir, w.environ(), "apply", "."); a.exit() != 0 {
-		t.Fatalf("agent apply: %s", tail(a.err.String()))
+	if a := launch(t, w.dir, w.environ(), "apply", "."); a.Exit() != 0 {
+		t.Fatalf("agent apply: %s", a.Err.Tail(30))
 	}
 	return w
 }
@@ -131,7 +131,7 @@ func (w *world) serve(processes int) {
 	w.t.Helper()
 	for range processes {
 		a := launch(w.t, w.dir, w.environ(), "serve")
-		w.agents, w.bases = append(w.agents, a), append(w.bases, a.base())
+		w.agents, w.bases = append(w.agents, a), append(w.bases, a.Base())
 	}
 	w.ready("at the beginning")
 }
@@ -189,8 +189,8 @@ func (w *world) survived() {
 	w.t.Helper()
 	for i, a := range w.agents {
 		select {
-		case <-a.ended:
-			w.t.Errorf("process %d has ended: %s", i, tail(a.err.String()))
+		case <-a.Ended():
+			w.t.Errorf("process %d has ended: %s", i, a.Err.Tail(30))
 		default:
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 const (
@@ -93,7 +94,7 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 	if s.url != "" {
 		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.url)
 	}
-	cmd.SysProcAttr = dieWithUs()
+	cmd.SysProcAttr = proctest.DieWithUs()
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}

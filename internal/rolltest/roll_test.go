@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 const (
@@ -87,8 +88,8 @@ func newWorld(t testing.TB) *world {
 	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(file), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if a := launch(t, w.environ, "apply", dir); a.wait() != 0 {
-		t.Fatalf("agent apply: %s", a.err.String())
+	if a := launch(t, w.environ, "apply", dir); a.Exit() != 0 {
+		t.Fatalf("agent apply: %s", a.Err.String())
 	}
 	w.proxy = newProxy(t)
 	return w
@@ -117,10 +118,10 @@ func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
 }
 
 // add starts a replica and waits until it gets requests.
-func (w *world) add() *replica {
+func (w *world) add() *proctest.Process {
 	w.t.Helper()
 	r := launch(w.t, w.environ, "serve")
-	base := r.base()
+	base := r.Base()
 	w.proxy.replace("", base)
 	pgtest.Eventually(w.t, patience, func() bool { return w.proxy.sendsTo(base) }, "the proxy sends requests to a new replica")
 	return r
@@ -142,13 +143,13 @@ func (w *world) violations(query string, args ...any) []string {
 
 func TestReplicasAreRolledUnderLoad(t *testing.T) {
 	w := newWorld(t)
-	replicas := []*replica{w.add(), w.add()}
+	replicas := []*proctest.Process{w.add(), w.add()}
 	l := w.begin()
 	l.hasBegun()
 	for range rounds() {
 		for i, r := range replicas {
-			base := r.base()
-			if code := r.terminate(); code != 0 {
+			base := r.Base()
+			if code := r.Terminate(); code != 0 {
 				t.Errorf("a replica ended with %d", code)
 			}
 			w.proxy.replace(base, "")

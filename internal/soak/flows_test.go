@@ -108,7 +108,7 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	p.tallyFlows()
 	if t.Failed() {
 		for _, a := range n.slots {
-			t.Logf("agent %s:\n%s", a.name, worst(a))
+			t.Logf("agent %s:\n%s", strings.Join(a.Cmd.Args[1:], " "), worst(a))
 		}
 	}
 }
@@ -166,8 +166,8 @@ func (p *people) settleFlows(size flowSoak) {
 	}
 	t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range p.slots {
-		a.base()
-		a.stop()
+		a.Base()
+		a.Stop()
 	}
 }
 

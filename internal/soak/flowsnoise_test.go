@@ -63,7 +63,7 @@ func (n *noise) look() {
 		a, base := n.slots[i], n.bases[i]
 		n.mu.Unlock()
 		select {
-		case <-a.ended:
+		case <-a.Ended():
 			n.launch(i)
 			continue
 		default:
@@ -113,10 +113,10 @@ func (n *noise) kill(i int) {
 	if !serves {
 		return
 	}
-	if err := a.cmd.Process.Kill(); err != nil {
+	if err := a.Cmd.Process.Kill(); err != nil {
 		return // it has ended by itself
 	}
-	<-a.ended
+	<-a.Ended()
 	n.mu.Lock()
 	n.kills++
 	n.mu.Unlock()

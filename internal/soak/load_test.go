@@ -70,8 +70,8 @@ func (l *load) note(sql string, args ...any) {
 func (l *load) heartbeats() {
 	for l.pause(700 * time.Millisecond) {
 		a := launchQuietly(l.world, "heartbeat")
-		if code := a.exit(); code != 0 {
-			l.t.Errorf("agent heartbeat: exit code %d: %s", code, tail(a.err.String()))
+		if code := a.Exit(); code != 0 {
+			l.t.Errorf("agent heartbeat: exit code %d: %s", code, a.Err.Tail(30))
 		}
 		l.mu.Lock()
 		l.finished = append(l.finished, a)

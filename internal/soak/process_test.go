@@ -4,99 +4,24 @@ package soak_test
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/json"
-	"errors"
-	"os"
-	"os/exec"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up.
 const patience = 90 * time.Second
 
 // agent is a running process of the program, which logs JSON.
-type agent struct {
-	t        testing.TB
-	name     string
-	cmd      *exec.Cmd
-	out, err text
-	ended    chan struct{} // closed when the process is gone
-}
+type agent struct{ *proctest.Process }
 
-// text is what a process has printed so far.
-type text struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (x *text) Write(p []byte) (int, error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.Write(p)
-}
-
-func (x *text) String() string {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.String()
-}
-
-// launch starts the program in a folder with exactly the given environment. The process is killed when the test
-// ends, and what it logged last is shown when the test has failed.
+// launch starts the program in a folder with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *agent {
 	t.Helper()
-	a := &agent{t: t, name: strings.Join(args, " "), cmd: exec.Command(program, args...), ended: make(chan struct{})}
-	a.cmd.Dir, a.cmd.Env = dir, environ
-	for _, name := range []string{"PATH", "HOME", "TMPDIR", "USER"} {
-		if value := os.Getenv(name); value != "" {
-			a.cmd.Env = append(a.cmd.Env, name+"="+value)
-		}
-	}
-	a.cmd.Stdout, a.cmd.Stderr = &a.out, &a.err
-	a.cmd.SysProcAttr = dieWithUs()
-	if err := a.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() {
-		defer close(a.ended)
-		_ = a.cmd.Wait() // how it ended is in ProcessState
-	}()
-	t.Cleanup(func() {
-		if err := a.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			t.Errorf("kill agent: %v", err)
-		}
-		<-a.ended
-	})
-	return a
-}
-
-// exit waits for the process to end and returns its exit code; -1 when a signal ended it.
-func (a *agent) exit() int {
-	select {
-	case <-a.ended:
-		return a.cmd.ProcessState.ExitCode()
-	case <-time.After(patience):
-		a.t.Errorf("agent %s did not end within %s", a.name, patience)
-		return -1
-	}
-}
-
-// stop ends the process in good order.
-func (a *agent) stop() {
-	a.t.Helper()
-	if err := a.cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		a.t.Errorf("stop agent %s: %v", a.name, err)
-	}
-	if code := a.exit(); code != 0 {
-		a.t.Errorf("agent %s: exit code %d, want 0: %s", a.name, code, tail(a.err.String()))
-	}
+	return &agent{proctest.Start(t, patience, dir, proctest.Environ(environ...), append([]string{program}, args...)...)}
 }
 
 // line is what the tests read of a log line.
@@ -113,7 +38,7 @@ type line struct {
 // lines reads what the process has logged.
 func (a *agent) lines() []line {
 	var all []line
-	scanner := bufio.NewScanner(strings.NewReader(a.err.String()))
+	scanner := bufio.NewScanner(strings.NewReader(a.Err.String()))
 	scanner.Buffer(nil, 1<<20)
 	for scanner.Scan() {
 		var l line
@@ -123,25 +48,4 @@ func (a *agent) lines() []line {
 		}
 	}
 	return all
-}
-
-// base waits until the process serves, and returns the URL.
-func (a *agent) base() string {
-	a.t.Helper()
-	var url string
-	pgtest.Eventually(a.t, patience, func() bool {
-		for _, l := range a.lines() {
-			if l.Message == "serving" {
-				url = l.Listen
-			}
-		}
-		return url != ""
-	}, "agent "+a.name+" serves: "+tail(a.err.String()))
-	return url
-}
-
-// tail is the end of a log.
-func tail(s string) string {
-	lines := strings.SplitAfter(s, "\n")
-	return strings.Join(lines[max(0, len(lines)-30):], "")
 }

@@ -132,7 +132,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	}
 	if t.Failed() {
 		for _, a := range []*agent{first, second} {
-			t.Logf("agent %s:\n%s", a.name, worst(a))
+			t.Logf("agent %s:\n%s", strings.Join(a.Cmd.Args[1:], " "), worst(a))
 		}
 	}
 }
@@ -156,7 +156,7 @@ func (l *load) settle(agents ...*agent) {
 	pgtest.Eventually(l.t, patience+lasts(l.t), quiet, "everything that was begun ends")
 	l.t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range agents {
-		a.stop()
+		a.Stop()
 	}
 }
 

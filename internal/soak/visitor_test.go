@@ -341,7 +341,7 @@ func TestNoSecretAndNoOthersWordsGetOut(t *testing.T) {
 		asked = append(asked, r.Body)
 	}
 	for place, text := range map[string]string{
-		"what visitors heard": heard.String(), "the tables": rows, "the model's requests": strings.Join(asked, "\n"), "the log": process.err.String(),
+		"what visitors heard": heard.String(), "the tables": rows, "the model's requests": strings.Join(asked, "\n"), "the log": process.Err.String(),
 	} {
 		for name, secret := range map[string]string{
 			"the admin's token": adminToken, "a visitor's key": visitorKey, "another visitor's key": strangerKey, "the model's key": modelKey,

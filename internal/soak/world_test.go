@@ -79,8 +79,8 @@ func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world 
 	if err := os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served.URL)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if a := w.agent("apply", "workspace"); a.exit() != 0 {
-		t.Fatalf("agent apply: %s", tail(a.err.String()))
+	if a := w.agent("apply", "workspace"); a.Exit() != 0 {
+		t.Fatalf("agent apply: %s", a.Err.Tail(30))
 	}
 	return w
 }
@@ -127,7 +127,7 @@ func (w *world) agent(args ...string) *agent {
 func (w *world) serve(more ...string) (*agent, string) {
 	w.t.Helper()
 	a := launch(w.t, w.dir, w.environ(more...), "serve")
-	return a, a.base()
+	return a, a.Base()
 }
 
 // exec runs a statement.

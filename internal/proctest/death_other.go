@@ -1,0 +1,8 @@
+//go:build unix && !linux
+
+package proctest
+
+import "syscall"
+
+// DieWithUs cannot be had here: a test binary that is killed may leave children.
+func DieWithUs() *syscall.SysProcAttr { return nil }

@@ -1,0 +1,180 @@
+//go:build unix
+
+// Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and read.
+//
+// A process gets exactly the environment that it is given, dies with the test binary, and is killed when its test ends; what it
+// printed last is shown when the test has failed. A process may be used by several goroutines.
+package proctest
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// shown is how many lines of a failed test's processes are shown.
+const shown = 60
+
+// Process is a process that was started. Out and Err are what it has printed so far.
+type Process struct {
+	Cmd      *exec.Cmd
+	Out, Err Text
+
+	t        testing.TB
+	patience time.Duration
+	ended    chan struct{} // closed when the process is gone
+}
+
+// Text is what a process has printed so far.
+type Text struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+// Write adds to it.
+func (x *Text) Write(p []byte) (int, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.buf.Write(p)
+}
+
+// String is all of it.
+func (x *Text) String() string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.buf.String()
+}
+
+// Tail is the last n lines of it.
+func (x *Text) Tail(n int) string {
+	lines := strings.SplitAfter(x.String(), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "")
+}
+
+// Environ is what every process needs of the environment, and more.
+func Environ(more ...string) []string {
+	var kept []string
+	for _, name := range []string{"PATH", "HOME", "TMPDIR", "USER", "AGENT_PG_BIN"} {
+		if value := os.Getenv(name); value != "" {
+			kept = append(kept, name+"="+value)
+		}
+	}
+	return append(kept, more...)
+}
+
+// Start starts a command in a folder with exactly the given environment. Patience is how long it may take until something that
+// is waited for has happened.
+func Start(tb testing.TB, patience time.Duration, dir string, environ []string, command ...string) *Process {
+	tb.Helper()
+	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, patience: patience, ended: make(chan struct{})}
+	p.Cmd.Dir, p.Cmd.Env = dir, environ
+	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
+	p.Cmd.SysProcAttr = DieWithUs()
+	if err := p.Cmd.Start(); err != nil {
+		tb.Fatal(err)
+	}
+	go func() {
+		defer close(p.ended)
+		_ = p.Cmd.Wait() // how it ended is in ProcessState
+	}()
+	tb.Cleanup(func() {
+		p.Kill()
+		if tb.Failed() {
+			tb.Logf("%s, pid %d:\n%s%s", strings.Join(command[1:], " "), p.Cmd.Process.Pid, p.Out.Tail(shown), p.Err.Tail(shown))
+		}
+	})
+	return p
+}
+
+// Kill is kill -9, and returns when the process is gone.
+func (p *Process) Kill() {
+	if err := p.Cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		p.t.Errorf("kill %s: %v", p.name(), err)
+	}
+	<-p.ended
+}
+
+// Signal sends a signal to the process, which must be there.
+func (p *Process) Signal(s syscall.Signal) {
+	p.t.Helper()
+	if err := p.Cmd.Process.Signal(s); err != nil {
+		p.t.Fatalf("send %s to %s: %v", s, p.name(), err)
+	}
+}
+
+// Ended is closed when the process is gone.
+func (p *Process) Ended() <-chan struct{} { return p.ended }
+
+// Running reports whether the process is still there.
+func (p *Process) Running() bool {
+	select {
+	case <-p.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+// Exit waits for the process to end and returns its exit code; -1 when a signal ended it.
+func (p *Process) Exit() int {
+	p.t.Helper()
+	select {
+	case <-p.ended:
+		return p.Cmd.ProcessState.ExitCode()
+	case <-time.After(p.patience):
+		p.t.Fatalf("%s did not end within %s", p.name(), p.patience)
+		return 0
+	}
+}
+
+// Terminate asks the process to end, and returns its exit code.
+func (p *Process) Terminate() int {
+	p.t.Helper()
+	p.Signal(syscall.SIGTERM)
+	return p.Exit()
+}
+
+// Stop ends the process in good order: anything but exit code 0 is an error of the test.
+func (p *Process) Stop() {
+	p.t.Helper()
+	if code := p.Terminate(); code != 0 {
+		p.t.Errorf("%s: exit code %d, want 0: %s", p.name(), code, p.Err.Tail(30))
+	}
+}
+
+// Says waits until the process has logged a text.
+func (p *Process) Says(words string) {
+	p.t.Helper()
+	pgtest.Eventually(p.t, p.patience, func() bool { return strings.Contains(p.Err.String(), words) }, p.name()+" says: "+words)
+}
+
+// listens finds the address in a log of either form.
+var listens = regexp.MustCompile(`(?:listen=|"listen":")(http://[^\s"]+)`)
+
+// Base waits until the process serves, and returns the URL.
+func (p *Process) Base() (url string) {
+	p.t.Helper()
+	pgtest.Eventually(p.t, p.patience, func() bool {
+		found := listens.FindStringSubmatch(p.Err.String())
+		switch {
+		case found != nil:
+			url = found[1]
+		case !p.Running():
+			p.t.Fatalf("%s has ended before it served: %s", p.name(), p.Err.Tail(30))
+		}
+		return found != nil
+	}, p.name()+" serves")
+	return url
+}
+
+// name is the command for people.
+func (p *Process) name() string { return "agent " + strings.Join(p.Cmd.Args[1:], " ") }

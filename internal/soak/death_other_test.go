@@ -1,8 +1,0 @@
-//go:build unix && !linux
-
-package soak_test
-
-import "syscall"
-
-// dieWithUs cannot be had here: a test binary that is killed may leave children.
-func dieWithUs() *syscall.SysProcAttr { return nil }
