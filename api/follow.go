@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
 // quiet is after how long a stream shows that it lives.
@@ -116,7 +117,7 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 		case <-ctx.Done():
 			return again(ctx, w, control)
 		case <-alive.C:
-			if _, err := fmt.Fprint(w, ": alive\n\n"); err != nil {
+			if _, err := w.Write(sse.Comment(nil, "alive")); err != nil {
 				return err
 			}
 		case now = <-updates:
@@ -132,7 +133,7 @@ func again(ctx context.Context, w http.ResponseWriter, control *http.ResponseCon
 	if !errors.Is(context.Cause(ctx), executions.ErrDraining) {
 		return nil
 	}
-	if _, err := fmt.Fprint(w, "retry: 1000\n\n"); err != nil {
+	if _, err := w.Write(sse.Again(nil, time.Second)); err != nil {
 		return err
 	}
 	return control.Flush()
@@ -144,7 +145,7 @@ func send(w http.ResponseWriter, e statusEvent) error {
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintf(w, "id: %s\nevent: status\ndata: %s\n\n", e.mark(), data)
+	_, err = w.Write(sse.Event{ID: e.mark(), Name: "status", Data: string(data)}.Append(nil))
 	return err
 }
 

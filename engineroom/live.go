@@ -5,13 +5,13 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
 	"regexp"
 	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
 // The event stream of a page, at /live and the page's path:
@@ -26,8 +26,8 @@ import (
 
 const (
 	heartbeat = 15 * time.Second
-	// again is after how many milliseconds a browser comes back when the stream broke.
-	again = 2000
+	// again is after how long a browser comes back when the stream broke.
+	again = 2 * time.Second
 )
 
 // live streams the parts of a page as they change.
@@ -60,7 +60,7 @@ func (room *Room) live(p page) http.Handler {
 		h.Set("Cache-Control", "no-store")
 		h.Set("X-Accel-Buffering", "no")
 		out := &stream{w: w, control: http.NewResponseController(w)}
-		out.printf("retry: %d\nevent: hello\ndata: %s\n\n", again, build())
+		out.write(sse.Event{Name: "hello", Data: build(), Retry: again}.Append(nil))
 		if err := out.follow(r.Context(), who, room.hub.heartbeat); err != nil {
 			room.Logger.DebugContext(r.Context(), "viewer went away", "path", problem.Path(r), "error", err)
 		}
@@ -82,7 +82,7 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 		select {
 		case <-ctx.Done():
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				out.printf("event: expired\ndata: login\n\n")
+				out.write(sse.Event{Name: "expired", Data: "login"}.Append(nil))
 				out.flush()
 			}
 			return out.err
@@ -91,7 +91,7 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 				out.part(n)
 			}
 		case <-tick.C:
-			out.printf(":\n\n")
+			out.write(sse.Comment(nil, "alive"))
 		}
 	}
 	return out.err
@@ -109,12 +109,12 @@ func (out *stream) part(n update) {
 		out.err = err
 		return
 	}
-	out.printf("id: %s\nevent: part\ndata: %s\n\n", n.state, bytes.TrimSpace(b.Bytes()))
+	out.write(sse.Event{ID: n.state, Name: "part", Data: strings.TrimSuffix(b.String(), "\n")}.Append(nil))
 }
 
-func (out *stream) printf(format string, args ...any) {
+func (out *stream) write(event []byte) {
 	if out.err == nil {
-		_, out.err = fmt.Fprintf(out.w, format, args...)
+		_, out.err = out.w.Write(event)
 	}
 }
 

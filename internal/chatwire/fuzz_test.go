@@ -1,7 +1,6 @@
 package chatwire_test
 
 import (
-	"bufio"
 	"encoding/json"
 	"net/http/httptest"
 	"strings"
@@ -11,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
 // FuzzStream writes an answer of any text as server-sent events and reads it as a client does: what comes out is what
@@ -52,34 +52,30 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// read takes a stream apart line by line, as strict as a client may be.
+// read takes a stream apart, as strict as a client may be: it is nothing but data.
 func read(t *testing.T, stream string) (text, arguments string, ends int) {
 	t.Helper()
-	lines := bufio.NewScanner(strings.NewReader(stream))
-	lines.Buffer(nil, 1<<26)
-	for lines.Scan() {
-		data, isData := strings.CutPrefix(lines.Text(), "data: ")
-		switch {
-		case lines.Text() == "":
-			continue
-		case !isData || strings.Contains(data, "\r"):
-			t.Fatalf("line %q", lines.Text())
-		case data == "[DONE]":
+	got := ssetest.Read(stream)
+	if len(got.Comments)+len(got.Unknown)+len(got.Retry) > 0 || got.Left != "" {
+		t.Fatalf("the stream %q has more than data", stream)
+	}
+	for _, event := range got.Events {
+		if event.Name != "" || event.ID != "" {
+			t.Fatalf("event %+v", event)
+		}
+		if event.Data == "[DONE]" {
 			ends++
 			continue
 		}
 		var chunk openai.ChatCompletionStreamResponse
-		if err := json.Unmarshal([]byte(data), &chunk); err != nil || len(chunk.Choices) != 1 {
-			t.Fatalf("chunk %q: %v", data, err)
+		if err := json.Unmarshal([]byte(event.Data), &chunk); err != nil || len(chunk.Choices) != 1 {
+			t.Fatalf("chunk %q: %v", event.Data, err)
 		}
 		delta := chunk.Choices[0].Delta
 		text += delta.Content
 		for _, call := range delta.ToolCalls {
 			arguments += call.Function.Arguments
 		}
-	}
-	if err := lines.Err(); err != nil {
-		t.Fatal(err)
 	}
 	return text, arguments, ends
 }

@@ -8,6 +8,8 @@ import (
 	"unicode/utf8"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
 // pieceBytes is about how much text one chunk carries.
@@ -89,13 +91,13 @@ func (s *Stream) Usage(u openai.Usage) {
 }
 
 // Comment sends a line that a client must ignore.
-func (s *Stream) Comment(text string) { s.write(": " + text + "\n\n") }
+func (s *Stream) Comment(text string) { s.write(sse.Comment(nil, text)) }
 
 // Failure sends an error in the middle of the stream. Nothing may follow it.
 func (s *Stream) Failure(f Failure) { s.data(map[string]Failure{"error": f}) }
 
 // Done ends the stream.
-func (s *Stream) Done() { s.write("data: [DONE]\n\n") }
+func (s *Stream) Done() { s.write(sse.Event{Data: "[DONE]"}.Append(nil)) }
 
 // Err is the first error of the connection; nil when all was sent.
 func (s *Stream) Err() error { return s.err }
@@ -111,14 +113,14 @@ func (s *Stream) data(v any) {
 	if err != nil && s.err == nil {
 		s.err = fmt.Errorf("encode chunk: %w", err)
 	}
-	s.write("data: " + string(encoded) + "\n\n")
+	s.write(sse.Event{Data: string(encoded)}.Append(nil))
 }
 
-func (s *Stream) write(text string) {
+func (s *Stream) write(event []byte) {
 	if s.err != nil {
 		return
 	}
-	if _, err := s.w.Write([]byte(text)); err != nil {
+	if _, err := s.w.Write(event); err != nil {
 		s.err = fmt.Errorf("send chunk: %w", err)
 		return
 	}

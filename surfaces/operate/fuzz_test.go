@@ -6,11 +6,16 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"unicode/utf8"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
 // FuzzStream writes events of any content and reads them as a client does: each is one event, with the data it was given.
 func FuzzStream(f *testing.F) {
-	for _, s := range []string{"", "a\nb\r\nc", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>"} {
+	for _, s := range []string{"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>", strings.Repeat("a\r\n", 2000)} {
 		f.Add(s, `{"a": "b"}`)
 		f.Add(s, "{\n\n\"event\":\t\"\\n\\n\"\r\n}")
 	}
@@ -21,25 +26,41 @@ func FuzzStream(f *testing.F) {
 		w := httptest.NewRecorder()
 		_, leave := context.WithCancelCause(t.Context())
 		s := newStream(w, leave)
-		s.event(Event{"start", Start{TraceID: "op_0"}})
-		s.comment("sign of life")
-		s.event(Event{"delta", Delta{text}})
-		s.event(Event{"tool", ToolCall{ID: text, Name: "f", Arguments: json.RawMessage(arguments), Error: text}})
-		s.event(Event{"done", Done{Text: text}})
-		blocks := strings.Split(w.Body.String(), "\n\n")
-		if len(blocks) != 6 || blocks[5] != "" {
-			t.Fatalf("%d events: %q", len(blocks)-1, w.Body)
+		sent := []Event{
+			{"start", Start{TraceID: "op_0", SessionID: text}},
+			{"delta", Delta{text}},
+			{"tool", ToolCall{ID: text, Name: "f", Arguments: json.RawMessage(arguments), Error: text}},
+			{text, Delta{text}},
+			{"done", Done{Text: text}},
 		}
-		for i, name := range map[int]string{0: "start", 2: "delta", 3: "tool", 4: "done"} {
-			head, data, cut := strings.Cut(blocks[i], "\ndata: ")
-			if !cut || head != "event: "+name || !json.Valid([]byte(data)) || strings.ContainsAny(data, "\r\n") {
-				t.Errorf("event %d is %q", i, blocks[i])
+		for _, e := range sent {
+			s.event(e)
+			s.comment("sign of life")
+		}
+		got := ssetest.Read(w.Body.String())
+		if len(got.Events) != len(sent) || len(got.Comments) != len(sent) || len(got.Unknown)+len(got.Retry) > 0 || got.Left != "" {
+			t.Fatalf("%d events: %q", len(got.Events), w.Body)
+		}
+		for i, e := range got.Events {
+			if !json.Valid([]byte(e.Data)) || i != 3 && e.Name != sent[i].Name {
+				t.Errorf("event %d is %+v", i, e)
 			}
 		}
 		var delta Delta
-		if err := json.Unmarshal([]byte(strings.TrimPrefix(blocks[2], "event: delta\ndata: ")), &delta); err != nil ||
-			delta.Text != strings.ToValidUTF8(text, "\ufffd") && strings.ToValidUTF8(text, "") == text {
-			t.Errorf("%q came out as %q, %v", text, delta.Text, err)
+		var call ToolCall
+		var done Done
+		for i, into := range map[int]any{1: &delta, 2: &call, 4: &done} {
+			if err := json.Unmarshal([]byte(got.Events[i].Data), into); err != nil {
+				t.Errorf("event %d is %q: %v", i, got.Events[i].Data, err)
+			}
+		}
+		if !utf8.ValidString(text + arguments) {
+			return
+		}
+		call.Arguments = nil // as JSON they are the same, not as text
+		want := ToolCall{ID: text, Name: "f", Error: text}
+		if diff := cmp.Diff(want, call) + cmp.Diff(Done{Text: text}, done) + cmp.Diff(Delta{text}, delta); diff != "" {
+			t.Errorf("%q came out otherwise: %s", text, diff)
 		}
 	})
 }

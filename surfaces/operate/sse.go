@@ -6,8 +6,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
 // writeLimit is how long a client may take to take an event.
@@ -62,14 +65,14 @@ func (s *stream) event(e Event) {
 		s.w.Header().Set("X-Trace-Id", start.TraceID)
 	}
 	s.events++
-	s.write(fmt.Appendf(nil, "event: %s\ndata: %s\n", e.Name, text.Bytes()))
+	s.write(sse.Event{Name: e.Name, Data: strings.TrimSuffix(text.String(), "\n")}.Append(nil))
 }
 
 // comment writes what clients pass over.
 func (s *stream) comment(text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.write([]byte(": " + text + "\n\n"))
+	s.write(sse.Comment(nil, text))
 }
 
 // write sends bytes at once. The caller holds mu.
