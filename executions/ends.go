@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -20,7 +21,7 @@ type lastWrite struct {
 	failure   *string
 	step      *string
 	variables json.RawMessage // nil when the row has them
-	wanted    bool            // somebody waits for the row
+	row       *Execution      // as it was claimed, where somebody waits for it as it ends; else nil
 	last      *point          // the step that ended just before; nil for none
 }
 
@@ -57,55 +58,86 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 	return done, err
 }
 
-// finishSeveral writes ends in one commit, each under its own claim. They free no lanes, because what holds any is left to
-// be ended by itself, as is one whose claim is not live any more.
+// finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes, because what
+// holds any is left to be ended by itself, as is one whose claim is not live any more.
 func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
-	ids, claims, statuses, summaries := make([]string, n), make([]int64, n), make([]string, n), make([]string, n)
-	results, failures, steps, variables := make([]*string, n), make([]*string, n), make([]*string, n), make([]*string, n)
-	wanted, answers := make([]bool, n), make([]answer[finished], n)
-	var lasts []point
-	for i, x := range ends {
-		ids[i], claims[i], statuses[i], summaries[i], wanted[i] = x.id, x.claim, string(x.status), x.summary, x.wanted
-		results[i], failures[i], steps[i], variables[i] = jsonText(x.result), x.failure, x.step, jsonText(x.variables)
+	answers := make([]answer[finished], n)
+	for i := range answers {
 		answers[i].alone = true
-		if x.last != nil {
-			lasts = append(lasts, *x.last)
-		}
 	}
-	b := &pgx.Batch{}
-	if len(lasts) > 0 {
-		queueSteps(b, lasts)
+	rows, err := e.pool.Query(ctx, `
+		select n, updated_at, completed_at, result, variables, inherits, flow_version
+		  from close_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[], @failures, @failed_steps,
+		       (@variables::text[])::jsonb[], @wanted, @steps, @prints, @failed, (@outputs::text[])::jsonb[])`, endArguments(ends))
+	if err != nil {
+		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
-	b.Queue(`
-		select n, `+columns+` from (
-		  select d.n, (d.execution).* from end_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[],
-		         @failures, @steps, (@variables::text[])::jsonb[], @wanted) d) x`,
-		postgres.Strict{
-			"ids": ids, "claims": claims, "statuses": statuses, "summaries": summaries, "results": results, "failures": failures,
-			"steps": steps, "variables": variables, "wanted": wanted,
-		}).Query(func(rows pgx.Rows) error {
-		for rows.Next() {
-			var place int
-			var x *Execution
-			into := make([]any, executionColumns)
-			if rows.RawValues()[1] != nil {
-				x = &Execution{}
-				into = x.targets()
-			}
-			if err := rows.Scan(append([]any{&place}, into...)...); err != nil {
-				return err
-			}
-			answers[place-1] = answer[finished]{value: finished{row: x}}
-		}
-		return rows.Err()
+	var place int
+	var c closed
+	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
+	_, err = pgx.ForEachRow(rows, into, func() error {
+		answers[place-1] = answer[finished]{value: finished{row: c.execution(ends[place-1])}}
+		c.result, c.variables = nil, nil
+		return nil
 	})
-	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
+	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
 	return answers, nil
+}
+
+// endArguments turns several ends into arrays, side by side.
+func endArguments(ends []lastWrite) postgres.Strict {
+	n := len(ends)
+	ids, claims, statuses, summaries := make([]string, n), make([]int64, n), make([]string, n), make([]string, n)
+	results, failures, failedSteps, variables := make([]*string, n), make([]*string, n), make([]*string, n), make([]*string, n)
+	steps, prints, failed, outputs := make([]*string, n), make([]string, n), make([]bool, n), make([]*string, n)
+	wanted := make([]bool, n)
+	for i, x := range ends {
+		ids[i], claims[i], statuses[i], summaries[i], wanted[i] = x.id, x.claim, string(x.status), x.summary, x.row != nil
+		results[i], failures[i], failedSteps[i], variables[i] = jsonText(x.result), x.failure, x.step, jsonText(x.variables)
+		if x.last != nil {
+			steps[i], prints[i], failed[i], outputs[i] = &x.last.step, x.last.print, x.last.failed, jsonText(x.last.output)
+		}
+	}
+	return postgres.Strict{
+		"ids": ids, "claims": claims, "statuses": statuses, "summaries": given(summaries), "results": given(results),
+		"failures": given(failures), "failed_steps": given(failedSteps), "variables": given(variables), "wanted": given(wanted),
+		"steps": given(steps), "prints": given(prints), "failed": given(failed), "outputs": given(outputs),
+	}
+}
+
+// closed is what only the database knows of an execution that has ended.
+type closed struct {
+	updated, completed time.Time
+	result, variables  json.RawMessage
+	inherits           bool
+	version            *int
+}
+
+// execution is the row as it ended, as it would be read; nil where nobody wants it.
+func (c closed) execution(end lastWrite) *Execution {
+	if end.row == nil {
+		return nil
+	}
+	x := *end.row
+	kind := resultType(end.status)
+	x.Status, x.ClaimedBy, x.ResultType, x.ResultSummary, x.Result = end.status, nil, &kind, end.summary, c.result
+	x.ErrorMessage, x.FailedStep, x.Variables = end.failure, end.step, c.variables
+	x.WaitingFor, x.WaitingKey, x.WaitingUntil, x.WaitingData = nil, nil, nil, nil
+	x.UpdatedAt, x.CompletedAt, x.Inherits, x.FlowVersion = c.updated, &c.completed, c.inherits, c.version
+	return &x
+}
+
+// wantedRow is the execution as it was claimed, where somebody waits for it as it ends.
+func (r *run) wantedRow() *Execution {
+	if r.over == nil {
+		return nil
+	}
+	return &r.exec
 }
 
 // jsonText is JSON as a parameter of an array; nil for none.

@@ -3,6 +3,8 @@ package executions
 import (
 	"context"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // Batcher is a batcher of numbers, for tests.
@@ -44,3 +46,31 @@ func (b *Batcher) Busy() bool {
 	defer b.b.mu.Unlock()
 	return b.b.busy
 }
+
+// StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
+func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
+	all := make([]postgres.Strict, len(specs))
+	for i, s := range specs {
+		status := "pending"
+		if here[i] {
+			status = "running"
+		}
+		args, err := s.arguments(status, "")
+		if err != nil {
+			return nil, err
+		}
+		all[i] = args
+	}
+	answers, err := e.startSeveral(ctx, all)
+	if err != nil {
+		return nil, err
+	}
+	started := make([]Execution, len(answers))
+	for i, a := range answers {
+		started[i] = a.value
+	}
+	return started, nil
+}
+
+// Works reports whether the workers of this process look for executions.
+func (e *Engine) Works() bool { return e.works() }

@@ -46,15 +46,15 @@ func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]answer[[]b
 		data[i], variables[i] = jsonText(p.data), jsonText(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
-		select n, verdict = 'alone' from park_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
-		       (@variables::text[])::jsonb[])`,
+		select n from park_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
+		       (@variables::text[])::jsonb[]) where verdict = 'alone'`,
 		postgres.Strict{
 			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data, "variables": variables,
 		})
 	if err != nil {
 		return nil, fmt.Errorf("park %d executions: %w", n, err)
 	}
-	answers, err := verdicts[[]byte](rows, n)
+	answers, err := leftAlone[[]byte](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("park %d executions: %w", n, err)
 	}

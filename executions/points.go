@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -50,20 +51,6 @@ func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, fai
 func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
-	b := &pgx.Batch{}
-	var answers []answer[struct{}]
-	queueSteps(b, points).Query(func(rows pgx.Rows) (err error) {
-		answers, err = verdicts[struct{}](rows, len(points))
-		return err
-	})
-	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
-		return nil, fmt.Errorf("record %d steps: %w", len(points), err)
-	}
-	return answers, nil
-}
-
-// queueSteps queues the record of steps of several executions.
-func queueSteps(b *pgx.Batch, points []point) *pgx.QueuedQuery {
 	n := len(points)
 	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
@@ -71,21 +58,38 @@ func queueSteps(b *pgx.Batch, points []point) *pgx.QueuedQuery {
 		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
 		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
 	}
-	return b.Queue(`
-		select n, verdict = 'alone' from record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
-		       (@variables::text[])::jsonb[])`,
+	rows, err := e.pool.Query(ctx, `
+		select n from record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
+		       (@variables::text[])::jsonb[]) where verdict = 'alone'`,
 		postgres.Strict{
-			"ids": ids, "claims": claims, "steps": steps, "prints": prints, "failed": failed, "outputs": outputs, "variables": variables,
+			"ids": ids, "claims": claims, "steps": steps, "prints": given(prints), "failed": given(failed), "outputs": outputs,
+			"variables": given(variables),
 		})
+	if err != nil {
+		return nil, fmt.Errorf("record %d steps: %w", n, err)
+	}
+	answers, err := leftAlone[struct{}](rows, n)
+	if err != nil {
+		return nil, fmt.Errorf("record %d steps: %w", n, err)
+	}
+	return answers, nil
 }
 
-// verdicts reads which of n writes of a batch were left to be made by themselves.
-func verdicts[Out any](rows pgx.Rows, n int) ([]answer[Out], error) {
+// given is an argument of several writes; nil, which is less to send and to take apart, where all have the zero value.
+func given[T comparable](values []T) []T {
+	var zero T
+	if slices.ContainsFunc(values, func(v T) bool { return v != zero }) {
+		return values
+	}
+	return nil
+}
+
+// leftAlone reads which of n writes of a batch were left to be made by themselves.
+func leftAlone[Out any](rows pgx.Rows, n int) ([]answer[Out], error) {
 	answers := make([]answer[Out], n)
 	var at int
-	var alone bool
-	_, err := pgx.ForEachRow(rows, []any{&at, &alone}, func() error {
-		answers[at-1].alone = alone
+	_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
+		answers[at-1].alone = true
 		return nil
 	})
 	return answers, err

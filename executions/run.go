@@ -341,7 +341,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 // writeEnd writes the terminal row, and the last step where that was put off.
 func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
 	end := lastWrite{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), wanted: r.over != nil,
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), row: r.wantedRow(),
 		last: last,
 	}
 	if failure != nil {

@@ -13,6 +13,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
+// What is not given, as the columns and begin_agent_executions have it.
+const (
+	defaultAgent       = "flowpilot"
+	defaultPriority    = 2
+	defaultOnLost      = "resume"
+	defaultMaxAttempts = 5
+	noInput            = "{}"
+)
+
 // Spec describes an execution to start. Flow and Surface are required.
 type Spec struct {
 	Flow    string
@@ -109,7 +118,7 @@ func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
 		return nil, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
 	}
-	input := json.RawMessage("{}")
+	input := json.RawMessage(noInput)
 	if s.Input != nil {
 		var err error
 		if input, err = json.Marshal(s.Input); err != nil {
@@ -120,11 +129,11 @@ func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
 		s.TraceID = trace.New(s.Surface)
 	}
 	return postgres.Strict{
-		"trace_id": string(s.TraceID), "surface": string(s.Surface), "agent": cmp.Or(s.Agent, "flowpilot"), "flow": s.Flow,
+		"trace_id": string(s.TraceID), "surface": string(s.Surface), "agent": cmp.Or(s.Agent, defaultAgent), "flow": s.Flow,
 		"parent_id": null(s.ParentID), "thread_id": null(s.ThreadID), "queue": cmp.Or(s.Queue, Background),
-		"priority": cmp.Or(s.Priority, 2), "status": status, "worker": null(worker), "input": input,
-		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "inherits": s.Inherits, "on_lost": cmp.Or(s.OnLost, "resume"),
-		"max_attempts": cmp.Or(s.MaxAttempts, 5), "progress_seconds": s.ProgressSeconds,
+		"priority": cmp.Or(s.Priority, defaultPriority), "status": status, "worker": null(worker), "input": input,
+		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "inherits": s.Inherits, "on_lost": cmp.Or(s.OnLost, defaultOnLost),
+		"max_attempts": cmp.Or(s.MaxAttempts, defaultMaxAttempts), "progress_seconds": s.ProgressSeconds,
 	}, nil
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -76,19 +78,19 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]a
 	at := e.setAside(queued)
 	defer at.giveBack()
 	rows, err := e.pool.Query(ctx, `
-		select n, `+columns+` from (select s.n, (s.execution).* from start_agent_executions(@trace_id, @surface, @agent, @flow, @parent_id, @awaited,
-		         @inherits, @thread_id, @queue, @priority, (@input::text[])::jsonb[], @on_lost, @max_attempts, @progress_seconds,
-		         @here, @worker, @background, @interactive, @skip) s) x`,
+		select n, id::text, claimed, at, parent_id::text, on_lost, input
+		  from begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
+		       @queue, @agent, @parent_id, @awaited, @inherits, @thread_id, @priority, @on_lost, @max_attempts, @progress_seconds)`,
 		startArguments(specs, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
 	if err != nil {
 		return nil, err
 	}
 	answers := make([]answer[Execution], len(specs))
 	var n int
-	var x Execution
-	_, err = pgx.ForEachRow(rows, append([]any{&n}, x.targets()...), func() error {
-		answers[n-1].value = x
-		x = Execution{}
+	var b begun
+	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input}, func() error {
+		answers[n-1].value = b.execution(specs[n-1], worker)
+		b = begun{}
 		return nil
 	})
 	if err != nil {
@@ -107,33 +109,85 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]a
 	return answers, nil
 }
 
-// startArguments turns the arguments of several starts into arrays, side by side.
+// begun is what only the database knows of an execution that was started.
+type begun struct {
+	id, onLost string
+	claimed    bool
+	at         time.Time
+	parent     *string
+	input      json.RawMessage
+}
+
+// execution is the row, as it would be read.
+func (b begun) execution(s postgres.Strict, worker string) Execution {
+	x := Execution{
+		ID: b.id, ParentID: b.parent, Input: b.input, OnLost: b.onLost, Status: Pending, Variables: json.RawMessage("{}"),
+		CreatedAt: b.at, UpdatedAt: b.at,
+		TraceID: of[string](s, "trace_id"), Surface: of[string](s, "surface"), Agent: of[string](s, "agent"), Flow: of[string](s, "flow"),
+		ThreadID: of[*string](s, "thread_id"), Queue: of[string](s, "queue"), Priority: of[int](s, "priority"),
+		MaxAttempts: of[int](s, "max_attempts"), Progress: of[int](s, "progress_seconds"), Inherits: of[bool](s, "inherits"),
+	}
+	if b.claimed {
+		at := b.at
+		x.Status, x.ClaimedBy, x.Claim, x.StartedAt = Running, &worker, 1, &at
+	}
+	return x
+}
+
+// startArguments turns the arguments of several starts into arrays, side by side. One that all leave at its default is null, which is
+// less to send and to take apart.
 func startArguments(specs []postgres.Strict, worker string, at *places, skip []string) postgres.Strict {
-	inputs, claimed := make([]string, len(specs)), make([]bool, len(specs))
+	claimed := make([]bool, len(specs))
 	for i, s := range specs {
 		claimed[i] = here(s)
-		if text, ok := s["input"].(json.RawMessage); ok {
-			inputs[i] = string(text)
-		}
 	}
 	return postgres.Strict{
-		"trace_id": column[string](specs, "trace_id"), "surface": column[string](specs, "surface"), "agent": column[string](specs, "agent"),
-		"flow": column[string](specs, "flow"), "parent_id": column[*string](specs, "parent_id"), "awaited": column[bool](specs, "awaited"),
-		"inherits": column[bool](specs, "inherits"), "thread_id": column[*string](specs, "thread_id"), "queue": column[string](specs, "queue"),
-		"priority": column[int](specs, "priority"), "input": inputs, "on_lost": column[string](specs, "on_lost"),
-		"max_attempts": column[int](specs, "max_attempts"), "progress_seconds": column[int](specs, "progress_seconds"),
+		"trace_id": column[string](specs, "trace_id"), "surface": column[string](specs, "surface"), "flow": column[string](specs, "flow"),
 		"here": claimed, "worker": worker, "background": at.background, "interactive": at.interactive, "skip": skip,
+		"input": inputs(specs), "queue": unless(specs, "queue", Background), "agent": unless(specs, "agent", defaultAgent),
+		"parent_id": unless[*string](specs, "parent_id", nil), "awaited": unless(specs, "awaited", false),
+		"inherits": unless(specs, "inherits", false), "thread_id": unless[*string](specs, "thread_id", nil),
+		"priority": unless(specs, "priority", defaultPriority), "on_lost": unless(specs, "on_lost", defaultOnLost),
+		"max_attempts": unless(specs, "max_attempts", defaultMaxAttempts), "progress_seconds": unless(specs, "progress_seconds", 0),
 	}
 }
 
 // here reports whether a start is for a caller who runs it.
 func here(s postgres.Strict) bool { return s["status"] == "running" }
 
+// of is one argument of a start.
+func of[T any](s postgres.Strict, name string) T {
+	value, _ := s[name].(T)
+	return value
+}
+
 // column lists one argument of several starts.
 func column[T any](specs []postgres.Strict, name string) []T {
 	values := make([]T, len(specs))
 	for i, s := range specs {
-		values[i], _ = s[name].(T)
+		values[i] = of[T](s, name)
 	}
 	return values
+}
+
+// unless is column; nil when all are as they are by default.
+func unless[T comparable](specs []postgres.Strict, name string, usual T) []T {
+	values := column[T](specs, name)
+	if slices.ContainsFunc(values, func(v T) bool { return v != usual }) {
+		return values
+	}
+	return nil
+}
+
+// inputs lists the inputs of several starts; nil when none has one.
+func inputs(specs []postgres.Strict) []string {
+	texts, given := make([]string, len(specs)), false
+	for i, s := range specs {
+		texts[i] = string(of[json.RawMessage](s, "input"))
+		given = given || texts[i] != noInput
+	}
+	if !given {
+		return nil
+	}
+	return texts
 }

@@ -1,0 +1,262 @@
+package executions_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// closeAll ends executions, with their last steps, and returns the places of those that ended.
+func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
+	t.Helper()
+	return value[string](t, db, `
+		select coalesce(string_agg(n::text, ' ' order by n), '')
+		  from close_agent_executions(@ids, @claims, array_fill(@status::text, array[@n::int]), array_fill('said'::text, array[@n::int]),
+		       array_fill('{"v": 1}'::jsonb, array[@n::int]), null, null, array_fill('{"x": 2}'::jsonb, array[@n::int]), null,
+		       @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]))`,
+		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "status": status})
+}
+
+// Of an end that is left to be made by itself nothing is written, its last step neither.
+func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	live, dead := worker(t, pool), worker(t, pool)
+	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "recorded", "twice", "twice", "stepless"}
+	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
+	for i, name := range names {
+		if name != "stepless" {
+			steps[i] = new("last")
+		}
+		w := map[bool]string{true: dead, false: live}[name == "dead"]
+		if i > 0 && names[i-1] == name {
+			ids[i], claims[i] = ids[i-1], claims[i-1]
+			continue
+		}
+		ids[i] = pending(t, pool)
+		claims[i] = mustClaim(t, pool, ids[i], w)
+		args := postgres.Strict{"id": ids[i]}
+		switch name {
+		case "stale":
+			claims[i]--
+		case "lane":
+			exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
+		case "lender":
+			exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
+			exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, agent_uuid7(), 30)`, args)
+		case "cancelled":
+			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+			claims[i]++ // the number that a cancel leaves is nobody's
+		case "parked":
+			exec(t, pool, `select park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			claims[i]++
+		case "reserved":
+			exec(t, pool, `
+				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id, 's', '{}', 1, 1, 0)`, args)
+		case "recorded":
+			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`, args)
+		}
+	}
+	expire(t, pool, ids[2])
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
+	before := make([]string, len(ids))
+	for i, id := range ids {
+		before[i] = everything(t, pool, id)
+	}
+	if got := closeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 11 13" {
+		t.Errorf("%s ended", got)
+	}
+	for i, name := range names {
+		x := get(t, pool, ids[i])
+		switch name {
+		case "live", "stepless", "twice", "recorded":
+			step := value[string](t, pool, `
+				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
+				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
+			want := map[string]string{"recorded": `lastfalse"earlier"`, "live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
+			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` || string(x.Variables) != `{"x": 2}` || step != want {
+				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
+			}
+			if n := completions(t, pool, ids[i]); n != 1 {
+				t.Errorf("%s: %d events", name, n)
+			}
+		default:
+			if after := everything(t, pool, ids[i]); after != before[i] {
+				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
+			}
+		}
+	}
+	if young := value[bool](t, pool, `
+		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c join agent_executions x on x.id = c.execution_id`); young {
+		t.Error("a step is younger than the end of its execution")
+	}
+	for _, status := range []string{"waiting", "cancelled", "running"} {
+		_, err := pool.Exec(t.Context(), `select close_agent_executions('{}', '{}', array['completed', @status], null, null, null, null, null, null, null, null, null, null)`,
+			postgres.Strict{"status": status})
+		if !postgres.IsCode(err, "22023") {
+			t.Errorf("an end as %s: %v", status, err)
+		}
+	}
+}
+
+// consequence is something that follows the end of an execution which has more than a result.
+type consequence struct {
+	flow    string // "flow" when it is not set
+	status  string // "completed" when it is not set
+	prepare string // of @id
+	follows string // true when it has happened to @id
+}
+
+var consequences = map[string]consequence{
+	"none":  {prepare: `select @id::text`, follows: `select @id <> ''`},
+	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type', 'success', 'result_summary', 'said', 'locks_released', 0)`},
+	"call": {
+		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind) values (agent_uuid7(), @id, 1, 's', 'call')`,
+		follows: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
+	},
+	"approval": {
+		prepare: `insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+			values ('t', @id::text::uuid, 's', true, 'skill', 1, '{}', @id::text, clock_timestamp() + interval '1 hour')`,
+		follows: `select bool_and(status = 'expired') from agent_approvals where execution_id = @id`,
+	},
+	"request": {
+		prepare: `insert into agent_requests (kind, execution_id, trace_id) values ('signature', @id, 't')`,
+		follows: `select bool_and(status = 'closed') from agent_requests where execution_id = @id`,
+	},
+	"parent": {
+		prepare: `with p as (
+			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running') returning id)
+			select id, @id::text from p`,
+		follows: `select count(*) = 1 from agent_untold_ends where execution_id = @id`,
+	},
+	"target": {
+		prepare: `insert into agent_webhook_targets (name, url, secrets, events) values ('t' || right(@id::text, 12), 'http://localhost/' || @id::text, '{whsec_x}', '{execution.completed}')`,
+		follows: `select count(*) > 0 from agent_webhook_outbox where strpos(payload::text, @id::text) > 0`,
+	},
+	"delivery": {
+		flow: "webhook", status: "failed",
+		prepare: `with d as (
+			  insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, execution_id, body, body_sha256)
+			  values ('e', @id::text, 't', 't', @id::text::uuid, '', '') returning id)
+			update agent_executions set input = jsonb_build_object('delivery', (select id from d)) where id = @id::text::uuid`,
+		follows: `select bool_and(status = 'dead') from agent_webhook_deliveries where execution_id = @id`,
+	},
+	"outside": {
+		flow:    "external:there",
+		prepare: `select @id::text`,
+		follows: `select count(*) = 1 from agent_status_changes where execution_id = @id and status = 'completed'`,
+	},
+	"automation": {
+		prepare: `insert into agent_automations (name, trigger, event, prompt) values (@id::text, 'event', 'AGENT_COMPLETED', 'do')`,
+		follows: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id where v.key = @id::text`,
+	},
+}
+
+// prepared is an execution that a worker runs, of which something is to follow.
+func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, w string) string {
+	t.Helper()
+	id := pending(t, pool)
+	args := postgres.Strict{"id": id}
+	if c.flow != "" {
+		exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
+	}
+	exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`, postgres.Strict{"id": id, "w": w})
+	exec(t, pool, c.prepare, args)
+	if strings.Contains(c.follows, "agent_untold_ends") {
+		exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text where trace_id = 't' and status = 'running'`, args)
+	}
+	return id
+}
+
+// What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do with it.
+func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
+	t.Parallel()
+	for name, c := range consequences {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			w, status := worker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
+			alone, one, other := c.prepared(t, pool, w), c.prepared(t, pool, w), pending(t, pool)
+			mustClaim(t, pool, other, w)
+			exec(t, pool, `select finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+			if got := closeAll(t, pool, []string{other, one}, []int64{1, 1}, nil, status); got != "1 2" {
+				t.Fatalf("%s ended", got)
+			}
+			for how, id := range map[string]string{"by itself": alone, "in a batch": one} {
+				if !value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
+					t.Errorf("it does not follow an end %s", how)
+				}
+			}
+			for _, id := range []string{alone, one, other} {
+				if n := completions(t, pool, id); n != 1 {
+					t.Errorf("%d events of an end", n)
+				}
+			}
+		})
+	}
+}
+
+// Processes hear that a place of a limit is free.
+func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	for _, limited := range []string{"another", "flow"} {
+		exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
+		id := pending(t, pool)
+		mustClaim(t, pool, id, w)
+		conn, err := pgtest.Dialer(t, pool)(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
+		exec(t, conn, `listen agent_ready`)
+		if got := closeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
+			t.Fatalf("%s ended", got)
+		}
+		exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		heard, err := conn.WaitForNotification(ctx)
+		cancel()
+		if err != nil || (limited == "flow") != (heard.Payload == "") {
+			t.Errorf("with a limit of %s: heard %+v, %v", limited, heard, err)
+		}
+	}
+}
+
+// What the function tells the triggers is for its own statement: what else happens in the transaction follows the rules.
+func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	ended, next := pending(t, pool), pending(t, pool)
+	mustClaim(t, pool, ended, w)
+	mustClaim(t, pool, next, w)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if got := closeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
+		t.Fatalf("%s ended", got)
+	}
+	exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
+	if n := completions(t, tx, next); n != 1 {
+		t.Errorf("%d events of the end after it", n)
+	}
+	_, err = tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`, postgres.Strict{"id": ended})
+	if !postgres.IsCode(err, "LK001") {
+		t.Errorf("a step after the end: %v", err)
+	}
+}

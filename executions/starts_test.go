@@ -1,0 +1,183 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// beginnings are starts of all sorts.
+func beginnings(parent string) []executions.Spec {
+	return []executions.Spec{
+		{Flow: "flow", Surface: trace.Flow},
+		{Flow: "flow", Surface: trace.Chat, TraceID: trace.New(trace.Chat), ThreadID: "thread", Agent: "somebody"},
+		{Flow: "flow", Surface: trace.Heartbeat, Input: json.RawMessage(`{"b":1.50,"a":[1e2,null,{}],  "b":"\u00e9<"}`)},
+		{Flow: "flow", Surface: trace.Operate, Input: []int{1, 2}, Queue: executions.Interactive, Priority: 4},
+		{Flow: "flow", Surface: trace.Flow, Input: struct{}{}, ParentID: parent, Awaited: true, Inherits: true},
+		{Flow: "flow", Surface: trace.Flow, ParentID: strings.ToUpper(parent), OnLost: "hand_on", MaxAttempts: 9, ProgressSeconds: 30},
+		{Flow: "external:there", Surface: trace.Webhook},
+		{Flow: "external", Surface: trace.Flow, OnLost: "hand_on", Priority: 1},
+	}
+}
+
+// as compares an execution that a call returned with what is read.
+func as(t *testing.T, db postgres.DB, how string, got executions.Execution) {
+	t.Helper()
+	if diff := cmp.Diff(get(t, db, got.ID), got); diff != "" {
+		t.Errorf("%s: read -, returned +\n%s", how, diff)
+	}
+}
+
+// Nobody reads a row that was just written: what a start returns is put together from what was sent and what came back.
+func TestAStartReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	parent := pending(t, pool)
+	specs := beginnings(parent)
+	for _, claimed := range []bool{false, true} {
+		here := make([]bool, len(specs))
+		for i, s := range specs {
+			here[i] = claimed && !strings.HasPrefix(s.Flow, "external")
+		}
+		together, err := p.StartSeveral(t.Context(), specs, here)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, s := range specs {
+			as(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
+			if want := map[bool]executions.Status{true: executions.Running, false: executions.Pending}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
+				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
+			}
+			alone, err := p.StartSeveral(t.Context(), specs[i:i+1], here[i:i+1])
+			if err != nil {
+				t.Fatal(err)
+			}
+			as(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
+		}
+	}
+}
+
+// Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to the queue.
+func TestAStartOfAProcessThatWorksReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	leave := make(chan struct{})
+	body := func(ctx context.Context) (executions.Result, error) {
+		select {
+		case <-leave:
+		case <-ctx.Done():
+		}
+		return executions.Result{}, nil
+	}
+	p := start(t, pool, flow(body), never, func(o *executions.Options) { o.Workers = 2 })
+	defer close(leave)
+	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	begin := func(s executions.Spec) (executions.Execution, error) {
+		x, created, err := p.Start(t.Context(), pool, s)
+		if err == nil && !created {
+			err = fmt.Errorf("%s was not created", x.ID)
+		}
+		return x, err
+	}
+	one, err := begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: map[string]any{"a": 1}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	as(t, pool, "the first", one)
+	if one.Status != executions.Running || one.ClaimedBy == nil || one.Claim != 1 || one.StartedAt == nil {
+		t.Errorf("the first, for which there is a worker, is %+v", one)
+	}
+	started := make([]executions.Execution, 40)
+	var group errgroup.Group
+	for i := range started {
+		group.Go(func() (err error) {
+			started[i], err = begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: i, ThreadID: fmt.Sprint(i)})
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	running := 0
+	for i, x := range started {
+		if string(x.Input) != fmt.Sprint(i) || x.ThreadID == nil || *x.ThreadID != fmt.Sprint(i) {
+			t.Errorf("start %d got the execution of another: %+v", i, x)
+		}
+		if x.Status == executions.Running {
+			running++
+			as(t, pool, "claimed as it began", x)
+			continue
+		}
+		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has come to it since
+			as(t, pool, "left to the queue", x)
+		}
+	}
+	if running > 1 {
+		t.Errorf("%d began claimed, and one worker was free", running)
+	}
+}
+
+// So it is with the row as it ended, which has what others wrote meanwhile.
+func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		var kind int
+		if err := json.Unmarshal(input, &kind); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Step(ctx, "meanwhile", func(ctx context.Context) (int, error) {
+			_, err := pool.Exec(ctx, `
+				update agent_executions set flow_version = 3, inherits = true, variables = '{"b": 1, "a": 2}' where id = @id and @kind::int > 1`,
+				postgres.Strict{"id": x.ID, "kind": kind})
+			return 0, err
+		})
+		if err == nil && kind == 2 {
+			err = executions.SetVariables(ctx, map[string]any{"long": 1, "b": 1.50})
+		}
+		if err != nil {
+			return executions.Result{}, err
+		}
+		switch kind {
+		case 3:
+			return executions.Result{}, executions.ErrTimedOut
+		case 4:
+			_, err = executions.Step(ctx, "fails", func(context.Context) (int, error) { return 0, fmt.Errorf("no") })
+			return executions.Result{}, err
+		case 5:
+			return executions.Result{Summary: "nothing"}, nil
+		}
+		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)}, nil
+	}}, never)
+	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	for _, callers := range []int{1, 20} {
+		var group errgroup.Group
+		for range callers {
+			group.Go(func() error {
+				for kind := range 6 {
+					got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate, Input: kind})
+					if err != nil {
+						return err
+					}
+					as(t, pool, fmt.Sprintf("run %d of %d callers", kind, callers), got)
+				}
+				return nil
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	}
+}
