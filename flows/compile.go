@@ -24,6 +24,7 @@ type action struct {
 	flow  string // of trigger_agent
 	// flowPath is where it is named.
 	flowPath string
+	skills   map[string]string // those that are named, by the path of each mention
 
 	timeout        time.Duration // 0 is the standard of its kind
 	onTimeout      string

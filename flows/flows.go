@@ -34,6 +34,7 @@ package flows
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
 	"strings"
 
@@ -86,6 +87,16 @@ func Triggers(d Definition) map[string]string {
 				named[a.flowPath] = a.flow
 			}
 		})
+	}
+	return named
+}
+
+// Skills lists the skills that d calls or lets a model call, by the path of each mention.
+func Skills(d Definition) map[string]string {
+	named := map[string]string{}
+	c := &compiler{}
+	for _, a := range c.actions(d.Actions, "actions", 0) {
+		a.walk(func(a *action) { maps.Copy(named, a.skills) })
 	}
 	return named
 }

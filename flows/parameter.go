@@ -24,10 +24,29 @@ func (c *compiler) parameter(a *action, p Parameter, given any, path string, dep
 			c.add(path, "must be the name of a flow")
 		}
 		a.flow, a.flowPath = name, path
+	case skillSort:
+		name, _ := given.(string)
+		a.mentions(path, name)
+		a.given[p.Name] = c.value(p.sort, given, path)
+	case namesSort:
+		list, _ := given.([]any)
+		for i, item := range list {
+			name, _ := item.(string)
+			a.mentions(fmt.Sprintf("%s[%d]", path, i), name)
+		}
+		a.given[p.Name] = c.value(p.sort, given, path)
 	case timeoutSort, reactionSort: // not parameters: see timeouts
 	default:
 		a.given[p.Name] = c.value(p.sort, given, path)
 	}
+}
+
+// mentions notes a skill that the action names.
+func (a *action) mentions(path, skill string) {
+	if a.skills == nil {
+		a.skills = map[string]string{}
+	}
+	a.skills[path] = skill
 }
 
 // value reads a parameter that is kept as a value, with its templates parsed.

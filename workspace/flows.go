@@ -3,6 +3,7 @@ package workspace
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // flowRow is a flow as a diff shows it: its actions as text, so that the lines that differ are seen.
@@ -51,8 +53,9 @@ func getFlow(ctx context.Context, tx pgx.Tx, name string) (flowRow, error) {
 	return flowRow{d.Description, d.Input, d.Variables, d.Channel, d.Target, string(actions), f.Version, f.Source}, nil
 }
 
-// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts to exist: in the
-// workspace or beside it (the rows are as they are about to be), or in Go code. It returns [Problems].
+// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts and the skills that it
+// names to exist: in the workspace or beside it (the rows are as they are about to be), or, of flows, in Go code. It returns
+// [Problems].
 func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	if len(w.Flows) == 0 {
 		return nil
@@ -74,8 +77,31 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 				problems.add(document.place(path), "%s: %s", path, unknown("flow", name, name, known))
 			}
 		}
+		if err := checkSkills(ctx, db, document, &problems); err != nil {
+			return err
+		}
 	}
 	return problems.err()
+}
+
+// checkSkills wants the skills that a flow names to exist.
+func checkSkills(ctx context.Context, db postgres.DB, document Document[flows.Definition], problems *Problems) error {
+	called := flows.Skills(document.Definition)
+	for _, path := range slices.Sorted(maps.Keys(called)) {
+		_, err := skills.Get(ctx, db, called[path])
+		if err == nil {
+			continue
+		}
+		if !errors.Is(err, skills.ErrNotFound) {
+			return err
+		}
+		known, err := skillNames(ctx, db)
+		if err != nil {
+			return err
+		}
+		problems.add(document.place(path), "%s: there is no skill %q%s", path, called[path], hint(called[path], known))
+	}
+	return nil
 }
 
 // flowNames lists the flows that may begin.

@@ -134,3 +134,41 @@ a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
 		t.Error("it was applied")
 	}
 }
+
+func TestFlowsThatNameUnknownSkillsAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	text := `kind: flow
+name: calls
+actions:
+  - actionType: skill
+    parameters:
+      name: lookk
+  - actionType: if
+    parameters:
+      condition: "true"
+      then:
+        - {actionType: reason, parameters: {prompt: hi, skills: [look, tell]}}
+  - actionType: wait_for_response
+    timeout: 1h
+    onTimeout: continue
+    timeoutActions:
+      - {actionType: skill, parameters: {name: nothing_like_it}}
+  - {actionType: skill, parameters: {name: look}}
+---
+kind: skill
+name: look
+description: Look.
+handler: "sql: select 1 as n"
+`
+	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", text))
+	want := `a.yaml:6:13: actions[0].parameters.name: there is no skill "lookk"; did you mean "look"?
+a.yaml:11:72: actions[1].parameters.then[0].parameters.skills[1]: there is no skill "tell"
+a.yaml:16:48: actions[2].timeoutActions[0].parameters.name: there is no skill "nothing_like_it"`
+	if err == nil || err.Error() != want {
+		t.Errorf("got\n%v\nnot\n%s", err, want)
+	}
+	if _, err := flows.Get(t.Context(), pool, "calls"); err == nil {
+		t.Error("it was applied")
+	}
+}
