@@ -2,7 +2,10 @@ package executions
 
 import (
 	"context"
+	"errors"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -74,3 +77,23 @@ func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([
 
 // Works reports whether the workers of this process look for executions.
 func (e *Engine) Works() bool { return e.works() }
+
+// ReadBoth reads executions as a claim does, and as pgx does.
+func ReadBoth(ctx context.Context, db postgres.DB, mode pgx.QueryExecMode) (ours, theirs []Execution, err error) {
+	rows, err := db.Query(ctx, `select `+columns+` from agent_executions order by id`, mode)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var a, b Execution
+		if err := errors.Join(scan(rows, a.targets()), rows.Scan(b.targets()...)); err != nil {
+			return nil, nil, err
+		}
+		ours, theirs = append(ours, a), append(theirs, b)
+	}
+	return ours, theirs, rows.Err()
+}
+
+// Scan is how a row of any query is read.
+func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }

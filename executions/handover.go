@@ -151,25 +151,15 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
 	if len(events) == 1 {
 		o := events[0]
-		args := postgres.Strict{
-			"event": o.event, "key": o.key, "data": o.data, "id": o.id, "worker": worker, "background": at.background,
-			"interactive": at.interactive, "skip": skip,
-		}
-		if o.raiser != "" {
-			args["raiser"] = o.raiser
-			return e.pool.Query(ctx, `
-				with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
-				select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
-				  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
-				               d.queue as woken_queue
-				          from by cross join lateral hand_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end,
-				                                                      @worker, @background, @interactive, @skip) d) x`, args)
-		}
 		return e.pool.Query(ctx, `
 			select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
 			  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 			               d.queue as woken_queue
-			          from hand_agent_event(@event, @key, @data, @id, @worker, @background, @interactive, @skip) d) x`, args)
+			          from hand_over_agent_event(@event, @key, @data, @id, @raiser, @worker, @background, @interactive, @skip) d) x`,
+			postgres.Strict{
+				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
+				"background": at.background, "interactive": at.interactive, "skip": skip,
+			})
 	}
 	n := len(events)
 	names, keys, data, ids := make([]string, n), make([]string, n), make([]*string, n), make([]*string, n)

@@ -39,8 +39,15 @@ type handed struct {
 	Steps       []string
 }
 
-// hand delivers events as a process with free workers does: alone by the function for one, or several in one batch.
-func hand(t *testing.T, db postgres.DB, worker string, places int, batch bool, keys ...string) []handed {
+// The functions that hand events over.
+const (
+	one     = "hand_over_agent_event"
+	before  = "hand_agent_event" // for one as well: what a process of the version before calls, and hand_over_agent_event for some
+	several = "hand_agent_events"
+)
+
+// hand delivers events as a process with free workers does: alone by a function for one, or several in one batch.
+func hand(t *testing.T, db postgres.DB, worker string, places int, by string, keys ...string) []handed {
 	t.Helper()
 	ids := make([]*string, len(keys))
 	names := make([]string, len(keys))
@@ -62,7 +69,7 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, batch bool, k
 		}
 		got = append(got, more...)
 	}
-	if batch {
+	if by == several {
 		read(db.Query(t.Context(), `
 			select n, event_id::text, execution_id::text, (execution).claim, held, steps
 			  from hand_agent_events(@names, @keys, array_fill('{}'::jsonb, array[@n::int]), @ids, @worker, @places, @places, '{left}') order by 1, 3`,
@@ -70,28 +77,30 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, batch bool, k
 		return got
 	}
 	for i, key := range keys {
-		read(db.Query(t.Context(), `
-			select @n::int, event_id::text, execution_id::text, (execution).claim, held, steps
-			  from hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`,
+		call := `hand_over_agent_event('EVENT_COMPLETED', @key, '{}', @id, '', @worker, @places, @places, '{left}')`
+		if by == before {
+			call = `hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`
+		}
+		read(db.Query(t.Context(), `select @n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+call,
 			postgres.Strict{"n": i + 1, "key": key, "id": ids[i], "worker": worker, "places": places}))
 	}
 	return got
 }
 
-// both calls a test for a single event and for a batch.
-func both(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, batch bool)) {
+// eachWay calls a test for a single event and for a batch.
+func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
 	t.Parallel()
-	for name, batch := range map[string]bool{"one": false, "several": true} {
-		t.Run(name, func(t *testing.T) {
+	for _, by := range []string{one, before, several} {
+		t.Run(by, func(t *testing.T) {
 			t.Parallel()
-			fn(t, pgtest.DB(t), batch)
+			fn(t, pgtest.DB(t), by)
 		})
 	}
 }
 
 // What is claimed along with its event is what would be claimed next, and nothing else.
 func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
-	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := worker(t, pool)
 		cases := map[string]struct {
 			before, after string // SQL; X is the execution
@@ -121,7 +130,7 @@ func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 				id = parked(t, pool, name, c.flow, 2)
 			}
 			script(t, pool, c.before)
-			got := hand(t, pool, me, c.places, batch, name)
+			got := hand(t, pool, me, c.places, by, name)
 			script(t, pool, c.after)
 			x := get(t, pool, id)
 			if len(got) != 1 || str(got[0].ExecutionID) != id || x.Status != executions.Running {
@@ -149,10 +158,10 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 }
 
 func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
-	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := worker(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
-		got := hand(t, pool, me, 1, batch, "k")
+		got := hand(t, pool, me, 1, by, "k")
 		if len(got) != 2 {
 			t.Fatalf("delivered %+v", got)
 		}
@@ -167,11 +176,11 @@ func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
 }
 
 func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
-	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := worker(t, pool)
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
-		first := hand(t, pool, me, 9, batch, "one=id")
-		again := hand(t, pool, me, 9, batch, "two=id")
+		first := hand(t, pool, me, 9, by, "one=id")
+		again := hand(t, pool, me, 9, by, "two=id")
 		if len(again) != 1 || again[0].ExecutionID != nil || str(again[0].EventID) != str(first[0].EventID) {
 			t.Errorf("the repetition: %+v of %+v", again, first)
 		}
@@ -181,7 +190,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
 			t.Errorf("%d events are recorded", n)
 		}
-		hand(t, pool, me, 9, batch, "kept")
+		hand(t, pool, me, 9, by, "kept")
 		if n := value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
 			t.Error("an event that nobody waits for was not kept")
 		}
@@ -206,7 +215,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	}
 	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
 	exec(t, held, `select agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
-	got := hand(t, pool, me, 9, true, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
+	got := hand(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
 		delivered[h.N] = h.EventID != nil
@@ -249,7 +258,7 @@ func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
 
 // A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is more to read.
 func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
-	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := worker(t, pool)
 		for lost, key := range []string{"never", "once"} {
 			id := pending(t, pool)
@@ -258,7 +267,7 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 			}
 			exec(t, pool, `select park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
-			got := hand(t, pool, me, 1, batch, key)
+			got := hand(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
@@ -306,11 +315,11 @@ func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
 
 // A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
 func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
-	both(t, func(t *testing.T, pool *pgxpool.Pool, batch bool) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
 		exec(t, pool, `update agent_executions set input = '"k"'`)
 		dead := worker(t, pool)
-		if got := hand(t, pool, dead, 1, batch, "k"); got[0].Claimed == nil {
+		if got := hand(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
 			t.Fatalf("not claimed: %+v", got)
 		}
 		expire(t, pool, id)
@@ -384,6 +393,7 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
 	for name, sql := range map[string]string{
+		"over":      `select count(*) from hand_over_agent_event('EVENT_COMPLETED', @key, '{}', null, '', @worker, 1, 1, '{}')`,
 		"one":       `select count(*) from hand_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, 1, 1)`,
 		"several":   `select count(*) from hand_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1)`,
 		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,

@@ -40,10 +40,6 @@ type Beginner interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }
 
-// Strict is the one form of named arguments the house uses: a name that is missing or left over is
-// an error, not a NULL.
-type Strict = pgx.StrictNamedArgs
-
 // txBeginner is a Beginner that can choose the isolation level: a pool or a connection.
 type txBeginner interface {
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)

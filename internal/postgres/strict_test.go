@@ -1,0 +1,69 @@
+package postgres_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left over is
+// refused each time.
+func TestNamesMeanTheSameEveryTime(t *testing.T) {
+	t.Parallel()
+	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close(t.Context()) }()
+	const text = `select @b::text || @a::text || @b::text || '@c' /* @c */`
+	for i := range 3 {
+		a, b := fmt.Sprint("a", i), fmt.Sprint("b", i)
+		var got string
+		if err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got); err != nil || got != b+a+b+"@c" {
+			t.Errorf("round %d: %q, %v", i, got, err)
+		}
+		for name, args := range map[string]postgres.Strict{
+			"missing":       {"a": a},
+			"left over":     {"a": a, "b": b, "c": ""},
+			"another's":     {"a": a, "c": b},
+			"there is none": {},
+		} {
+			if err := conn.QueryRow(t.Context(), text, args).Scan(&got); err == nil {
+				t.Errorf("round %d: a name that is %s was let pass: %q", i, name, got)
+			}
+		}
+		var batch pgx.Batch
+		batch.Queue(text, postgres.Strict{"a": a, "b": b}).QueryRow(func(row pgx.Row) error { return row.Scan(&got) })
+		if err := conn.SendBatch(t.Context(), &batch).Close(); err != nil || got != b+a+b+"@c" {
+			t.Errorf("round %d, in a batch: %q, %v", i, got, err)
+		}
+	}
+}
+
+// A connection forgets texts before there are too many, and they work all the same.
+func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
+	t.Parallel()
+	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close(t.Context()) }()
+	for round := range 2 {
+		for i := range postgres.TextsMost + 10 {
+			sql, args, err := postgres.Strict{"a": i}.RewriteQuery(t.Context(), conn, fmt.Sprintf("select @a, %d", i), nil)
+			if err != nil || sql != fmt.Sprintf("select $1, %d", i) || len(args) != 1 || args[0] != i {
+				t.Fatalf("round %d: %q, %v, %v", round, sql, args, err)
+			}
+			if n := postgres.Texts(conn); n > postgres.TextsMost {
+				t.Fatalf("%d texts are kept", n)
+			}
+		}
+	}
+	if sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil); err != nil || sql != "select $1" {
+		t.Errorf("without a connection: %q, %v", sql, err)
+	}
+}
