@@ -56,6 +56,9 @@ func restartFlows(stay func(ctx context.Context) error) map[string]executions.Fu
 	}
 }
 
+// patient makes no process lose its claims because the machine has much to do: which claim did what is looked at.
+func patient(o *executions.Options) { o.LeaseTTL = 10 * time.Minute }
+
 // doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare, for those
 // that come to their wait when all that run are in their step.
 func doomed(url string) error {
@@ -66,7 +69,9 @@ func doomed(url string) error {
 		return err
 	}
 	defer pool.Close()
-	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), Workers: many + 16})
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), Workers: many + 16}
+	patient(&opts)
+	engine, err := executions.New(pool, opts)
 	if err != nil {
 		return err
 	}
@@ -133,7 +138,7 @@ func TestAKilledProcessLosesNothing(t *testing.T) {
 	const waits = `select string_agg(id || ' ' || waiting_until || ' ' || wait_number, ',' order by id) from agent_executions where status = 'waiting'`
 	before := value[string](t, pool, waits)
 	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`) // as time would
-	p := start(t, pool, restartFlows(func(context.Context) error { return nil }))
+	p := start(t, pool, restartFlows(func(context.Context) error { return nil }), patient)
 	pgtest.Eventually(t, 2*patience, func() bool {
 		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == many
 	}, "all that ran move on")

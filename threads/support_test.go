@@ -80,7 +80,8 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	log := &journal{}
 	keeper := lanes.NewKeeper(pool, lanes.Options{Enabled: true})
 	e, err := executions.New(pool, executions.Options{
-		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, Workers: 60,
+		// A lease that outlasts what a busy machine may keep a process waiting: which claim held a thread is looked at.
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 10 * time.Minute, Workers: 60,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	})
 	if err != nil {
@@ -161,12 +162,18 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 	t.Helper()
 	worker := value[string](t, db, `
 		insert into agent_workers (name, ttl_seconds, expires_at) values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
-	id := value[string](t, db, `
-		insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits)
-		values (agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '') returning id::text`, parent)
-	exec(t, db, `update agent_executions set hinted_at = 'infinity' where id = $1`, id)
-	if got := value[int](t, db, `select count(*)::int from claim_agent_execution($1, $2)`, id, worker); got != 1 {
-		t.Fatal("not claimed")
+	var id string
+	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error { // else a process of the test may be the first to claim it
+		id = value[string](t, tx, `
+			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
+			values (agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '', 'infinity') returning id::text`, parent)
+		if got := value[int](t, tx, `select count(*)::int from claim_agent_execution($1, $2)`, id, worker); got != 1 {
+			t.Fatal("not claimed")
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 	return id
 }
