@@ -146,12 +146,33 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	}
 	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 	switch {
-	case errors.Is(err, pgx.ErrNoRows), postgres.IsCode(err, "22P02"):
+	case errors.Is(err, pgx.ErrNoRows):
+		return Execution{}, missing(ctx, db, id)
+	case postgres.IsCode(err, "22P02"):
 		return Execution{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
 	case err != nil:
 		return Execution{}, fmt.Errorf("read execution: %w", err)
 	}
 	return got, nil
+}
+
+// missing says that there is no such execution, and that retention may have taken it away: it has taken some, and this one's id is as old.
+func missing(ctx context.Context, db postgres.DB, id string) error {
+	rows, err := db.Query(ctx, `
+		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind
+		 where r.kind = 'executions' and p.removed > 0 and (r.keep is null or @id::uuid < agent_uuid7_floor(clock_timestamp() - r.keep))`,
+		postgres.Strict{"id": id})
+	if err != nil {
+		return fmt.Errorf("read execution: %w", err)
+	}
+	keeps, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[string])
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return fmt.Errorf("execution %s: %w", id, ErrNotFound)
+	case err != nil:
+		return fmt.Errorf("read execution: %w", err)
+	}
+	return fmt.Errorf("execution %s: %w; retention may have taken it away%s", id, ErrNotFound, keeps)
 }
 
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before
