@@ -260,3 +260,48 @@ func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 		t.Errorf("a step after the end: %v", err)
 	}
 }
+
+// A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its executions alone.
+func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	tx, err := pool.Begin(t.Context()) // one session
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	read := func() int {
+		return value[int](t, tx, `
+			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
+			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals', 'agent_activity_open', 'agent_locks')`)
+	}
+	batch := func() int {
+		ids := value[[]string](t, tx, `
+			select array_agg(id::text) from begin_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', '{true,true,true}', @worker, 0, 0, '{}',
+			       null, null, null, null, null, null, null, null, null, null, null)`, postgres.Strict{"worker": w})
+		before := read()
+		exec(t, tx, `select record_agent_steps(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
+			t.Fatalf("%s ended", got)
+		}
+		exec(t, tx, `select finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		return read() - before
+	}
+	small := batch()
+	for _, grow := range []string{
+		`insert into agent_executions (id, trace_id, surface, flow, status) select agent_uuid7(), 't', 'flow', 'parent', 'running' from generate_series(1, 2000)`,
+		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = agent_uuid7()::text where flow = 'parent'`,
+		`insert into agent_requests (kind, execution_id, trace_id) select 'signature', id, 't' from agent_executions where flow = 'parent'`,
+		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions where flow = 'parent'`,
+		`insert into agent_activity_open (activity_id, execution_id, claim, step, kind) select id, id, 1, 's', 'call' from agent_executions where flow = 'parent'`,
+		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+		 select id::text, id::text, 1, clock_timestamp() + interval '1 hour', id from agent_executions where flow = 'parent'`,
+	} {
+		exec(t, tx, grow)
+	}
+	if large := batch(); large > small+20 {
+		t.Errorf("three executions read %d rows, and %d when the tables had grown", small, large)
+	}
+}

@@ -141,6 +141,118 @@ create or replace trigger agent_executions_outside before update of hinted_at on
 create or replace trigger agent_status_begins after insert on agent_executions
   for each row when (new.outside) execute function agent_status_changed();
 
+-- What follows an end that has not said to do it itself. As before, but what it looks for is found by the ids of what has ended, also by a plan
+-- that was made when nobody waited and nothing was asked for.
+create or replace function agent_executions_changed() returns trigger
+language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+declare
+  over uuid[];                      -- those that have ended
+  odd uuid[];                       -- those of them that have more than a result
+  seen record;
+  has record;
+  e agent_executions;
+  freed jsonb := '{}';              -- by execution: how many lanes its end freed
+  done text;
+begin
+  done := set_config('lanekeeper.changed', '', true);
+  select array_agg(n.id order by n.id) filter (where n.ended) as over,
+         coalesce(array_agg(n.id) filter (where n.ended and (n.status = 'cancelled' or n.outside or n.flow = 'webhook' and n.status <> 'completed')),
+                  '{}') as odd,
+         bool_or(n.ended and n.status = 'cancelled') as cancelled, bool_or(n.outside) as outside,
+         exists (select from agent_limits) as limited, exists (select from agent_webhook_targets t where t.enabled) as hooks
+    into seen
+    from (select c.*, c.status in ('completed', 'failed', 'timeout', 'cancelled')
+                 and c.id not in (select o.id from was o where o.status in ('completed', 'failed', 'timeout', 'cancelled')) as ended
+            from changed c) n;
+  if seen.limited and exists (
+       select from was o join changed n on n.id = o.id
+        where o.claimed_by is not null and n.claimed_by is null and exists (
+          select from agent_limits l where (l.kind = 'flow' and l.name = n.flow) or (l.kind = 'surface' and l.name = n.surface))) then
+    perform pg_notify('agent_ready', '');                    -- a place is free
+  end if;
+  if seen.over is null then
+    if seen.outside then
+      perform note_agent_status(n.id, n.status, n.waiting_for)
+         from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
+    end if;
+    return null;
+  end if;
+  over := seen.over;
+  if seen.cancelled then
+    perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
+  end if;
+  select array(select l.execution_id from agent_locks l where l.execution_id = any (over)
+               union all select n.lender from agent_lock_loans n where n.lender = any (over)) as lanes,
+         array(select o.execution_id from agent_activity_open o where o.execution_id = any (over)) as calls,
+         array(select a.execution_id from agent_approvals a
+                where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')) as approvals,
+         array(select r.execution_id from agent_requests r where r.execution_id = any (over) and (r.status = 'pending') is true) as requests,
+         array(select b.execution_id from agent_budget_reservations b where b.execution_id = any (over)) as budgets,
+         array(select t.id from unnest(over) t (id) where exists (
+           select from agent_executions x
+            where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0)) as awaited
+    into has;
+  odd := case when seen.hooks then over else seen.odd || has.lanes || has.calls || has.approvals || has.requests || has.budgets end;
+  if odd <> '{}' then
+    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
+      -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
+      if seen.hooks and e.surface <> 'webhook' then
+        perform emit_agent_execution_end(e);
+      end if;
+      if e.id = any (has.lanes) then
+        freed := freed || jsonb_build_object(e.id, release_agent_locks(e.id));
+      end if;
+      if e.id = any (has.calls) then
+        perform close_agent_activity(e.id, e.status);
+      end if;
+      if e.id = any (has.approvals) then
+        perform void_agent_approvals(e.id);
+      end if;
+      if e.id = any (has.requests) then
+        perform close_agent_requests(e.id);
+      end if;
+      if e.status = 'cancelled' then
+        perform withdraw_agent_messages(e.id);
+      end if;
+    end loop;
+  end if;
+  insert into agent_events (event, key, data, external_id, execution_id)
+  select 'AGENT_COMPLETED', n.id::text,
+         jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
+                            'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)),
+         'completed ' || n.id, n.id
+    from changed n where n.id = any (over) order by n.id
+  on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
+  if has.awaited <> '{}' then
+    insert into agent_untold_ends (execution_id) select t.id from unnest(has.awaited) t (id) order by 1 on conflict do nothing;
+  end if;
+  if odd <> '{}' then
+    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
+      if e.status = 'cancelled' and exists (select from agent_executions x where x.parent_id = e.id and x.awaited) then
+        perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+            then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
+           from (select x.id from agent_executions x
+                  where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting')
+                  order by x.id) c;
+      end if;
+      if e.id = any (has.budgets) then
+        perform settle_agent_budgets(e.id);
+      end if;
+      if e.flow = 'webhook' and e.status <> 'completed' then
+        perform close_agent_webhook(e);
+      end if;
+      if e.outside then
+        perform note_agent_status(e.id, e.status, e.waiting_for);
+      end if;
+    end loop;
+  end if;
+  if seen.outside then
+    perform note_agent_status(n.id, n.status, n.waiting_for)
+       from changed n join was o on o.id = n.id where n.outside and n.status <> o.status and n.id <> all (over);
+  end if;
+  return null;
+end $$;
+
 -- Starts ----------------------------------------------------------------------------------------------
 
 create function begin_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_here boolean[], p_worker uuid, p_background int,
