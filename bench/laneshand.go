@@ -43,6 +43,7 @@ func (b *laneBench) handOvers(ctx context.Context, others int) (handedOver, erro
 	floor, err := b.newHandFloor(ctx)
 	if err == nil {
 		here, there := b.newKeeper(b.pool, nil), b.newKeeper(pool, listener)
+		running.Go(func() error { return there.Run(listening) })
 		for range b.handOver {
 			var took time.Duration
 			if took, err = floor.once(ctx); err != nil {

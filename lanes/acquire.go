@@ -40,17 +40,18 @@ func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts .
 	return lease, nil
 }
 
-// answer is a row of acquire_agent_lock or await_agent_lock, with what the lane was before.
+// answer is what the database says to who asks for a lane, with what the lane was before.
 type answer struct {
 	Acquired     bool
 	FencingToken int64
 	ExpiresAt    time.Time
 	Holder       string
-	Remaining    float64 // seconds until ExpiresAt by the database's clock
-	WasHolder    string  // whose expired lease was taken over
-	StaleFor     float64 // seconds since that expired
-	Lender       string  // whose lane was borrowed
-	Soon         bool    // it will be lent when its holder waits
+	Remaining    float64   // seconds until ExpiresAt by the database's clock
+	WasHolder    string    // whose expired lease was taken over
+	StaleFor     float64   // seconds since that expired
+	Lender       string    // whose lane was borrowed
+	Soon         bool      // it will be lent when its holder waits
+	Now          time.Time // what the database's clock said then; zero when it was not asked
 }
 
 func (a *answer) err(lane string) *BusyError {
@@ -69,7 +70,7 @@ func (a *answer) remaining() time.Duration {
 	return time.Duration(math.Min(a.Remaining, parkedFrom.Seconds()) * float64(time.Second))
 }
 
-// ask is one statement about a lane: tryLane or awaitLane.
+// ask is one statement about a lane: tryLane, takeLane or waiter.ask.
 type ask func(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error)
 
 // look asks once. It returns a lease, or who is in the way, or an error.
@@ -148,7 +149,7 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
 }
 
-// undo frees what a statement may have taken whose answer did not arrive. The lanes of an
+// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue. The lanes of an
 // execution are left: they end with it.
 func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error) {
 	var never *pgconn.ConnectError
@@ -157,14 +158,12 @@ func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
 	defer cancel()
-	_, err := k.db.Exec(ctx, `select release_agent_lock(@lane, @owner)`,
-		postgres.Strict{"lane": lane, "owner": owner.name})
-	if err != nil {
+	if err := quitQueue(ctx, k.db, lane, owner); err != nil {
 		k.log.WarnContext(ctx, "lane may be held until its lease ends", "lane", lane, "owner", owner.name, "error", err)
 	}
 }
 
-// told is a row of ask_agent_lock, and what the database's clock said then.
+// told is a row of ask_agent_lock or queue_for_agent_lock, and what the database's clock said then.
 type told struct {
 	Acquired     bool
 	FencingToken int64
@@ -177,7 +176,7 @@ type told struct {
 
 // answer reckons with the times here, which costs less than in the statement.
 func (t *told) answer() answer {
-	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
+	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder, Now: t.Now}
 	if t.Holder != "" {
 		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
 	}
@@ -187,18 +186,23 @@ func (t *told) answer() answer {
 	return a
 }
 
+// readTold reads by place: finding the columns by name costs several times as much.
+func readTold(row pgx.CollectableRow) (t told, err error) {
+	err = row.Scan(&t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
+	return t, err
+}
+
 // tryLane asks for a lane without waiting.
 func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
 	rows, err := db.Query(ctx, `
-		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
-		       coalesce(a.locked_by, '') as holder, coalesce(a.was_holder, '') as was_holder,
-		       coalesce(a.was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from ask_agent_lock(@lane, @owner, @ttl) a`,
+		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
+		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
+		  from ask_agent_lock(@lane, @owner, @ttl)`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
 		return answer{}, err
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[told])
+	t, err := pgx.CollectExactlyOneRow(rows, readTold)
 	return t.answer(), err
 }
 
@@ -211,7 +215,7 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
-		       coalesce(a.lender::text, '') as lender, a.soon
+		       coalesce(a.lender::text, '') as lender, a.soon, clock_timestamp() as now
 		  from take_agent_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -12,7 +14,7 @@ import (
 )
 
 const (
-	channel    = "agent_lanes"          // a release notifies it, with the lane, when somebody waits
+	channel    = "agent_lanes"          // a release notifies it when somebody waits, with the lane, or with whom it was handed to
 	queuePlace = 5 * time.Second        // how long the queue keeps a place between two looks
 	pollEvery  = time.Second            // when nothing wakes us
 	pollSoon   = 150 * time.Millisecond // when the lane is free, but promised to who came before us
@@ -45,14 +47,16 @@ type waiter struct {
 	owner  Owner
 	lane   string
 	ttl    time.Duration
-	freed  <-chan string // lanes that were released; nil without a listener
+	freed  <-chan string // what is notified of lanes; nil without a listener
+	before time.Time     // the last look that was answered was asked after this
+	now    time.Time     // what the database's clock said then
 }
 
 func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, error) {
 	enough := time.NewTimer(patience)
 	defer enough.Stop()
 	for looks := 1; ; looks++ {
-		lease, busy, err := w.keeper.look(ctx, w.owner, w.lane, w.ttl, awaitLane)
+		lease, busy, err := w.keeper.look(ctx, w.owner, w.lane, w.ttl, w.ask)
 		if err != nil {
 			if looks > 1 {
 				w.leave(ctx)
@@ -65,7 +69,11 @@ func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, erro
 		if looks == 1 {
 			w.keeper.log.WarnContext(ctx, "lane busy", "lane", w.lane, "owner", w.owner.name, "holder", busy.Holder, "waiting", true)
 		}
-		if !w.pause(ctx, w.nextLook(busy, looks), enough.C) {
+		got, goOn := w.pause(ctx, w.nextLook(busy, looks), enough.C)
+		if got != nil && w.keeper.renewing() && time.Now().Before(w.end(*got)) {
+			return w.accept(ctx, *got), nil
+		}
+		if !goOn {
 			w.leave(ctx)
 			if ctx.Err() != nil {
 				return nil, fmt.Errorf("await %s: %w", w.lane, context.Cause(ctx))
@@ -75,21 +83,24 @@ func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, erro
 	}
 }
 
-// pause returns true when it is time to look again.
-func (w *waiter) pause(ctx context.Context, d time.Duration, enough <-chan time.Time) bool {
+// pause returns the lane when it is handed over, and true when it is time to look again.
+func (w *waiter) pause(ctx context.Context, d time.Duration, enough <-chan time.Time) (got *handed, goOn bool) {
 	poll := time.NewTimer(d)
 	defer poll.Stop()
 	for {
 		select {
 		case <-ctx.Done():
-			return false
+			return nil, false
 		case <-enough:
-			return false
+			return nil, false
 		case <-poll.C:
-			return true
-		case lane := <-w.freed:
-			if lane == w.lane || lane == "" {
-				return true
+			return nil, true
+		case payload := <-w.freed:
+			if payload == w.lane || payload == "" {
+				return nil, true
+			}
+			if h, ok := readHanded(payload); ok && h.lane == w.lane && h.owner == w.owner.name {
+				return &h, true
 			}
 		}
 	}
@@ -108,33 +119,82 @@ func (w *waiter) nextLook(busy *answer, looks int) time.Duration {
 	}
 }
 
-// leave gives the place in the queue up, also when ctx has ended. A place that could not be
-// given up is void after queuePlace.
+// leave gives the place in the queue up, and the lane if it was handed over just then, also when ctx has ended. A place
+// that could not be given up is void after queuePlace.
 func (w *waiter) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
 	defer cancel()
-	_, err := w.keeper.db.Exec(ctx, `select leave_agent_lock_queue(@lane, @owner)`,
-		postgres.Strict{"lane": w.lane, "owner": w.owner.name})
-	if err != nil {
+	if err := quitQueue(ctx, w.keeper.db, w.lane, w.owner); err != nil {
 		w.keeper.log.WarnContext(ctx, "place in the queue not given up, it ends by itself", "lane", w.lane, "error", err)
 	}
 }
 
-// awaitLane asks for a lane and keeps a place in its queue when it is busy.
-func awaitLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+// quitQueue leaves the queue of a lane. The claim of an execution is handed nothing, and may hold the lane: it only leaves.
+func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
+	args := postgres.Strict{"lane": lane, "owner": owner.name}
+	if owner.claim {
+		_, err := db.Exec(ctx, `select leave_agent_lock_queue(@lane, @owner)`, args)
+		return err
+	}
+	var freed *string
+	return db.QueryRow(ctx, `select quit_agent_lock_queue(@lane, @owner)`, args).Scan(&freed)
+}
+
+// ask asks for the lane and keeps a place in its queue when it is busy. Who listens may be handed the lane, but for the
+// claims of executions, which may be over by then.
+func (w *waiter) ask(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+	before := time.Now()
 	rows, err := db.Query(ctx, `
-		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
-		       coalesce(a.locked_by, '') as holder,
-		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
-		       coalesce(was.locked_by, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
-		       '' as lender, false as soon
-		  from await_agent_lock(@lane, @owner, @ttl, @place) a
-		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
-		        and was.fencing_token < a.fencing_token`,
-		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlace)})
+		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
+		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
+		  from queue_for_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
+		postgres.Strict{
+			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlace), "handed": w.freed != nil && !owner.claim,
+		})
 	if err != nil {
 		return answer{}, err
 	}
-	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
+	t, err := pgx.CollectExactlyOneRow(rows, readTold)
+	if err == nil {
+		w.before, w.now = before, t.Now
+	}
+	return t.answer(), err
+}
+
+// handed is what a release notifies that has given the lane to who waited.
+type handed struct {
+	lane, owner string
+	token       int64
+	until       time.Time // by the database's clock
+}
+
+// readHanded reads a notification; false for one of another kind.
+func readHanded(payload string) (h handed, ok bool) {
+	parts := strings.Split(payload, "\t")
+	if len(parts) != 4 {
+		return h, false
+	}
+	token, err := strconv.ParseInt(parts[2], 10, 64)
+	if err != nil {
+		return h, false
+	}
+	until, err := strconv.ParseInt(parts[3], 10, 64)
+	if err != nil {
+		return h, false
+	}
+	return handed{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
+}
+
+// end is when a lease that was handed over ends at the latest, by the local clock: it counts from before the last look, which told
+// what the database's clock said later.
+func (w *waiter) end(got handed) time.Time { return w.before.Add(got.until.Sub(w.now)) }
+
+// accept makes a lease of a lane that was handed over. It is a short one, which Run renews to its length at once; without
+// Run the next look does that. Lanes that Run does not renew, those of threads, are not handed over.
+func (w *waiter) accept(ctx context.Context, got handed) *Lease {
+	lease := w.keeper.enter(ctx, w.owner, grant{
+		lane: w.lane, token: got.token, ttl: w.ttl, before: w.before, expires: got.until, brief: w.end(got),
+	})
+	w.keeper.logGrant(ctx, lease, answer{FencingToken: got.token}, false)
+	return lease
 }

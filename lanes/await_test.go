@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// listening is a keeper that is woken by notifications.
-func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+// hears is a listener that hears of lanes.
+func hears(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
 	listener := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(context.Background())
@@ -35,7 +35,13 @@ func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	case <-time.After(soon):
 		t.Fatal("the listener does not listen")
 	}
-	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: listener})
+	return listener
+}
+
+// listening is a keeper that is woken by notifications.
+func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+	t.Helper()
+	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: hears(t, db)})
 	run(t, k)
 	return k
 }

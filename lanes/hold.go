@@ -19,6 +19,7 @@ type grant struct {
 	before  time.Time // local, read before the statement was sent
 	expires time.Time // by the database's clock
 	lender  string    // of a lane that was borrowed
+	brief   time.Time // local end of a lane that was handed over, which is sooner than its ttl; zero otherwise
 }
 
 type state int
@@ -70,7 +71,11 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 	}
 	h.state = live
 	h.ttl = g.ttl
-	h.extend(g.before, g.ttl, g.expires)
+	if g.brief.IsZero() {
+		h.extend(g.before, g.ttl, g.expires)
+	} else {
+		h.expires, h.renewAt = g.expires, time.Now()
+	}
 	l := newLease(ctx, h)
 	h.leases[l] = struct{}{}
 	sooner := h.policy.renewed && h.renewAt.Before(k.planned)
@@ -87,6 +92,9 @@ func (k *Keeper) newHold(ctx context.Context, owner Owner, g grant) *hold {
 		keeper: k, owner: owner, lane: g.lane, token: g.token, lender: g.lender, policy: policyOf(g.lane),
 		log: context.WithoutCancel(ctx), lost: make(chan struct{}), leases: make(map[*Lease]struct{}),
 		deadline: g.before.Add(g.ttl),
+	}
+	if !g.brief.IsZero() {
+		h.deadline = g.brief
 	}
 	h.timer = time.AfterFunc(time.Until(h.deadline), func() { k.expire(h) })
 	return h

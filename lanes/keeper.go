@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -55,6 +56,7 @@ type Keeper struct {
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    together[wanted, answer]
 	frees    together[held, bool]
+	runs     atomic.Int32 // of Run
 
 	mu      sync.Mutex
 	held    map[key]*hold

@@ -3,20 +3,23 @@
 // A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The
 // hold is a lease in the table agent_locks: owner, fencing token, end. A holder that dies loses the
 // lane when the lease ends, so nothing has to clean up after it. The rules are SQL functions
-// (migrations/sql/0001_lanes.sql), so any client of the database obeys them; this package is a thin
+// (migrations/sql/0001_lanes.sql and 0031_handover.sql), so any client of the database obeys them; this package is a thin
 // client that adds what only a process can: renewal, cancellation and counting.
 //
 // It promises:
 //
 //   - At most one owner holds a lane at any moment of the database's clock, and the tokens of one
 //     lane grow in the order of its grants.
-//   - A try never waits. AcquireWait keeps a place in a queue: nobody is overtaken or starves.
+//   - A try never waits. AcquireWait keeps a place in a queue: nobody is overtaken or starves. A release hands the lane to
+//     who waits first, in its own transaction, and the notification that tells it so leaves after the commit: the waiter
+//     sends nothing. The lease that begins so is short, at most 10 seconds, until [Keeper.Run] has renewed it: a waiter that died
+//     meanwhile lets it run out, and one that gives up gives it back.
 //   - The context of a lease is cancelled with cause [ErrLost] when the lane is lost, and at the
 //     latest when the lease ends by the local monotonic clock, started before the call that
 //     acquired or renewed it. So it ends no later than the database's lease, even when the
 //     database cannot be reached.
 //   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one. A grant is
-//     durable when it is answered; a release is within a second. A server that crashes meanwhile shows the lane as held
+//     durable when it is answered, a hand-over when it is notified; a release to nobody is within a second. A server that crashes meanwhile shows the lane as held
 //     until its lease ends, unless somebody else has got it: that grant makes the release durable with itself.
 //   - An owner is one claim of one run. The type [Owner] has no constructor from a mere string, so a
 //     constant owner, which would let a second instance in, cannot be written.

@@ -30,8 +30,13 @@ func (k *Keeper) tryTogether(ctx context.Context, db postgres.DB, lane string, o
 
 // numbered is an answer to one of many, from 1.
 type numbered struct {
-	N int64
+	n int64
 	told
+}
+
+func readNumbered(row pgx.CollectableRow) (t numbered, err error) {
+	err = row.Scan(&t.n, &t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
+	return t, err
 }
 
 // tryMany asks for several lanes, of different owners, in one commit.
@@ -50,14 +55,14 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, erro
 	if err != nil {
 		return nil, err
 	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[numbered])
+	found, err := pgx.CollectRows(rows, readNumbered)
 	if err != nil {
 		return nil, err
 	}
 	answers := make([]*answer, len(all))
 	for _, f := range found {
 		a := f.answer()
-		answers[f.N-1] = &a
+		answers[f.n-1] = &a
 	}
 	return answers, nil
 }
@@ -86,14 +91,20 @@ func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err e
 	return k.frees.ask(ctx, h, alone)
 }
 
-// freeLane releases one lane; it waits for a fenced write under its token. The commit is not waited for: a server that
-// crashes within the same second may hold the lane for its owner, who is gone, until the lease ends. That is safe, and
-// nothing else is in this transaction. A grant is always durable, and all that was committed before it.
+// freeLane releases one lane; it waits for a fenced write under its token. When nobody is handed the lane, the commit is not
+// waited for: a server that crashes within the same second may hold the lane for its owner, who is gone, until the lease ends.
+// That is safe, and nothing else is in this transaction. A grant is always durable, and all that was committed before it.
 func freeLane(ctx context.Context, db postgres.DB, h held) (released bool, err error) {
-	err = db.QueryRow(ctx, `
-		select release_agent_lock(@lane, @owner, @token) from set_config('synchronous_commit', 'off', true)`,
-		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&released)
-	return released, err
+	var passed *string
+	err = db.QueryRow(ctx, `select free_agent_lock(@lane, @owner, @token)`,
+		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed)
+	return passed != nil, err
+}
+
+// freed is an answer of free_many_agent_locks.
+type freed struct {
+	N      int64
+	Passed string // whom the lane went to
 }
 
 // freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
@@ -104,19 +115,18 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]*bool, error) 
 		lanes, owners, tokens = append(lanes, h.lane), append(owners, h.owner.name), append(tokens, h.token)
 	}
 	rows, err := db.Query(ctx, `
-		select f.n from set_config('synchronous_commit', 'off', true),
-		       release_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]) f`,
+		select f.n, f.passed from free_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]) f`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})
 	if err != nil {
 		return nil, err
 	}
-	freed, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	done, err := pgx.CollectRows(rows, pgx.RowToStructByPos[freed])
 	if err != nil {
 		return nil, err
 	}
 	answers, yes := make([]*bool, len(all)), true
-	for _, n := range freed {
-		answers[n-1] = &yes
+	for _, f := range done {
+		answers[f.N-1] = &yes
 	}
 	return answers, nil
 }

@@ -170,7 +170,7 @@ func TestManyAreReleasedAtOnce(t *testing.T) {
 	for _, name := range names {
 		before[name] = row(t, db, name)
 	}
-	rows, err := db.Query(t.Context(), `select n from release_many_agent_locks($1, $2, $3) order by n`, names, owners, tokens)
+	rows, err := db.Query(t.Context(), `select n from free_many_agent_locks($1, $2, $3) order by n`, names, owners, tokens)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +233,7 @@ func TestCallersShareStatements(t *testing.T) {
 	}
 	pgtest.Eventually(t, soon, func() bool {
 		round()
-		return t.Failed() || w.count("acquire_many_agent_locks") > 0 && w.count("release_many_agent_locks") > 0
+		return t.Failed() || w.count("acquire_many_agent_locks") > 0 && w.count("free_many_agent_locks") > 0
 	}, "a statement for several")
 	if n := get[int](t, db, `select count(*) from agent_locks where locked_by <> '' and lane <> 'busy'`); n != 0 {
 		t.Errorf("%d lanes are held after all were released", n)

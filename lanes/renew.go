@@ -17,9 +17,11 @@ const (
 )
 
 // Run renews every lease of the process until ctx ends, then returns nil: one statement for all of
-// them, each at a third of its TTL but at least every 10 seconds. A lease that is lost is cancelled
+// them, each at a third of its TTL but at least every 10 seconds, and at once when a release has handed it over. A lease that is lost is cancelled
 // with ErrLost. Without Run leases end after their TTL.
 func (k *Keeper) Run(ctx context.Context) error {
+	k.runs.Add(1)
+	defer k.runs.Add(-1)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -37,6 +39,9 @@ func (k *Keeper) Run(ctx context.Context) error {
 		timer.Reset(next)
 	}
 }
+
+// renewing reports whether Run is there.
+func (k *Keeper) renewing() bool { return k.runs.Load() > 0 }
 
 // renewDue renews and, when the database does not answer, plans the next try.
 func (k *Keeper) renewDue(ctx context.Context, due []*hold) {

@@ -59,8 +59,10 @@ type op struct {
 	Child string `json:"child,omitempty"` // that is waited for
 	Call  int64  `json:"call"`
 
-	Many  bool `json:"many,omitempty"`  // of a statement about several lanes
-	Async bool `json:"async,omitempty"` // a release whose commit is not waited for
+	Many bool `json:"many,omitempty"` // of a statement about several lanes
+	// Passes: a release that hands the lane to who waits, Heir, whose lease ends at Ends. When nobody does, its commit is not waited for.
+	Passes bool   `json:"passes,omitempty"`
+	Heir   string `json:"heir,omitempty"`
 
 	Return int64  `json:"return,omitempty"` // 0: nobody heard the answer
 	OK     bool   `json:"ok,omitempty"`
@@ -71,8 +73,9 @@ type op struct {
 	Holder string `json:"holder,omitempty"` // of the answer no
 	Lender string `json:"lender,omitempty"`
 
-	contended bool // another operation on the lane overlaps
-	promised  bool // somebody waits for the lane
+	contended bool     // another operation on the lane overlaps
+	promised  bool     // somebody waits for the lane
+	heirs     []string // who may wait for it, of one that passes
 	answered  bool
 }
 
@@ -195,11 +198,45 @@ func read(paths []string) (map[string][]*op, error) {
 // place is how long the queue keeps the place of who waits.
 const place = int64(5 * time.Second)
 
+// late is how long after its call an operation of which nobody heard may happen, as far as heirs are looked for.
+const late = int64(3 * time.Second)
+
+// findHeirs finds those who may wait for the lane while a release happens. Of one of which nobody heard, only those count of
+// whom the history says that they had the lane at some time.
+func (o *op) findHeirs(ops []*op) {
+	until := o.end()
+	had, left := map[string]bool{}, map[string]int64{}
+	for _, w := range ops {
+		if w.OK {
+			had[w.Owner] = true
+		}
+		had[w.Holder] = true
+		if w.Kind == kindRelease && w.Passes && w.Token == 0 && w.Return != 0 { // it has left the queue
+			left[w.Owner] = w.Return
+		}
+	}
+	if o.Return == 0 {
+		until = o.Call + late
+	}
+	for _, w := range ops {
+		end := min(w.end(), never-place) + place
+		if at, ok := left[w.Owner]; ok {
+			end = min(end, at)
+		}
+		if w.Kind == kindAwait && w.Call < until && end >= o.Call && (o.Return != 0 || had[w.Owner]) && !slices.Contains(o.heirs, w.Owner) {
+			o.heirs = append(o.heirs, w.Owner)
+		}
+	}
+}
+
 // mark notes of each operation of a lane whether another overlaps it, and whether somebody may have waited.
 func mark(ops []*op) {
 	latest := int64(math.MinInt64) // end of any operation before
 	waits := int64(math.MinInt64)  // end of any place before
 	for i, o := range ops {
+		if o.Passes && (o.Return == 0 || o.Heir != "") {
+			o.findHeirs(ops)
+		}
 		o.contended = latest >= o.Call
 		for _, next := range ops[i+1:] {
 			if next.Call > o.end() {

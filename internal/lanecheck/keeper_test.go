@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"reflect"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -27,6 +28,9 @@ type recorded struct {
 	tape *tape
 }
 
+// passing is a release that may hand the lane to who waits. When it does not, its commit is not waited for.
+var passing = regexp.MustCompile(`\b(free|quit)_\w*\(`)
+
 var laneFunction = regexp.MustCompile(`\b\w*agent_lock\w*\(`)
 
 // begin records the call of a statement: one operation for each lane that it is about.
@@ -36,7 +40,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 		a, _ = args[0].(postgres.Strict)
 	}
 	one := func(k kind) []*op {
-		o := &op{Kind: k, Async: strings.Contains(sql, "synchronous_commit")}
+		o := &op{Kind: k, Passes: passing.MatchString(sql)}
 		o.Lane, _ = a["lane"].(string)
 		o.Owner, _ = a["owner"].(string)
 		o.Token, _ = a["token"].(int64)
@@ -51,7 +55,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 	many := func(k kind) []*op {
 		var ops []*op
 		for i, lane := range lanes {
-			o := &op{Kind: k, Lane: lane, Owner: owners[i], Many: true, Async: strings.Contains(sql, "synchronous_commit")}
+			o := &op{Kind: k, Lane: lane, Owner: owners[i], Many: true, Passes: passing.MatchString(sql)}
 			if tokens != nil {
 				o.Token = tokens[i]
 			}
@@ -69,11 +73,13 @@ func (r recorded) begin(sql string, args []any) []*op {
 		return one(kindAcquire)
 	case "acquire_many_agent_locks(":
 		return many(kindAcquire)
-	case "release_many_agent_locks(":
+	case "free_many_agent_locks(":
 		return many(kindRelease)
-	case "await_agent_lock(":
+	case "await_agent_lock(", "queue_for_agent_lock(":
 		return one(kindAwait)
 	case "release_agent_lock(":
+		return one(kindRelease)
+	case "free_agent_lock(", "quit_agent_lock_queue(":
 		return one(kindRelease)
 	case "leave_agent_lock_queue(":
 		return one(kindLeave)
@@ -93,6 +99,15 @@ func (r recorded) end(ops []*op, err error) {
 			o.Kind = kindLeave
 		}
 		r.tape.done(o, err)
+	}
+}
+
+// passed notes to whom a release has handed the lane: lane, owner, token and end.
+func (o *op) passed(to string) {
+	if parts := strings.Split(to, "\t"); len(parts) == 4 && parts[0] == o.Lane {
+		o.Heir = parts[1]
+		o.Got, _ = strconv.ParseInt(parts[2], 10, 64)
+		o.Ends, _ = strconv.ParseInt(parts[3], 10, 64)
 	}
 }
 
@@ -133,6 +148,10 @@ func (w recordedRow) Scan(dest ...any) error {
 	for _, o := range w.ops {
 		if yes, ok := dest[0].(*bool); ok {
 			o.OK = *yes
+		}
+		if passed, ok := dest[0].(**string); ok && *passed != nil {
+			o.OK = true
+			o.passed(**passed)
 		}
 	}
 	w.r.end(w.ops, err)
@@ -180,6 +199,7 @@ func (w *recordedRows) Scan(dest ...any) error {
 	holder, _ := got["holder"].(string)
 	lane, _ := got["lane"].(string)
 	number, _ := got["n"].(int64)
+	passed, _ := got["passed"].(string)
 	for i, o := range w.ops {
 		if o.Many && o.Kind != kindRenew && int64(i) != number-1 {
 			continue
@@ -187,6 +207,7 @@ func (w *recordedRows) Scan(dest ...any) error {
 		o.answered = true
 		if o.Kind == kindRelease {
 			o.OK = true
+			o.passed(passed)
 		} else if o.Kind != kindRenew {
 			o.OK, _ = got["acquired"].(bool)
 			o.Got = token

@@ -5,6 +5,7 @@ package lanecheck_test
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/anishathalye/porcupine"
 )
@@ -225,7 +226,10 @@ func (s state) released(o *op, now int64) (bool, state) {
 		}
 		after := s.free(now)
 		after.family = s.family.without()
-		if o.Async {
+		switch {
+		case o.Heir != "":
+			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir), after.give(o.Heir, o.Got, now, o.Ends, o.Ends)
+		case o.Passes:
 			after.was = s.lease
 		}
 		return true, after
@@ -289,8 +293,8 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	return s, false
 }
 
-// steps is step where more than one thing may have happened: a loan that expired may have gone back, and a crash may
-// undo a release that was not waited for.
+// steps is step where more than one thing may have happened: a loan that expired may have gone back, a crash may
+// undo a release that was not waited for, and a release of which nobody heard may have handed the lane to anybody who waited.
 func steps(s state, o *op) (all []any) {
 	ok, after := step(s, o)
 	if ok {
@@ -299,6 +303,11 @@ func steps(s state, o *op) (all []any) {
 	if back, lapsed := s.lapsed(o); lapsed {
 		if ok, after := step(back, o); ok {
 			all = append(all, after)
+		}
+	}
+	if ok && o.Return == 0 && o.Passes && after.owner == "" && s.owner != "" {
+		for _, heir := range o.heirs {
+			all = append(all, after.give(heir, 0, after.clock, after.clock, never))
 		}
 	}
 	if ok && o.Kind == kindCrash && s.was.owner != "" {

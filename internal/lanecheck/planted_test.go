@@ -253,6 +253,67 @@ var plants = map[string]struct {
 			g.acquire(g.b, 600)
 		},
 	},
+	"a hand-over leaves the token valid": {
+		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+			language plpgsql volatile as $$
+			declare passed text;
+			begin
+			  update agent_locks l set locked_by = w.owner, expires_at = clock_timestamp() + interval '10 seconds'
+			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
+			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+			  return passed;
+			end $$`,
+		script: func(g *stage) { g.handOver() },
+	},
+	"a hand-over that is only told": {
+		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+			language plpgsql volatile as $$
+			declare passed text;
+			begin
+			  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp()
+			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
+			  returning concat_ws(E'\t', l.lane, w.owner, l.fencing_token,
+			                      (extract(epoch from clock_timestamp() + interval '10 seconds') * 1000000)::bigint) into passed;
+			  delete from agent_lock_waiters;
+			  return passed;
+			end $$`,
+		script: func(g *stage) {
+			g.handOver()
+			g.acquire(g.a, 600)
+		},
+	},
+	"a hand-over to who does not wait": {
+		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+			language plpgsql volatile as $$
+			declare passed text;
+			begin
+			  update agent_locks l set locked_by = 'c', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp() + interval '10 seconds'
+			   where l.lane = p_lane
+			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+			  return passed;
+			end $$`,
+		script: func(g *stage) { g.handOver() },
+	},
+	"who leaves the queue keeps what was handed over": {
+		fault: `create or replace function quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
+			language sql volatile as $$
+			  delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
+			  select null::text
+			$$`,
+		script: func(g *stage) {
+			g.handOver()
+			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, `select quit_agent_lock_queue($1, $2)`, "x", "b")
+			g.acquire(g.a, 600)
+		},
+	},
+}
+
+// handOver has b wait for the lane and a, who has it, release it.
+func (g *stage) handOver() {
+	g.t.Helper()
+	got := g.mustAcquire(g.a, 600)
+	g.b.ask(g.t.Context(), kindAwait, queueSQL, grant{lane: "x", owner: "b", ttl: 600_000_000})
+	g.a.free(g.t.Context(), got)
 }
 
 // TestPlantedFaultsAreCaught plays each script with lanes as they are, where the checker finds nothing, and then with

@@ -384,6 +384,9 @@ func tally(byLane map[string][]*op, into map[string]int) {
 				name += "no"
 			}
 			into[name]++
+			if o.Heir != "" {
+				into["hand-over"]++
+			}
 			if o.OK && o.Lender != "" {
 				into["loan yes"]++
 			}
@@ -394,7 +397,7 @@ func tally(byLane map[string][]*op, into map[string]int) {
 // needed is what a history must have in it to prove anything.
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
-	"release yes", "release no", "break yes", "write yes", "write no",
+	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",
 	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine", "write of an engine's child",
 }
 

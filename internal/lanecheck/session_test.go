@@ -70,6 +70,8 @@ func (s *session) act(ctx context.Context) {
 		s.write(ctx, g)
 	case n < 75 && g.token != 0:
 		s.renew(ctx, g)
+	case n < 84 && g.token != 0:
+		s.free(ctx, g)
 	case n < 94:
 		s.release(ctx, g)
 	case n < 97:
@@ -95,19 +97,56 @@ func (s *session) acquire(ctx context.Context) {
 	case 0:
 		s.try(ctx, g)
 	case 1:
-		for range 1 + s.rand.IntN(4) {
-			if s.ask(ctx, kindAwait, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
-				from await_agent_lock($1, $2, $3, 5)`, g) || !rest(ctx, 10*time.Millisecond) {
-				return
-			}
-		}
-		o := s.tape.call(&op{Kind: kindLeave, Lane: g.lane, Owner: g.owner})
-		_, err := s.conn.Exec(ctx, `select leave_agent_lock_queue($1, $2)`, g.lane, g.owner)
-		s.tape.done(o, err)
+		s.await(ctx, g)
 	default:
 		s.ask(ctx, kindAcquire, acquireSQL, g)
 	}
 }
+
+// await stands in the queue for a while, and may be handed the lane or not.
+func (s *session) await(ctx context.Context, g grant) {
+	sql, handed := awaitSQL, s.rand.IntN(2) == 0
+	if handed {
+		sql = queueSQL
+	}
+	for range 1 + s.rand.IntN(4) {
+		if s.ask(ctx, kindAwait, sql, g) || !rest(ctx, 10*time.Millisecond) {
+			return
+		}
+	}
+	if handed {
+		s.pass(ctx, &op{Lane: g.lane, Owner: g.owner}, `select quit_agent_lock_queue($1, $2)`, g.lane, g.owner)
+		return
+	}
+	o := s.tape.call(&op{Kind: kindLeave, Lane: g.lane, Owner: g.owner})
+	_, err := s.conn.Exec(ctx, `select leave_agent_lock_queue($1, $2)`, g.lane, g.owner)
+	s.tape.done(o, err)
+}
+
+// pass is a release that may hand the lane to who waits.
+func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
+	o.Kind, o.Passes = kindRelease, true
+	s.tape.call(o)
+	var to *string
+	err := s.conn.QueryRow(ctx, sql, args...).Scan(&to)
+	if to != nil {
+		o.OK = true
+		o.passed(*to)
+	}
+	s.tape.done(o, err)
+}
+
+// free is release by who is in no transaction.
+func (s *session) free(ctx context.Context, g grant) {
+	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token}, `select free_agent_lock($1, $2, $3)`, g.lane, g.owner, g.token)
+}
+
+const (
+	awaitSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
+		from await_agent_lock($1, $2, $3, 5)`
+	queueSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
+		from queue_for_agent_lock($1, $2, $3, 5, true)`
+)
 
 const acquireSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
 	from acquire_agent_lock($1, $2, $3)`

@@ -1,0 +1,450 @@
+package lanes_test
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// queues puts owner into the queue of lane, as one who may be handed it.
+func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
+	t.Helper()
+	if get[bool](t, db, `select acquired from queue_for_agent_lock($1, $2, $3, 60, true)`, lane, owner, ttl) {
+		t.Fatalf("%s got %s at once", owner, lane)
+	}
+}
+
+// settled waits until the one waiter of a lane has looked twice: it looks again in 750 ms or more.
+func settled(t *testing.T, db postgres.DB, lane string) {
+	t.Helper()
+	queued(t, db, lane, 1)
+	place := func() time.Time {
+		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`, lane)
+	}
+	first := place()
+	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
+}
+
+// frees releases a lane in SQL, and returns whom it went to: "" for nobody, "not released".
+func frees(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
+	t.Helper()
+	to := get[string](t, db, `select coalesce(free_agent_lock($1, $2, $3), 'not released')`, lane, owner, token)
+	if parts := strings.Split(to, "\t"); len(parts) == 4 {
+		return parts[1]
+	}
+	return to
+}
+
+// notified is what the next notification of conn says.
+func notified(t *testing.T, conn *pgx.Conn) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	n, err := conn.WaitForNotification(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n.Payload
+}
+
+// A release gives the lane to who waits first, who asks for nothing more, and then has it for as long as it wanted.
+func TestAReleaseHandsTheLaneOver(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	here, _ := keeper(t, db)
+	there := listening(t, db)
+	held, err := here.Acquire(t.Context(), "x")
+	acquired(t, held, err)
+	got := make(chan *lanes.Lease, 1)
+	go func() {
+		lease, err := there.AcquireWait(t.Context(), "x", lanes.WithTTL(time.Hour))
+		if err != nil {
+			t.Error(err)
+		}
+		got <- lease
+	}()
+	settled(t, db, "x")
+	queues(t, db, "x", "next", 60)
+	if err := held.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	holder, token := get[string](t, db, `select locked_by from agent_locks`), get[int64](t, db, `select fencing_token from agent_locks`)
+	if holder == "" || token <= held.Token() {
+		t.Errorf("after the release %q has the lane under token %d, which was %d", holder, token, held.Token())
+	}
+	lease := <-got
+	if lease == nil || lease.Owner().String() != holder || lease.Token() != token || lease.Lane() != "x" {
+		t.Fatalf("the waiter has %v, want the lease of %s under token %d", lease, holder, token)
+	}
+	if n := get[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`); n != 0 {
+		t.Error("the waiter has the lane and its place too")
+	}
+	pgtest.Eventually(t, soon, func() bool {
+		return get[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
+	}, "the lease has the length that it was asked for")
+	if err := lease.Fence(t.Context(), db); err != nil {
+		t.Error(err)
+	}
+	if err := lease.Release(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "next" {
+		t.Errorf("then %q has it, want who is next", holder)
+	}
+}
+
+// A thread's lane is parked, queued for and delivered to in ways of its own.
+func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "thread:1", "a", 60)
+	queues(t, db, "thread:1", "b", 60)
+	if to := frees(t, db, "thread:1", "a", token); to != "" {
+		t.Errorf("the lane of a thread went to %q", to)
+	}
+}
+
+// Whom a lane is not handed to, it is free and promised as ever.
+func TestWhoIsNotHandedTheLane(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for name, c := range map[string]struct {
+		first string // does this, and stays the first in the queue
+		over  bool   // its place ends
+		busy  string // is done in a transaction that is open meanwhile
+		to    string
+		tell  bool
+	}{
+		"one who did not ask for it": {first: `select await_agent_lock($1, 'b', 60, 60)`, tell: true},
+		"one whose place is over": {
+			first: `select queue_for_agent_lock($1, 'b', 60, 60, true)`,
+			over:  true, to: "c",
+		},
+		"one who looks just now": {
+			first: `select queue_for_agent_lock($1, 'b', 60, 60, true)`,
+			busy:  `update agent_lock_waiters set expires_at = expires_at where lane = $1 and owner = 'b'`, tell: true,
+		},
+		"one who leaves just now": {
+			first: `select queue_for_agent_lock($1, 'b', 60, 60, true)`,
+			busy:  `select quit_agent_lock_queue($1, 'b')`, tell: true,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			lane := strings.ReplaceAll(name, " ", "-")
+			token := mustTry(t, db, lane, "a", 60)
+			exec(t, db, c.first, lane)
+			queues(t, db, lane, "c", 60)
+			if c.over {
+				exec(t, db, `update agent_lock_waiters set expires_at = clock_timestamp() where lane = $1 and owner = 'b'`, lane)
+			}
+			if c.busy != "" {
+				tx := begin(t, db)
+				exec(t, tx, c.busy, lane)
+				defer commit(t, tx)
+			}
+			conn := listener(t, db)
+			if to := frees(t, db, lane, "a", token); to != c.to {
+				t.Errorf("the lane went to %q, want %q", to, c.to)
+			}
+			if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != c.to {
+				t.Errorf("%q holds it, want %q", holder, c.to)
+			}
+			if told := notified(t, conn); c.tell != (told == lane) {
+				t.Errorf("notified %q", told)
+			}
+			if g := try(t, db, lane, "d", 60); g.acquired {
+				t.Error("a newcomer overtakes the queue")
+			}
+		})
+	}
+}
+
+// listener is a connection that hears of lanes.
+func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
+	t.Helper()
+	conn, err := pgtest.Dialer(t, db)(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // nothing is under way
+	exec(t, conn, `listen agent_lanes`)
+	return conn
+}
+
+// Only its live owner hands a lane over, and a fenced write under its token is waited for.
+func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	queues(t, db, "x", "b", 60)
+	before := row(t, db, "x")
+	for owner, token := range map[string]int64{"b": token, "a": token - 1, "c": token} {
+		if to := frees(t, db, "x", owner, token); to != "not released" || row(t, db, "x") != before {
+			t.Errorf("%s released it under %d: %q", owner, token, to)
+		}
+	}
+	write := begin(t, db)
+	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	to := make(chan string, 1)
+	go func() { to <- frees(t, db, "x", "a", token) }()
+	blocked(t, db, "free_agent_lock")
+	commit(t, write)
+	if heir := <-to; heir != "b" {
+		t.Errorf("it went to %q", heir)
+	}
+	_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
+	wantCode(t, err, "LK001")
+	lapse(t, db, "x")
+	if to := frees(t, db, "x", "b", get[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
+		t.Errorf("a lease that had ended was released to %q", to)
+	}
+}
+
+// A lease that ends while its release waits for a fenced write is handed to nobody.
+func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 2)
+	queues(t, db, "x", "b", 60)
+	write := begin(t, db)
+	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	to := make(chan string, 1)
+	go func() { to <- frees(t, db, "x", "a", token) }()
+	blocked(t, db, "free_agent_lock")
+	pgtest.Eventually(t, soon, func() bool {
+		return get[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
+	}, "the lease ends")
+	commit(t, write)
+	if heir := <-to; heir != "not released" {
+		t.Errorf("it went to %q", heir)
+	}
+}
+
+// Nobody has heard from who was handed a lane, so the lease is short: one that died is not waited for.
+func TestWhatWasHandedOverIsShort(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for lane, ttl := range map[string]int{"long": 3600, "short": 2} {
+		token := mustTry(t, db, lane, "a", 60)
+		queues(t, db, lane, "dead", ttl)
+		frees(t, db, lane, "a", token)
+		if lasts := get[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
+			t.Errorf("%s: the lease lasts %v s", lane, lasts)
+		}
+	}
+	queues(t, db, "short", "patient", 60)
+	pgtest.Eventually(t, soon, func() bool { return try(t, db, "short", "patient", 60).acquired }, "the next in the queue is served")
+}
+
+// Who leaves gives back what was handed over just then, also when that is still under way.
+func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	queues(t, db, "x", "b", 60)
+	queues(t, db, "x", "c", 60)
+	release := begin(t, db)
+	if to := frees(t, release, "x", "a", token); to != "b" {
+		t.Fatalf("it went to %q", to)
+	}
+	left := make(chan string, 1)
+	go func() { left <- get[string](t, db, `select coalesce(quit_agent_lock_queue('x', 'b'), 'nothing')`) }()
+	blocked(t, db, "quit_agent_lock_queue")
+	commit(t, release)
+	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
+		t.Errorf("b left, and the lane went to %q", to)
+	}
+	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "c" {
+		t.Errorf("%q holds it", holder)
+	}
+	if to := get[string](t, db, `select coalesce(quit_agent_lock_queue('x', 'b'), 'nothing')`); to != "nothing" {
+		t.Errorf("b left again, and the lane went to %q", to)
+	}
+	get[string](t, db, `select quit_agent_lock_queue('x', 'c')`)
+	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "" {
+		t.Errorf("%q holds it after all have left", holder)
+	}
+}
+
+// The commit of a hand-over is waited for: it is a grant. That of a release to nobody is not.
+func TestAHandOverIsDurable(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	exec(t, db, `select acquire_agent_lock('other', 'a', 60)`)
+	for name, c := range map[string]struct{ sql, mode string }{
+		"one":                   {`select free_agent_lock('x', 'a', @token)`, "on"},
+		"one that nobody wants": {`select free_agent_lock('lonely', 'a', @lonely)`, "off"},
+		"many":                  {`select free_many_agent_locks('{x,lonely}', '{a,a}', array[@token::bigint, @lonely])`, "on"},
+		"many, wanted last":     {`select free_many_agent_locks('{lonely,x,promised}', '{a,a,a}', array[@lonely::bigint, @token, @promised])`, "on"},
+		"many that nobody wants, or who is only told": {
+			`select free_many_agent_locks('{promised,lonely}', '{a,a}', array[@promised::bigint, @lonely])`, "off",
+		},
+	} {
+		tx := begin(t, db)
+		exec(t, tx, `set local synchronous_commit = on`)
+		args := pgx.NamedArgs{} // not every case shows every token
+		for lane, arg := range map[string]string{"x": "token", "lonely": "lonely", "promised": "promised"} {
+			args[arg] = mustTry(t, tx, lane, "a", 60)
+		}
+		queues(t, tx, "x", "b", 60)
+		exec(t, tx, `select await_agent_lock('promised', 'b', 60, 60)`)
+		exec(t, tx, c.sql, args)
+		if mode := get[string](t, tx, `show synchronous_commit`); mode != c.mode {
+			t.Errorf("%s: synchronous_commit is %s, want %s", name, mode, c.mode)
+		}
+		if err := tx.Rollback(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Many at once are handed over as one is.
+func TestManyAreHandedOver(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	names := []string{"wanted", "lonely", "promised", "also wanted"}
+	var owners []string
+	var tokens []int64
+	for _, name := range names {
+		owners, tokens = append(owners, "a"), append(tokens, mustTry(t, db, name, "a", 60))
+	}
+	queues(t, db, "wanted", "b", 60)
+	queues(t, db, "also wanted", "c", 60)
+	exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
+	if n := get[int](t, db, `select count(*) from free_many_agent_locks($1, $2, $3)`, names, owners, tokens); n != len(names) {
+		t.Errorf("%d answers, want %d", n, len(names))
+	}
+	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
+		if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != want {
+			t.Errorf("%q holds %s, want %q", holder, lane, want)
+		}
+	}
+	if g := try(t, db, "promised", "e", 60); g.acquired || g.holder != "d" {
+		t.Errorf("a newcomer got %+v, want busy by d", g)
+	}
+}
+
+// The claim of an execution may be over by the time that it is handed something: it takes lanes by itself.
+func TestAClaimIsHandedNothing(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	k := listening(t, db)
+	token := mustTry(t, db, "x", "a", 60)
+	owner := lanes.ClaimOwner("00000000-0000-7000-8000-000000000001", 1)
+	got := make(chan *lanes.Lease, 1)
+	go func() {
+		lease, err := k.AwaitAs(t.Context(), owner, "x")
+		if err != nil {
+			t.Error(err)
+		}
+		got <- lease
+	}()
+	settled(t, db, "x")
+	if to := frees(t, db, "x", "a", token); to != "" {
+		t.Errorf("it went to %q", to)
+	}
+	if lease := <-got; lease == nil || lease.Owner() != owner {
+		t.Errorf("got %v", lease)
+	}
+}
+
+// Who does not hear of the hand-over finds the lane its own at the next look, as does one whose keeper renews nothing.
+func TestAHandOverThatIsNotHeardOf(t *testing.T) {
+	t.Parallel()
+	for name, heard := range map[string]bool{"not heard": false, "nothing is renewed": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.DB(t)
+			notifications := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
+			k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: notifications})
+			if heard {
+				k = lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: hears(t, db)})
+			} else {
+				run(t, k)
+			}
+			token := mustTry(t, db, "x", "a", 60)
+			got := make(chan *lanes.Lease, 1)
+			go func() {
+				lease, err := k.AcquireWait(t.Context(), "x", lanes.WithTTL(time.Hour))
+				if err != nil {
+					t.Error(err)
+				}
+				got <- lease
+			}()
+			settled(t, db, "x")
+			heir := frees(t, db, "x", "a", token)
+			lease := <-got
+			if lease == nil || lease.Owner().String() != heir || get[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
+				t.Errorf("got %v, want the whole lease of %s", lease, heir)
+			}
+		})
+	}
+}
+
+// A notification that comes too late is of a lease that has ended.
+func TestAHandOverThatIsHeardOfTooLate(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	k := listening(t, db)
+	mustTry(t, db, "x", "a", 60)
+	got := make(chan *lanes.Lease, 1)
+	go func() {
+		lease, err := k.AcquireWait(t.Context(), "x")
+		if err != nil {
+			t.Error(err)
+		}
+		got <- lease
+	}()
+	settled(t, db, "x")
+	place := get[time.Time](t, db, `select expires_at from agent_lock_waiters`)
+	exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
+		from agent_lock_waiters w`)
+	pgtest.Eventually(t, soon, func() bool {
+		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(place)
+	}, "it looks again")
+	exec(t, db, `select release_agent_lock('x', 'a')`)
+	if lease := <-got; lease == nil || lease.Token() != get[int64](t, db, `select fencing_token from agent_locks`) {
+		t.Errorf("got %v", lease)
+	}
+}
+
+// What was handed over ends here no later than in the database, which is where it began: it counts from before the last look.
+func TestTheLocalEndOfAHandOverCountsFromBeforeTheLook(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &wire{DB: db, delay: 600 * time.Millisecond}
+	k := lanes.NewKeeper(w, lanes.Options{Enabled: true, Listener: hears(t, db)})
+	run(t, k)
+	onceWithin(t, 1900*time.Millisecond, func() time.Duration {
+		token := mustTry(t, db, "x", "a", 60)
+		got := make(chan *lanes.Lease, 1)
+		go func() {
+			lease, err := k.AcquireWait(t.Context(), "x", lanes.WithTTL(2*time.Second))
+			if err != nil {
+				t.Error(err)
+			}
+			got <- lease
+		}()
+		settled(t, db, "x")
+		w.cut.Store(true) // nothing is renewed
+		defer w.cut.Store(false)
+		start := time.Now()
+		frees(t, db, "x", "a", token)
+		lease := <-got
+		if lease == nil {
+			t.FailNow()
+		}
+		took := ended(t, lease, soon).Sub(start)
+		lapse(t, db, "x")
+		return took
+	})
+}
