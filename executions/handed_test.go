@@ -67,7 +67,10 @@ func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
 	done := make(chan []handed, 1)
-	go func() { done <- hand(t, pool, worker, 2, one, "k") }()
+	go func() {
+		defer close(done) // also when it fails
+		done <- hand(t, pool, worker, 2, one, "k")
+	}()
 	pgtest.Eventually(t, patience, func() bool {
 		return value[bool](t, pool, `
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%hand_over_agent_event%')`)
