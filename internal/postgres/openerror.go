@@ -3,6 +3,7 @@ package postgres
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"strconv"
@@ -78,9 +79,12 @@ func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 	return err.Message + " (SQLSTATE " + err.Code + ")", "see the server's log"
 }
 
-// passing reports whether a retry may help: the server is not there yet, or is starting.
+// passing reports whether a retry may help: the server is not there yet, is starting, or goes down in this moment.
 func passing(err error) bool {
-	return IsCode(err, codeStarting, codeTooMany) || Code(err) == "" && unreachable(err)
+	if code := Code(err); code != "" {
+		return IsCode(err, codeStarting, codeTooMany, codeTerminated, codeCrashed)
+	}
+	return unreachable(err) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF)
 }
 
 func unreachable(err error) bool {
