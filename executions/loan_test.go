@@ -424,6 +424,39 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	wantLoans(t, pool, "thread:t1", 0)
 }
 
+// A parent lends a thread to a child when it has started it. When it waits for that child the loan goes on; when it waits for
+// anything else, the thread is its own again, and the child may write nothing more under its token.
+func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for i, c := range []struct {
+		kind string
+		key  func(lent, other member) string
+		kept bool
+	}{
+		{"agent", func(lent, _ member) string { return lent.id }, true},
+		{"agent", func(_, other member) string { return other.id }, false},
+		{"event", func(member, member) string { return "paid" }, false},
+	} {
+		thread := fmt.Sprint("t", i)
+		exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, thread)
+		p := relative(t, pool, "")
+		mustTake(t, pool, "thread:"+thread, p)
+		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
+		token := mustTake(t, pool, "thread:"+thread, lent)
+		wantLoans(t, pool, "thread:"+thread, 1)
+		exec(t, pool, `select park_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
+		if c.kept {
+			wantHolder(t, pool, "thread:"+thread, lent.id, false)
+			wantLoans(t, pool, "thread:"+thread, 1)
+			continue
+		}
+		wantHolder(t, pool, "thread:"+thread, p.id, true)
+		wantLoans(t, pool, "thread:"+thread, 0)
+		stale(t, pool, "thread:"+thread, token)
+	}
+}
+
 // Of what a run holds that is handed back at a shutdown, threads stay with it; other lanes are free.
 func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
 	t.Parallel()
