@@ -205,14 +205,14 @@ const late = int64(3 * time.Second)
 // whom the history says that they had the lane at some time.
 func (o *op) findHeirs(ops []*op) {
 	until := o.end()
-	had, left := map[string]bool{}, map[string]int64{}
+	had, left := map[string]bool{}, map[string][]int64{}
 	for _, w := range ops {
 		if w.OK {
 			had[w.Owner] = true
 		}
 		had[w.Holder] = true
 		if w.Kind == kindRelease && w.Passes && w.Token == 0 && w.Return != 0 { // it has left the queue
-			left[w.Owner] = w.Return
+			left[w.Owner] = append(left[w.Owner], w.Return)
 		}
 	}
 	if o.Return == 0 {
@@ -220,8 +220,10 @@ func (o *op) findHeirs(ops []*op) {
 	}
 	for _, w := range ops {
 		end := min(w.end(), never-place) + place
-		if at, ok := left[w.Owner]; ok {
-			end = min(end, at)
+		for _, at := range left[w.Owner] {
+			if at > w.Call { // before that it stood in the queue for another time
+				end = min(end, at)
+			}
 		}
 		if w.Kind == kindAwait && w.Call < until && end >= o.Call && (o.Return != 0 || had[w.Owner]) && !slices.Contains(o.heirs, w.Owner) {
 			o.heirs = append(o.heirs, w.Owner)
