@@ -12,7 +12,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -152,35 +151,17 @@ func (s *shell) start(c command) {
 	s.t.Helper()
 	env, _ := s.run("export -p")
 	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
-	var said output
+	var said proctest.Text
 	cmd.Stdout, cmd.Stderr = &said, &said
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)
 	}
 	s.beside = append(s.beside, cmd)
 	want := append(append([]string{"…"}, c.output...), "…")
-	pgtest.Eventually(s.t, patience, func() bool { return difference(want, s.there(said.String())) == "" || said.has("agent: ") }, c.text)
+	pgtest.Eventually(s.t, patience, func() bool {
+		return difference(want, s.there(said.String())) == "" || strings.HasPrefix(said.String(), "agent: ")
+	}, c.text)
 	if diff := difference(want, s.there(said.String())); diff != "" {
 		s.t.Fatalf("%s: %s", c.text, diff)
 	}
 }
-
-// output is what a process has printed so far.
-type output struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (o *output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.text.Write(p)
-}
-
-func (o *output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.text.String()
-}
-
-func (o *output) has(part string) bool { return strings.HasPrefix(o.String(), part) }
