@@ -230,8 +230,16 @@ func (s *scene) agent(database string, args ...string) *agent {
 func (s *scene) serve(database string, more ...string) *agent {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
+	s.t.Cleanup(s.atWork) // before the process is killed
 	a.Says("msg=serving")
 	return a
+}
+
+// atWork shows who waits for whom when the test has failed.
+func (s *scene) atWork() {
+	if s.t.Failed() {
+		s.t.Log(s.sessions())
+	}
 }
 
 // begin asks for a heartbeat, for whoever serves, and returns its execution's id.
@@ -271,12 +279,20 @@ func (s *scene) ends(id, status string) {
 	}
 }
 
-// sessions is what the database's sessions do, for a failure: who waits for whom.
-func (s *scene) sessions() string {
-	s.t.Helper()
-	return one[string](s, `
-		select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid), 'since', state_change, left(query, 200)), e'\n')
-		  from pg_stat_activity where datname = current_database()`)
+// sessions is what the database's sessions do, and what workers and unfinished executions there are, for a failure. It works also when the test is over.
+func (s *scene) sessions() (report string) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	err := s.db.QueryRow(ctx, `
+		select concat_ws(e'\n',
+		       (select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid), 'since', state_change,
+		               left(regexp_replace(query, '\s+', ' ', 'g'), 200)), e'\n') from pg_stat_activity where datname = current_database()),
+		       (select string_agg(to_jsonb(w)::text, e'\n') from agent_workers w),
+		       (select string_agg(jsonb_strip_nulls(to_jsonb(x))::text, e'\n') from agent_executions x where x.completed_at is null))`).Scan(&report)
+	if err != nil {
+		return "sessions: " + err.Error()
+	}
+	return report
 }
 
 // hurry ends the leases of the workers whose process is gone, which time would do.

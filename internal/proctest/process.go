@@ -3,7 +3,7 @@
 // Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and read.
 //
 // A process gets exactly the environment that it is given, dies with the test binary, and is killed when its test ends; what it
-// printed last is shown when the test has failed. A process may be used by several goroutines.
+// printed last is shown when the test has failed, and where its goroutines are. A process may be used by several goroutines.
 package proctest
 
 import (
@@ -87,10 +87,14 @@ func Start(tb testing.TB, patience time.Duration, dir string, environ []string, 
 		_ = p.Cmd.Wait() // how it ended is in ProcessState
 	}()
 	tb.Cleanup(func() {
-		p.Kill()
-		if tb.Failed() {
-			tb.Logf("%s, pid %d:\n%s%s", strings.Join(command[1:], " "), p.Cmd.Process.Pid, p.Out.Tail(shown), p.Err.Tail(shown))
+		if !tb.Failed() {
+			p.Kill()
+			return
 		}
+		out, err := p.Out.Tail(shown), p.Err.Tail(shown)
+		where := p.whereabouts()
+		p.Kill()
+		tb.Logf("%s, pid %d:\n%s%s%s", strings.Join(command[1:], " "), p.Cmd.Process.Pid, out, err, where)
 	})
 	return p
 }

@@ -1,0 +1,68 @@
+//go:build unix
+
+package proctest
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// dumpPatience is how long a process has to say where its goroutines are.
+const dumpPatience = 3 * time.Second
+
+// whereabouts ends a process that still runs and returns what its goroutines were doing; empty when it had ended, was stopped, or does not say.
+func (p *Process) whereabouts() string {
+	if !p.Running() || p.Cmd.Process.Signal(syscall.SIGQUIT) != nil {
+		return ""
+	}
+	select {
+	case <-p.ended:
+	case <-time.After(dumpPatience):
+		return ""
+	}
+	return stacks(p.Err.String())
+}
+
+// stacks puts each stack of a dump of goroutines on one line, innermost function first, without the runtime's, and equal ones
+// together.
+func stacks(dump string) string {
+	_, dump, found := strings.Cut(dump, "SIGQUIT: quit\n")
+	if !found {
+		return ""
+	}
+	times := map[string]int{}
+	for _, block := range strings.Split(dump, "\n\n") {
+		state, frames := "", []string(nil)
+		for _, line := range strings.Split(block, "\n") {
+			switch {
+			case strings.HasPrefix(line, "goroutine "):
+				_, state, _ = strings.Cut(line, " [")
+				state = strings.TrimRight(state, "]:")
+			case state == "", strings.HasPrefix(line, "\t"), strings.HasPrefix(line, "created by "):
+			case strings.HasPrefix(line, "runtime."):
+			default:
+				frames = append(frames, function(line))
+			}
+		}
+		if len(frames) > 0 { // not one of the runtime's own
+			times[state+": "+strings.Join(frames, " < ")]++
+		}
+	}
+	lines := make([]string, 0, len(times))
+	for line, n := range times {
+		lines = append(lines, fmt.Sprintf("%d × %s", n, line))
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "\n")
+}
+
+// function is the name in a line such as "example.com/mod/pkg.(*T).do(0xc000, {0x1, 0x2})", without its module.
+func function(line string) string {
+	if i := strings.LastIndex(line, "("); i > 0 {
+		line = line[:i]
+	}
+	return line[strings.LastIndex(line, "/")+1:]
+}

@@ -1,0 +1,29 @@
+//go:build unix
+
+package proctest
+
+import (
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// TestStacks: of a process that hangs, a failed test shows where.
+func TestStacks(t *testing.T) {
+	if os.Getenv("PROCTEST_HANG") != "" {
+		hang()
+	}
+	t.Parallel()
+	p := Start(t, 10*time.Second, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0], "-test.run=^TestStacks$", "-test.v")
+	pgtest.Eventually(t, 10*time.Second, func() bool { return p.Out.String() != "" }, "the process runs the test")
+	got := p.whereabouts()
+	if !strings.Contains(got, "proctest.hang < proctest.TestStacks") || !strings.Contains(got, "1 × ") {
+		t.Errorf("stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
+	}
+}
+
+//go:noinline
+func hang() { select {} }
