@@ -89,10 +89,13 @@ func (c *crew) work(ctx, living context.Context) {
 	}
 }
 
+// fillGather is how long workers that become free wait for those that become free with them, where there is a backlog.
+const fillGather = 100 * time.Microsecond
+
 // fill claims for the workers that are free, and reports whether there may be more for those still free.
 func (c *crew) fill(living context.Context) bool {
 	free := c.free()
-	if c.full && free > 0 && free < c.size && sleep(living, gatherFor) {
+	if c.full && free > 0 && free < c.size && sleep(living, fillGather) {
 		free = c.free() // there is a backlog: workers that become free together take from it together
 	}
 	if free == 0 {

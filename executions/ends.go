@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -34,10 +35,10 @@ type finished struct {
 // endSingly writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by itself.
 func (r *run) endSingly(ctx context.Context, end lastWrite) (finished, error) {
 	got, err := r.e.finishSeveral(ctx, []lastWrite{end})
-	if err != nil || got[0].alone {
+	if err != nil || got[0].Alone {
 		return r.endAlone(ctx, end)
 	}
-	return got[0].value, nil
+	return got[0].Value, nil
 }
 
 // endAlone writes an end with all that follows from it, such as the lanes that it frees, in one transaction.
@@ -60,13 +61,13 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 
 // finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes, because what
 // holds any is left to be ended by itself, as is one whose claim is not live any more.
-func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]answer[finished], error) {
+func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.Answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
-	answers := make([]answer[finished], n)
+	answers := make([]batch.Answer[finished], n)
 	for i := range answers {
-		answers[i].alone = true
+		answers[i].Alone = true
 	}
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
@@ -79,7 +80,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]answer[
 	var c closed
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
 	_, err = pgx.ForEachRow(rows, into, func() error {
-		answers[place-1] = answer[finished]{value: finished{row: c.execution(ends[place-1])}}
+		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
 		c.result, c.variables = nil, nil
 		return nil
 	})

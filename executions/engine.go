@@ -16,6 +16,7 @@ import (
 	"github.com/riverqueue/river"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -71,11 +72,11 @@ type Engine struct {
 	alarm       chan struct{} // a timer is due sooner than was known
 	crews       map[string]*crew
 	due         dueTime
-	ends        *batcher[lastWrite, finished]
-	events      *batcher[occurrence, Delivered]
-	starts      *batcher[postgres.Strict, Execution]
-	points      *batcher[point, struct{}]
-	parks       *batcher[parking, []byte]
+	ends        *batch.Group[lastWrite, finished]
+	events      *batch.Group[occurrence, Delivered]
+	starts      *batch.Group[postgres.Strict, Execution]
+	points      *batch.Group[point, struct{}]
+	parks       *batch.Group[parking, []byte]
 	paused      pauseWatch
 }
 
@@ -100,20 +101,37 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
-	inTurn := make(turns, 2)
-	e.ends = &batcher[lastWrite, finished]{send: e.finishSeveral, turns: inTurn}
-	e.points = &batcher[point, struct{}]{send: e.recordSeveral, turns: inTurn}
-	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
-	// stale: they are sent again only where the database has said no.
-	refused := func(err error) bool { return postgres.Code(err) != "" }
-	e.events = &batcher[occurrence, Delivered]{send: e.handSeveral, sure: refused, turns: inTurn}
-	e.starts = &batcher[postgres.Strict, Execution]{send: e.startSeveral, sure: refused, turns: inTurn}
-	e.parks = &batcher[parking, []byte]{send: e.parkSeveral, sure: refused, turns: inTurn}
+	e.share()
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err
 	}
 	return e, nil
+}
+
+// gatherMost is how long the first of several writes waits for those that come with it at most.
+const gatherMost = time.Millisecond
+
+// share sets how writes of executions go together.
+func (e *Engine) share() {
+	inTurn := batch.NewTurns(2)
+	e.ends = &batch.Group[lastWrite, finished]{Send: e.finishSeveral}
+	e.points = &batch.Group[point, struct{}]{Send: e.recordSeveral}
+	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
+	// stale: they are sent again only where the database has said no.
+	e.events = &batch.Group[occurrence, Delivered]{Send: e.handSeveral, Unchanged: postgres.Unchanged}
+	e.starts = &batch.Group[postgres.Strict, Execution]{Send: e.startSeveral, Unchanged: postgres.Unchanged}
+	e.parks = &batch.Group[parking, []byte]{Send: e.parkSeveral, Unchanged: postgres.Unchanged}
+	together(e.ends, inTurn)
+	together(e.points, inTurn)
+	together(e.events, inTurn)
+	together(e.starts, inTurn)
+	together(e.parks, inTurn)
+}
+
+// together sets what all have in common.
+func together[In, Out any](g *batch.Group[In, Out], inTurn batch.Turns) {
+	g.Turns, g.Gather, g.Regroup = inTurn, gatherMost, true
 }
 
 // Register names a durable function. Registering a name twice is an error of the program, found at New's

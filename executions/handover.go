@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -28,13 +29,13 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 		if err != nil {
 			return Delivered{}, err
 		}
-		return got[0].value, nil
+		return got[0].Value, nil
 	}
 	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted for its statement.
 	if postgres.IsSealed(ctx) || o.raiser != "" {
 		return alone()
 	}
-	return e.events.do(ctx, o, alone)
+	return e.events.Do(ctx, o, alone)
 }
 
 // asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by
@@ -90,7 +91,7 @@ func (p *places) giveBack() {
 
 // handSeveral delivers events in one transaction. Of several, those that would have to wait for somebody are not
 // delivered, and the answer says so.
-func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer[Delivered], error) {
+func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.Answer[Delivered], error) {
 	if len(events) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
@@ -107,9 +108,9 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer
 		return nil, err
 	}
 	defer rows.Close()
-	answers := make([]answer[Delivered], len(events))
+	answers := make([]batch.Answer[Delivered], len(events))
 	for i := range answers {
-		answers[i].alone = true
+		answers[i].Alone = true
 	}
 	var took []claimed
 	left := map[string]int{} // of each queue, what is to be claimed from it
@@ -121,11 +122,11 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]answer
 			return nil, err
 		}
 		if eventID != nil {
-			answers[n-1].alone = false
-			answers[n-1].value.EventID = *eventID
+			answers[n-1].Alone = false
+			answers[n-1].Value.EventID = *eventID
 		}
 		if executionID != nil {
-			answers[n-1].value.Resumed = append(answers[n-1].value.Resumed, *executionID)
+			answers[n-1].Value.Resumed = append(answers[n-1].Value.Resumed, *executionID)
 		}
 		switch {
 		case ok:

@@ -66,7 +66,7 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 	if err != nil {
 		return Execution{}, false, err
 	}
-	got, err := e.starts.do(ctx, args, alone)
+	got, err := e.starts.Do(ctx, args, alone)
 	return got, err == nil, err
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -28,14 +29,14 @@ func (r *run) parkShared(ctx context.Context, step string, w WaitFor, data, vari
 	if !slices.Contains(sharedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
 		return alone()
 	}
-	return r.e.parks.do(ctx, parking{
+	return r.e.parks.Do(ctx, parking{
 		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data, variables: variables,
 	}, alone)
 }
 
 // parkSeveral lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or may find
 // what it waits for is left to be parked by itself.
-func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]answer[[]byte], error) {
+func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(parks)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -39,7 +40,7 @@ func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, fai
 			})
 		})
 	}
-	_, err := r.e.points.do(ctx, point{
+	_, err := r.e.points.Do(ctx, point{
 		id: r.exec.ID, step: s.key, print: s.print, claim: r.exec.Claim, failed: failed, output: output, variables: text,
 	}, alone)
 	r.carried(text, err)
@@ -48,7 +49,7 @@ func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, fai
 
 // recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be written
 // by itself, where it is refused or waits.
-func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]answer[struct{}], error) {
+func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(points)
@@ -85,11 +86,11 @@ func given[T comparable](values []T) []T {
 }
 
 // leftAlone reads which of n writes of a batch were left to be made by themselves.
-func leftAlone[Out any](rows pgx.Rows, n int) ([]answer[Out], error) {
-	answers := make([]answer[Out], n)
+func leftAlone[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
+	answers := make([]batch.Answer[Out], n)
 	var at int
 	_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
-		answers[at-1].alone = true
+		answers[at-1].Alone = true
 		return nil
 	})
 	return answers, err

@@ -350,7 +350,7 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
 		return r.endAlone(ctx, end)
 	}
-	done, err = r.e.ends.do(ctx, end, func() (finished, error) { return r.endSingly(ctx, end) })
+	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return r.endSingly(ctx, end) })
 	if done.row != nil {
 		r.over(done.row)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -32,13 +33,13 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 		if err != nil {
 			return Execution{}, err
 		}
-		return got[0].value, nil
+		return got[0].Value, nil
 	}
 	var got Execution
 	if postgres.IsSealed(ctx) { // a replay: the seal is to refuse it, and others must not take it along
 		got, err = alone()
 	} else {
-		got, err = e.starts.do(ctx, args, alone)
+		got, err = e.starts.Do(ctx, args, alone)
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
@@ -59,7 +60,7 @@ func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, erro
 }
 
 // startSeveral starts executions in one statement, and puts workers to those that it claimed.
-func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]answer[Execution], error) {
+func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]batch.Answer[Execution], error) {
 	if len(specs) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
@@ -85,11 +86,11 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]a
 	if err != nil {
 		return nil, err
 	}
-	answers := make([]answer[Execution], len(specs))
+	answers := make([]batch.Answer[Execution], len(specs))
 	var n int
 	var b begun
 	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input}, func() error {
-		answers[n-1].value = b.execution(specs[n-1], worker)
+		answers[n-1].Value = b.execution(specs[n-1], worker)
 		b = begun{}
 		return nil
 	})
@@ -100,11 +101,11 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]a
 		switch {
 		case here(specs[i]): // the caller runs it
 			continue
-		case a.value.ClaimedBy == nil:
-			e.ready(a.value.Queue, 1)
+		case a.Value.ClaimedBy == nil:
+			e.ready(a.Value.Queue, 1)
 			continue
 		}
-		at.take(claimed{Execution: a.value, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
+		at.take(claimed{Execution: a.Value, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
 	}
 	return answers, nil
 }

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -54,8 +55,8 @@ type Keeper struct {
 	observer Observer
 	turns    turns
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
-	tries    together[wanted, answer]
-	frees    together[held, bool]
+	tries    batch.Group[wanted, answer]
+	frees    batch.Group[held, bool]
 	runs     atomic.Int32 // of Run
 
 	mu      sync.Mutex
@@ -70,9 +71,13 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled, observer: opts.Observer,
 		changed: make(chan struct{}, 1), held: make(map[key]*hold),
 	}
-	k.tries.send = func(ctx context.Context, all []wanted) ([]*answer, error) { return tryMany(ctx, k.db, all) }
-	k.tries.late = k.lateGrant
-	k.frees.send = func(ctx context.Context, all []held) ([]*bool, error) { return freeMany(ctx, k.db, all) }
+	k.tries.Send = func(ctx context.Context, all []wanted) ([]batch.Answer[answer], error) {
+		return tryMany(ctx, k.db, all)
+	}
+	k.tries.Late = k.lateGrant
+	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[bool], error) { return freeMany(ctx, k.db, all) }
+	share(&k.tries)
+	share(&k.frees)
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}
@@ -83,6 +88,12 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		k.log.WarnContext(context.Background(), "lanes are off: every lane is granted to everybody; set AGENT_LANES=on")
 	}
 	return k
+}
+
+// share sets how tries and releases at the same time go together. One that is held up, as a release by a fenced write, must not hold up
+// the rest.
+func share[In, Out any](g *batch.Group[In, Out]) {
+	g.Unchanged, g.Most, g.Patience, g.Limit = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 
 // Adopt keeps a lease that the database granted without this package: the lane of an execution that
@@ -116,7 +127,7 @@ func (k *Keeper) Drop(owner Owner) {
 // next claim takes their lanes over; all others are released with one statement. It works with a ctx
 // that has ended.
 func (k *Keeper) ReleaseAll(ctx context.Context) error {
-	var free batch
+	var free leaseColumns
 	var ended []*Lease
 	k.mu.Lock()
 	for _, h := range k.held {

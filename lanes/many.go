@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -25,7 +26,7 @@ type held struct {
 
 // tryTogether is tryLane, with others who ask now. The claims of executions do not come here: see takeLane.
 func (k *Keeper) tryTogether(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
-	return k.tries.ask(ctx, wanted{lane, owner, ttl}, func() (answer, error) { return tryLane(ctx, db, lane, owner, ttl) })
+	return k.tries.Do(ctx, wanted{lane, owner, ttl}, func() (answer, error) { return tryLane(ctx, db, lane, owner, ttl) })
 }
 
 // numbered is an answer to one of many, from 1.
@@ -40,7 +41,7 @@ func readNumbered(row pgx.CollectableRow) (t numbered, err error) {
 }
 
 // tryMany asks for several lanes, of different owners, in one commit.
-func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, error) {
+func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]batch.Answer[answer], error) {
 	var lanes, owners []string
 	var ttls []int32
 	for _, w := range all {
@@ -59,10 +60,9 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]*answer, erro
 	if err != nil {
 		return nil, err
 	}
-	answers := make([]*answer, len(all))
+	answers := noAnswers[answer](len(all))
 	for _, f := range found {
-		a := f.answer()
-		answers[f.n-1] = &a
+		answers[f.n-1] = batch.Answer[answer]{Value: f.answer()}
 	}
 	return answers, nil
 }
@@ -88,7 +88,7 @@ func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err e
 	if h.owner.claim {
 		return alone()
 	}
-	return k.frees.ask(ctx, h, alone)
+	return k.frees.Do(ctx, h, alone)
 }
 
 // freeLane releases one lane; it waits for a fenced write under its token. When nobody is handed the lane, the commit is not
@@ -108,7 +108,7 @@ type freed struct {
 }
 
 // freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
-func freeMany(ctx context.Context, db postgres.DB, all []held) ([]*bool, error) {
+func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[bool], error) {
 	var lanes, owners []string
 	var tokens []int64
 	for _, h := range all {
@@ -124,9 +124,18 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]*bool, error) 
 	if err != nil {
 		return nil, err
 	}
-	answers, yes := make([]*bool, len(all)), true
+	answers := noAnswers[bool](len(all))
 	for _, f := range done {
-		answers[f.N-1] = &yes
+		answers[f.N-1] = batch.Answer[bool]{Value: true}
 	}
 	return answers, nil
+}
+
+// noAnswers are those of n questions of which none has been answered.
+func noAnswers[Out any](n int) []batch.Answer[Out] {
+	answers := make([]batch.Answer[Out], n)
+	for i := range answers {
+		answers[i].Alone = true
+	}
+	return answers
 }

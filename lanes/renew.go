@@ -80,14 +80,14 @@ func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 	return due, 0
 }
 
-// batch is the arrays of a statement about many leases.
-type batch struct {
+// leaseColumns is the arrays of a statement about many leases.
+type leaseColumns struct {
 	lanes, owners []string
 	tokens        []int64
 	ttls          []int32
 }
 
-func (b *batch) add(h *hold) {
+func (b *leaseColumns) add(h *hold) {
 	b.lanes = append(b.lanes, h.lane)
 	b.owners = append(b.owners, h.owner.name)
 	b.tokens = append(b.tokens, h.token)
@@ -104,7 +104,7 @@ type renewal struct {
 
 // renew asks for all of them in one statement and acts on the answer. An error means that nothing is known.
 func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
-	var b batch
+	var b leaseColumns
 	limit := renewMost
 	k.mu.Lock()
 	for _, h := range holds {
@@ -153,7 +153,7 @@ func (k *Keeper) settle(h *hold, a renewal, before time.Time, ttl time.Duration)
 	after()
 }
 
-func renewLanes(ctx context.Context, db postgres.DB, b batch) ([]renewal, error) {
+func renewLanes(ctx context.Context, db postgres.DB, b leaseColumns) ([]renewal, error) {
 	rows, err := db.Query(ctx, `
 		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
 		  from renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,

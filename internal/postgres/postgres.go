@@ -63,6 +63,13 @@ func Code(err error) string {
 	return ""
 }
 
+// Unchanged reports that a statement that failed with err, which was its own transaction, has certainly changed nothing. A server that
+// goes down says so also to who has just committed.
+func Unchanged(err error) bool {
+	code := Code(err)
+	return pgconn.SafeToRetry(err) || code == "57014" || code != "" && code[:2] != "57" && code[:2] != "08"
+}
+
 // IsCode reports whether the server raised err with one of the given SQLSTATEs, for example "LK001".
 func IsCode(err error, codes ...string) bool {
 	code := Code(err)

@@ -3,12 +3,15 @@ package postgres_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"net/url"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -216,5 +219,22 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	defer cancel()
 	if _, err := usual.Exec(ctx, `select pg_advisory_xact_lock(1)`); err != nil {
 		t.Errorf("the lock of a paused process: %v", err)
+	}
+}
+
+// TestUnchanged: who has just committed may hear that the server goes down, and must not send again what counts twice.
+func TestUnchanged(t *testing.T) {
+	t.Parallel()
+	for code, want := range map[string]bool{
+		"23505": true, "40001": true, "LK003": true, "57014": true, "53300": true, "": false,
+		"57P01": false, "57P02": false, "57P03": false, "08006": false,
+	} {
+		err := fmt.Errorf("insert: %w", &pgconn.PgError{Code: code})
+		if got := postgres.Unchanged(err); got != want {
+			t.Errorf("after %q certainly nothing has changed: %t, want %t", code, got, want)
+		}
+	}
+	if postgres.Unchanged(io.ErrUnexpectedEOF) {
+		t.Error("after a connection that broke certainly nothing has changed, want that nobody knows")
 	}
 }

@@ -34,9 +34,9 @@ func stacks(dump string) string {
 		return ""
 	}
 	times := map[string]int{}
-	for _, block := range strings.Split(dump, "\n\n") {
+	for block := range strings.SplitSeq(dump, "\n\n") {
 		state, frames := "", []string(nil)
-		for _, line := range strings.Split(block, "\n") {
+		for line := range strings.SplitSeq(block, "\n") {
 			switch {
 			case strings.HasPrefix(line, "goroutine "):
 				_, state, _ = strings.Cut(line, " [")

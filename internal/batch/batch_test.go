@@ -1,0 +1,260 @@
+package batch
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+const patience = 10 * time.Second
+
+// newGroup makes one from a function that answers each write, and says which it has left.
+func newGroup(send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool) *Group[int, int] {
+	return &Group[int, int]{Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
+		out, left, err := send(ctx, in)
+		answers := make([]Answer[int], len(out))
+		for i := range out {
+			answers[i] = Answer[int]{out[i], left[i]}
+		}
+		return answers, err
+	}}
+}
+
+// gathered is how many writes wait.
+func gathered(g *Group[int, int]) int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.waiting)
+}
+
+// busy reports whether a write is under way.
+func busy(g *Group[int, int]) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.busy
+}
+
+// gatherer starts writes of which the first is under way until the others have gathered.
+func gatherer(t *testing.T, b *Group[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
+	t.Helper()
+	answers, errs = make([]int, n), make([]error, n)
+	first := make(chan struct{})
+	var under sync.WaitGroup
+	write := func(i int) {
+		under.Go(func() {
+			answers[i], errs[i] = b.Do(t.Context(), i, func() (int, error) {
+				if i == 0 {
+					close(first)
+					pgtest.Eventually(t, patience, func() bool { return gathered(b) == n-1 }, "the others gather")
+				}
+				return alone(i)
+			})
+		})
+	}
+	write(0)
+	<-first
+	for i := 1; i < n; i++ {
+		write(i)
+	}
+	under.Wait()
+	return answers, errs
+}
+
+func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
+	t.Parallel()
+	var batches, alone atomic.Int32
+	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+		batches.Add(1)
+		out, left := make([]int, len(in)), make([]bool, len(in))
+		for i, v := range in {
+			out[i], left[i] = 10*v, v == 3
+		}
+		return out, left, nil
+	}, nil)
+	b.Patience = time.Hour
+	answers, errs := gatherer(t, b, 6, func(i int) (int, error) {
+		alone.Add(1)
+		return 100 * i, nil
+	})
+	for i, want := range []int{0, 10, 20, 300, 40, 50} {
+		if answers[i] != want || errs[i] != nil {
+			t.Errorf("write %d: %d, %v", i, answers[i], errs[i])
+		}
+	}
+	if batches.Load() != 1 || alone.Load() != 2 {
+		t.Errorf("%d batches, %d alone", batches.Load(), alone.Load())
+	}
+}
+
+func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
+	t.Parallel()
+	refused, broken := errors.New("refused"), errors.New("the connection broke")
+	for _, failure := range []error{refused, broken} {
+		b := newGroup(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, failure },
+			func(err error) bool { return errors.Is(err, refused) })
+		b.Patience = time.Hour
+		_, errs := gatherer(t, b, 5, func(i int) (int, error) {
+			if i == 2 {
+				return 0, refused
+			}
+			return i, nil
+		})
+		for i, err := range errs {
+			want := error(nil)
+			switch {
+			case i > 0 && errors.Is(failure, broken):
+				want = broken
+			case i == 2:
+				want = refused
+			}
+			if !errors.Is(err, want) || want == nil && err != nil {
+				t.Errorf("%v: write %d: %v, want %v", failure, i, err, want)
+			}
+		}
+	}
+}
+
+// One that is held up by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
+func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
+	t.Parallel()
+	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+	held, free := make(chan struct{}), make(chan struct{})
+	var under sync.WaitGroup
+	under.Go(func() {
+		_, _ = b.Do(t.Context(), 0, func() (int, error) {
+			close(held)
+			<-free
+			return 0, nil
+		})
+	})
+	<-held
+	if v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil }); v != 7 || err != nil {
+		t.Errorf("beside one that is held up: %d, %v", v, err)
+	}
+	left, leave := context.WithCancel(t.Context())
+	leave()
+	if _, err := b.Do(left, 2, func() (int, error) { return 0, nil }); !errors.Is(err, context.Canceled) {
+		t.Errorf("one who has left: %v", err)
+	}
+	close(free)
+	under.Wait()
+	for i := range 20 {
+		if v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil }); v != i || err != nil {
+			t.Errorf("afterwards: %d, %v", v, err)
+		}
+	}
+}
+
+// A caller who leaves in the moment in which it is to be the next makes room all the same.
+func TestACallerWhoLeavesMakesRoom(t *testing.T) {
+	t.Parallel()
+	for spin := range 200 {
+		b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+		b.Patience = time.Hour
+		held, free := make(chan struct{}), make(chan struct{})
+		var under sync.WaitGroup
+		under.Go(func() {
+			_, _ = b.Do(t.Context(), 0, func() (int, error) {
+				close(held)
+				<-free
+				return 0, nil
+			})
+		})
+		<-held
+		ctx, leave := context.WithCancel(t.Context())
+		under.Go(func() { _, _ = b.Do(ctx, 1, func() (int, error) { return 1, nil }) })
+		pgtest.Eventually(t, patience, func() bool { return gathered(b) == 1 || !busy(b) || ctx.Err() != nil }, "another gathers")
+		under.Go(func() {
+			for range spin {
+				runtime.Gosched()
+			}
+			leave()
+		})
+		close(free)
+		under.Wait()
+		pgtest.Eventually(t, patience, func() bool { return !busy(b) }, "there is room")
+	}
+}
+
+// An answer for which nobody waits any more is not lost.
+func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
+	t.Parallel()
+	sent, answer, late := make(chan struct{}), make(chan struct{}), make(chan int, 8)
+	g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+		close(sent)
+		<-answer
+		return in, make([]bool, len(in)), nil
+	}, nil)
+	g.Patience, g.Late = time.Hour, func(in, out int) { late <- in + out }
+	ctx, leave := context.WithCancel(t.Context())
+	held := make(chan struct{})
+	var under sync.WaitGroup
+	under.Go(func() { _, _ = g.Do(t.Context(), 0, func() (int, error) { <-held; return 0, nil }) })
+	pgtest.Eventually(t, patience, func() bool { return busy(g) }, "one is under way")
+	for i := 1; i < 3; i++ {
+		under.Go(func() {
+			if _, err := g.Do(ctx, i, func() (int, error) { return 0, nil }); !errors.Is(err, context.Canceled) {
+				t.Errorf("one who has left: %v", err)
+			}
+		})
+	}
+	pgtest.Eventually(t, patience, func() bool { return gathered(g) == 2 }, "two gather")
+	close(held)
+	<-sent
+	leave()
+	under.Wait()
+	close(answer)
+	if sum := <-late + <-late; sum != 6 {
+		t.Errorf("answers that came too late sum up to %d, want 6", sum)
+	}
+}
+
+// Who comes back together goes together, and a batch takes no more than it may.
+func TestThoseWhoComeBackTogetherWaitForEachOther(t *testing.T) {
+	t.Parallel()
+	sizes := make(chan int, 100)
+	g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+		sizes <- len(in)
+		return in, make([]bool, len(in)), nil
+	}, nil)
+	g.Patience, g.Regroup, g.Gather, g.took, g.Most = time.Hour, true, time.Hour, 5*time.Hour, 4
+	g.last = 6 // of late
+	var under sync.WaitGroup
+	for i := range 6 {
+		under.Go(func() { _, _ = g.Do(t.Context(), i, func() (int, error) { return i, nil }) })
+	}
+	if n := <-sizes; n != 4 { // of six who have gathered
+		t.Errorf("a batch of %d, want 4", n)
+	}
+	pgtest.Eventually(t, patience, func() bool { return gathered(g) == 2 }, "two are left")
+	for i := range 2 {
+		under.Go(func() { _, _ = g.Do(t.Context(), i, func() (int, error) { return i, nil }) })
+	}
+	if n := <-sizes; n != 4 {
+		t.Errorf("a batch of %d, want 4: the two that were left, and those that they waited for", n)
+	}
+	under.Wait()
+}
+
+// Batches of several groups go one after the other, but do not wait for ever.
+func TestTurns(t *testing.T) {
+	t.Parallel()
+	turns := NewTurns(1)
+	leave := turns.enter()
+	second := turns.enter() // after its patience
+	second()
+	if len(turns) != 1 {
+		t.Error("who did not wait for its turn has ended another's")
+	}
+	leave()
+	if len(turns) != 0 {
+		t.Error("a turn has not ended")
+	}
+	Turns(nil).enter()()
+}
