@@ -12,9 +12,12 @@ calls as materialized (
            where c.span = 'hour' and c.start >= @since::timestamptz and c.start < @hours_until::timestamptz and c.kind = 'call'
              and (@skill::text = '' or c.skill = @skill)
           union all
-          select c.skill, c.worked, c.failed from agent_activity_counts c
-           where c.span = 'day' and c.start >= @hours_until::timestamptz and c.kind = 'call'
-             and (@skill::text = '' or c.skill = @skill)
+          -- Day by day, which is by the index also when most of the days are of these.
+          select c.skill, c.worked, c.failed
+            from generate_series(greatest(@hours_until::timestamptz, (select min(o.start) from agent_activity_counts o where o.span = 'day')),
+                                 clock_timestamp() + interval '24 hours', interval '24 hours') g (day)
+           cross join lateral (select c.skill, c.worked, c.failed from agent_activity_counts c
+                                where c.span = 'day' and c.start = g.day and c.kind = 'call' and (@skill::text = '' or c.skill = @skill) offset 0) c
           union all
           select l.skill, 1, (l.status = 'error')::int from live l) x
    group by x.skill),
@@ -22,8 +25,8 @@ lasted as materialized (
   select x.skill, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
     from (select y.skill, y.bucket, sum(y.calls)::bigint as calls
             from (select d.skill, d.bucket, d.calls
-                    from generate_series((@since::timestamptz at time zone 'UTC')::date, (clock_timestamp() at time zone 'UTC')::date + 1, interval '1 day') g (day)
-                   -- Day by day, which is by the index also when most of the days are of these.
+                    from generate_series((@since::timestamptz at time zone 'UTC')::date::timestamp,
+                                         (clock_timestamp() at time zone 'UTC') + interval '1 day', interval '1 day') g (day)
                    cross join lateral (select d.skill, d.bucket, d.calls from agent_activity_durations d
                                         where d.day = g.day::date and (@skill::text = '' or d.skill = @skill) offset 0) d
                   union all

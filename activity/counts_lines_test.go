@@ -201,9 +201,14 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 		t.Fatal(err)
 	}
 	counted(t, db, 20_000)
-	// All days of the durations are of the last seven, which makes reading them whole look cheap; and there are many.
+	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
 	_, err = db.Exec(t.Context(), `
 		delete from agent_activity_durations where day < current_date - 6;
+		delete from agent_activity_counts where start < current_date - 6;
+		insert into agent_activity_counts (span, start, kind, skill, surface, model)
+		select 'day', date_trunc('day', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - make_interval(days => d), kind, 'skill_' || n, s::text, ''
+		  from generate_series(0, 5) d, (values ('call'), ('model')) k (kind), generate_series(0, 96) n, generate_series(0, 9) s
+		    on conflict do nothing;
 		insert into agent_activity_durations (day, skill, bucket, calls)
 		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n, generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
@@ -224,7 +229,7 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 			return err
 		},
 		"spend": func(db postgres.DB) error {
-			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day, By: activity.BySkill})
+			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day.AddDate(0, 0, -29), By: activity.BySkill})
 			return err
 		},
 		"health": func(db postgres.DB) error {

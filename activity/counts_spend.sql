@@ -7,7 +7,11 @@ counts as (
   select c.* from agent_activity_counts c
    where c.span = 'hour' and c.start >= @since::timestamptz and c.start < @hours_until::timestamptz and c.kind = 'model'
   union all
-  select c.* from agent_activity_counts c where c.span = 'day' and c.start >= @hours_until::timestamptz and c.kind = 'model'),
+  -- Day by day, which is by the index also when most of the days are of these.
+  select c.*
+    from generate_series(greatest(@hours_until::timestamptz, (select min(o.start) from agent_activity_counts o where o.span = 'day')),
+                         clock_timestamp() + interval '24 hours', interval '24 hours') g (day)
+   cross join lateral (select c.* from agent_activity_counts c where c.span = 'day' and c.start = g.day and c.kind = 'model' offset 0) c),
 spent as (
   select c.start, c.skill, c.surface, c.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd from counts c
   union all
