@@ -14,9 +14,12 @@ import (
 // died within it.
 const putOffFor = time.Millisecond
 
-// longestPutOff is how long a result may be, in bytes, to be put off. What the database might refuse is written at once,
-// while the code can still be told.
-const longestPutOff = 4096
+// longestPutOff is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is indexed. What
+// the database might refuse is written at once, while the code can still be told.
+const (
+	longestPutOff = 4096
+	longestKey    = 1024
+)
 
 // errUnrecorded ends a run whose result could not be written after the code had been told that the step was done.
 var errUnrecorded = errors.New("the result of a step could not be recorded")
@@ -42,7 +45,7 @@ func (p *putOff) point(r *run) *point {
 // canWait reports a result that may be put off.
 func (r *run) canWait(s spec, effect *Effect, output json.RawMessage) bool {
 	return s.again && s.entry == nil && s.also == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
-		len(output) <= longestPutOff && withoutExponents(output)
+		len(output) <= longestPutOff && withoutExponents(output) && len(s.key) <= longestKey && s.key == plain(s.key)
 }
 
 // withoutExponents reports JSON without exponents. Its numbers are those that jsonb holds, if they are not long.

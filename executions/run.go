@@ -295,9 +295,14 @@ func (r *run) finish(ctx context.Context, status Status, result Result, failure 
 	defer cancel()
 	last := r.takePutOff()
 	done, err := r.writeEnd(detached, last.point(r), status, plain(result.Summary), value, failure)
-	if err != nil && postgres.Code(err) != "" && !transient(err) {
+	if refused(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
 		done, err = r.writeEnd(detached, last.point(r), status, "", nil, failure)
+	}
+	if last != nil && refused(err) { // it was not the result, but the last step: the run does end
+		r.noteFailure(last.s.key)
+		failure, last = errors.Join(errUnrecorded, err), nil
+		done, err = r.writeEnd(detached, nil, status, "", nil, failure)
 	}
 	switch {
 	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":

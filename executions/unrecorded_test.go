@@ -2,8 +2,10 @@ package executions_test
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -212,4 +214,51 @@ func TestAResultThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
 		t.Errorf("the code was told %v", err)
 	}
 	until(t, pool, id, executions.Completed)
+}
+
+// So may the name of a step.
+func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var long strings.Builder
+	for range 200 { // is not compressed to what an index holds
+		long.WriteString(rand.Text())
+	}
+	for what, name := range map[string]string{"NUL": "a\x00b", "bytes that are no text": "a\xffb", "a long name": long.String()} {
+		told := make(chan error, 1)
+		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
+			select {
+			case told <- err:
+			default: // it was told before
+			}
+			return executions.Result{}, nil
+		}))
+		id := p.begin(t, "flow")
+		if err := receive(t, told); err == nil {
+			t.Errorf("%s: the code was told nothing", what)
+		}
+		until(t, pool, id, executions.Completed)
+		p.stop()
+	}
+}
+
+// The end does not take a last step along that the database refuses: the run fails, instead of being made again and again.
+func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
+	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		return ends(n, err)
+	}))
+	x := until(t, pool, p.begin(t, "flow"), executions.Failed)
+	if x.FailedStep == nil || *x.FailedStep != "bad" || x.ErrorMessage == nil || !strings.Contains(*x.ErrorMessage, "could not be recorded") {
+		t.Errorf("it failed with %v at %v", x.ErrorMessage, x.FailedStep)
+	}
+	if n := calls.Load(); n != 1 {
+		t.Errorf("the step ran %d times", n)
+	}
 }

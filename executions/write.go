@@ -73,6 +73,9 @@ func transient(err error) bool {
 	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || brokenPipe(err)
 }
 
+// refused reports an error with which the database refuses what was written: another try would meet it again.
+func refused(err error) bool { return postgres.Code(err) != "" && !transient(err) }
+
 // brokenPipe reports an error of the connection itself.
 func brokenPipe(err error) bool {
 	var network net.Error
