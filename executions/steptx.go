@@ -89,7 +89,7 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		b := &pgx.Batch{}
 		text = r.unwritten()
 		r.queueCheckpoint(b, s, out, false)
-		r.queueVariables(b, text)
+		r.queueVariablesUnlessLocked(b, &text)
 		if err := tx.SendBatch(ctx, b).Close(); err != nil {
 			return err
 		}

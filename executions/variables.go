@@ -9,13 +9,14 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // SetVariables replaces the execution's variables, the state that it shows to others: an object. They are written
-// together with the next durable write of the run (a checkpoint, a wait, the end), under its fence, so they cost no round
-// trip and are lost with that write alone. It is not a step: code that replays sets the same variables again, and what the
+// together with the next durable write of the run (a checkpoint, a wait, the end; or the one after, where that is a StepTx while
+// somebody has the row locked), under its fence, so they cost no round trip and are lost with that write alone. It is not a step: code that replays sets the same variables again, and what the
 // row has already is not written again. Of branches that run at the same time the last one to set them wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runOf(ctx)
@@ -112,6 +113,24 @@ func (r *run) queueVariables(b *pgx.Batch, text json.RawMessage) {
 		update agent_executions set variables = @variables
 		 where id = @id and claim between @claim::bigint and @claim::bigint + 1`, // a park in this batch has made it one more
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": text})
+}
+
+// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes, as one that speaks in a thread does: executions are
+// locked before lanes, so who has the row now, such as a parent that begins to wait, may want them next. Then text becomes nil, and
+// the next write takes the variables along.
+func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
+	if *text == nil {
+		return
+	}
+	b.Queue(`
+		update agent_executions set variables = @variables
+		 where id = (select x.id from agent_executions x where x.id = @id and x.claim = @claim for no key update skip locked)`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": *text}).Exec(func(done pgconn.CommandTag) error {
+		if done.RowsAffected() == 0 {
+			*text = nil
+		}
+		return nil
+	})
 }
 
 // with makes a write that carries variables. Those that the database cannot hold must not keep the run from going on:

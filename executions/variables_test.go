@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // shown are the variables that everybody sees.
@@ -88,7 +89,8 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 				return executions.Result{}, err
 			}
 			if i < 2 {
-				if _, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return i, nil }); err != nil {
+				// Written at once, with what is set until then.
+				if _, err := executions.StepTx(ctx, "step", func(context.Context, pgx.Tx) (int, error) { return i, nil }); err != nil {
 					return executions.Result{}, err
 				}
 			}
@@ -220,5 +222,39 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 				t.Errorf("failed step %q, %q", str(x.FailedStep), str(x.ErrorMessage))
 			}
 		})
+	}
+}
+
+// A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables go with the next write.
+func TestVariablesOfATransactionWaitForNobody(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	other, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		if err := executions.SetVariables(ctx, vars{"a": 1}); err != nil {
+			return executions.Result{}, err
+		}
+		bounded, cancel := context.WithTimeout(ctx, patience/2)
+		defer cancel()
+		if _, err := executions.StepTx(bounded, "step", func(ctx context.Context, _ pgx.Tx) (int, error) {
+			_, err := other.Exec(ctx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": x.ID})
+			return 1, err
+		}); err != nil {
+			return executions.Result{}, err
+		}
+		if got := shown(t, pool, x.ID); got != `{}` {
+			t.Errorf("beside who has the row: %s", got)
+		}
+		return executions.Result{}, other.Rollback(ctx)
+	}))
+	id := p.begin(t, "flow")
+	x := until(t, pool, id, executions.Completed)
+	if got := shown(t, pool, x.ID); got != `{"a":1}` {
+		t.Errorf("in the end: %s", got)
 	}
 }
