@@ -144,3 +144,71 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 		t.Errorf("10 speakers took %d turns", len(speakers))
 	}
 }
+
+// The holder of a thread has fenced a write by the token of its lane when another wants to speak. Who has the lane's row and who waits for it
+// do not wait for each other.
+func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	holder, other := claimed(t, pool, ""), claimed(t, pool, "")
+	saysAs(t, pool, holder, "first")
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks where lane = 'thread:t'))`)
+	const says = `select send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
+	spoke := make(chan error, 1)
+	go func() {
+		_, err := pool.Exec(t.Context(), says, other, "later")
+		spoke <- err
+	}()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
+			and strpos(query, 'send_agent_message') > 0)`)
+	}, "the other waits")
+	exec(t, tx, says, holder, "second")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := <-spoke; err != nil {
+		t.Errorf("the other: %v", err)
+	}
+	if got := spoken(t, pool, "t"); !slices.Equal(got, []string{"first", "second"}) {
+		t.Errorf("said is %q", got)
+	}
+}
+
+// A thread whose lane has no row yet: of two who speak at the same time one has it, and the other's words are queued.
+func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	open(t, pool, "t")
+	for range 10 {
+		exec(t, pool, `delete from agent_messages`)
+		exec(t, pool, `delete from agent_locks`)
+		queued := make(chan bool, 6)
+		for range cap(queued) {
+			id := claimed(t, pool, "")
+			go func() {
+				var later bool
+				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x, send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
+				if err != nil {
+					t.Error(err)
+				}
+				queued <- later
+			}()
+		}
+		first := 0
+		for range cap(queued) {
+			if !<-queued {
+				first++
+			}
+		}
+		if first != 1 {
+			t.Errorf("%d spoke at once", first)
+		}
+	}
+}
