@@ -22,7 +22,7 @@ const (
 
 // Options tune [Open]; the zero value is right for a server process. What the connection string
 // says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode,
-// idle_in_transaction_session_timeout, jit) wins.
+// idle_in_transaction_session_timeout, jit, pool_ping_timeout) wins.
 type Options struct {
 	MaxConns        int32         // most connections of the pool; 16 when 0
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
@@ -95,7 +95,10 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if config.ConnConfig.ConnectTimeout == 0 {
 		config.ConnConfig.ConnectTimeout = connectTimeout
 	}
-	config.ConnConfig.DialFunc = dialer().DialContext
+	config.ConnConfig.DialFunc = newPatience().DialContext
+	if config.PingTimeout == 0 {
+		config.PingTimeout = answerWithin
+	}
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 		readTimes(conn)
 		return nil

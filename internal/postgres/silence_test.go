@@ -1,0 +1,147 @@
+package postgres
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// slowServer takes what is sent, answers one kind of request when it talks, and another when it is told to.
+type slowServer struct {
+	net.Listener
+	talks  atomic.Bool
+	asked  chan struct{} // one for each time it was asked whether it is there
+	answer chan struct{} // closed: it answers everything
+	over   chan struct{} // closed: the test is over
+}
+
+func newSlowServer(t *testing.T) *slowServer {
+	t.Helper()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &slowServer{Listener: listener, asked: make(chan struct{}, 100), answer: make(chan struct{}), over: make(chan struct{})}
+	t.Cleanup(func() {
+		close(s.over)
+		listener.Close()
+	})
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return // closed
+			}
+			go s.serve(conn)
+		}
+	}()
+	return s
+}
+
+func (s *slowServer) serve(conn net.Conn) {
+	defer conn.Close()
+	request := make([]byte, 8)
+	if _, err := io.ReadFull(conn, request); err != nil {
+		return // closed
+	}
+	if !bytes.Equal(request, sslRequest) {
+		select {
+		case <-s.answer:
+		case <-s.over:
+		}
+	} else {
+		s.asked <- struct{}{}
+	}
+	if s.talks.Load() {
+		_, _ = conn.Write([]byte("N"))
+	}
+	_, _ = conn.Read(request) // until it is closed
+}
+
+// hasty loses patience in no time.
+func hasty() *patience {
+	p := newPatience()
+	p.silent, p.within, p.look = time.Millisecond, 50*time.Millisecond, time.Millisecond
+	return p
+}
+
+func (s *slowServer) conn(t *testing.T, p *patience, sends string) net.Conn {
+	t.Helper()
+	conn, err := p.DialContext(t.Context(), "tcp", s.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if sends == "" {
+		return conn
+	}
+	if _, err := conn.Write([]byte(sends)); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}
+
+// A server may be stopped and replaced, while the kernel of its machine goes on confirming what is sent.
+func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
+	t.Parallel()
+	s, p := newSlowServer(t), hasty()
+	idle := s.conn(t, p, "")
+	for name, conn := range map[string]net.Conn{"one that waits": s.conn(t, p, "question"), "one in the same pool": idle} {
+		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, errSilent) || !Broken(err) {
+			t.Errorf("%s: got %v, want that the server answers nobody, as a connection that broke", name, err)
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.conns) != 0 {
+		t.Errorf("%d connections are still looked after", len(p.conns))
+	}
+}
+
+func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {
+	t.Parallel()
+	s, p := newSlowServer(t), hasty()
+	s.talks.Store(true)
+	p.within = time.Minute
+	conn := s.conn(t, p, "question")
+	for range 3 {
+		<-s.asked
+	}
+	close(s.answer)
+	if _, err := conn.Read(make([]byte, 1)); err != nil {
+		t.Errorf("the answer did not come: %v", err)
+	}
+}
+
+func TestAServerThatRefusesIsNotSilent(t *testing.T) {
+	t.Parallel()
+	s, p := newSlowServer(t), hasty()
+	address := s.Addr()
+	s.Close()
+	if !p.hears(address) {
+		t.Error("a refusal was taken for silence")
+	}
+}
+
+func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
+	t.Parallel()
+	for url, want := range map[string]time.Duration{
+		"postgres://one.example/b":                      answerWithin,
+		"postgres://one.example/b?pool_ping_timeout=7s": 7 * time.Second,
+	} {
+		config, err := parse(url, Options{})
+		if err != nil || config.PingTimeout != want {
+			t.Errorf("%s: it waits %s, want %s (%v)", url, config.PingTimeout, want, err)
+		}
+	}
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if _, err := newPatience().DialContext(ended, "tcp", "127.0.0.1:1"); err == nil {
+		t.Error("connected to nobody")
+	}
+}
