@@ -58,16 +58,21 @@ func (o *Operate) Handler() http.Handler {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
+		key, err := o.unused(r.Context(), turnKey(r, body))
+		if err != nil {
+			problem.Write(w, r, err, "", o.log)
+			return
+		}
 		s, err := o.Session(body.SessionID, body.SessionID != "")
 		if err != nil {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
 		if wantsDocument(r) {
-			o.document(w, r, s, body)
+			o.document(w, r, s, body, key)
 			return
 		}
-		o.stream(w, r, s, body)
+		o.stream(w, r, s, body, key)
 	})
 }
 
@@ -133,12 +138,12 @@ func (o *Operate) refusal(ctx context.Context, err error) error {
 }
 
 // document answers with the whole turn at once.
-func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, body Body) {
+func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
 	ctx, leave := context.WithCancelCause(r.Context())
 	defer leave(nil)
 	answer := Answer{Tools: []ToolCall{}, Approvals: []Approval{}}
 	traceID, begun := "", false
-	done, err := s.Turn(ctx, body.Message, body.Wait, func(e Event) {
+	done, err := s.turn(ctx, body.Message, key, body.Wait, func(e Event) {
 		answer.Add(e)
 		switch data := e.Data.(type) {
 		case Start:
@@ -170,7 +175,7 @@ func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, b
 }
 
 // stream answers with events. With wait the answer begins before the lane is held, so that the connection lives.
-func (o *Operate) stream(w http.ResponseWriter, r *http.Request, s *Session, body Body) {
+func (o *Operate) stream(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
 	ctx, leave := context.WithCancelCause(r.Context())
 	defer leave(nil)
 	out := newStream(w, leave)
@@ -178,7 +183,7 @@ func (o *Operate) stream(w http.ResponseWriter, r *http.Request, s *Session, bod
 	if body.Wait {
 		out.comment("waiting for the lane " + Lane)
 	}
-	_, err := s.Turn(ctx, body.Message, body.Wait, out.event)
+	_, err := s.turn(ctx, body.Message, key, body.Wait, out.event)
 	switch {
 	case err == nil, out.wrote():
 	case !out.opened():

@@ -1,6 +1,7 @@
 package operate
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -40,6 +41,11 @@ const (
 // begins: *lanes.BusyError, ErrBusySession, a message that cannot be. What PostgreSQL cannot store, NUL and invalid
 // UTF-8, is left out of the message.
 func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
+	return s.turn(ctx, message, "", wait, emit)
+}
+
+// turn is Turn as an effect of a dedupe key, unless that is empty.
+func (s *Session) turn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
 	message = storable(message)
 	if err := s.o.checkMessage(message); err != nil {
 		return Done{}, err
@@ -51,7 +57,7 @@ func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func
 	if err := s.enter(ctx, wait); err != nil {
 		return Done{}, err
 	}
-	claimed, err := s.insert(ctx, message)
+	claimed, err := s.insert(ctx, message, key)
 	if err != nil {
 		return Done{}, errors.Join(err, s.release(ctx)) // nobody works here yet
 	}
@@ -95,7 +101,7 @@ func (o *Operate) checkMessage(message string) error {
 
 // insert records the message and the turn, claimed by this process, in one transaction. An interrupt must not leave
 // a row of which nobody here knows.
-func (s *Session) insert(ctx context.Context, message string) (claimed executions.Execution, err error) {
+func (s *Session) insert(ctx context.Context, message, key string) (claimed executions.Execution, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
 	defer cancel()
 	id := s.traceID()
@@ -104,10 +110,14 @@ func (s *Session) insert(ctx context.Context, message string) (claimed execution
 		if _, err := threads.Open(ctx, tx, thread); err != nil {
 			return err
 		}
-		claimed, _, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
+		var begun bool
+		claimed, begun, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
 			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: s.o.Agent, ThreadID: s.id, Queue: executions.Interactive,
-			Priority: 1, Input: input{s.id, message},
+			Priority: 1, Input: input{s.id, message}, DedupeKey: key,
 		})
+		if err == nil && !begun {
+			return begunBefore(claimed)
+		}
 		if err != nil {
 			return err
 		}
@@ -168,7 +178,7 @@ func (s *Session) attend(ctx context.Context, x executions.Execution, emit func(
 func said(err error, traceID string) *problem.Problem {
 	p, _ := problem.Of(err)
 	told := *p
-	told.TraceID = traceID
+	told.TraceID = cmp.Or(traceID, told.TraceID)
 	return &told
 }
 
