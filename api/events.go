@@ -11,7 +11,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -72,11 +71,8 @@ func (s *server) raiseEvent(r request) (answer, error) {
 		e.ID = keyedID(r.Request, e)
 	}
 	got, err := s.deliver(r.Context(), e)
-	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return answer{}, badBody("%s", refused.Message)
-	}
 	if err != nil {
-		return answer{}, err
+		return answer{}, refusedValue(err)
 	}
 	if err := activity.LinkExecutions(r.Context(), s.pool, got.Resumed); err != nil {
 		s.log.WarnContext(r.Context(), "caller's trace not linked", "event_id", got.EventID, "error", err)

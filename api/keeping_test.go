@@ -25,7 +25,7 @@ func TestMemoryIsForgottenAndAudited(t *testing.T) {
 	if text := value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
 		t.Errorf("the record is %s", text)
 	}
-	for _, none := range []string{id, "kept", "018f0000-0000-7000-8000-000000000000"} {
+	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
 		a.refused(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	}
 	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {

@@ -281,7 +281,7 @@ func (s *server) releaseLock(r request) (answer, error) {
 // refusedValue turns what the database cannot keep, such as \u0000 in JSON, into a problem.
 func refusedValue(err error) error {
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return badBody("%s", refused.Message)
+		return badBody("%s", postgres.Told(refused))
 	}
 	return err
 }

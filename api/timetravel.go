@@ -101,7 +101,7 @@ func newFork(x, got executions.Execution, from string, err error) (answer, error
 	case errors.Is(err, executions.ErrChanged):
 		return answer{trace: x.TraceID}, problem.New(http.StatusConflict, "%s", err).Kind("input-changed", "Input contradicts the record")
 	case err != nil:
-		return answer{trace: x.TraceID}, err
+		return answer{trace: x.TraceID}, refusedValue(err)
 	}
 	return answer{body: forked{got.ID, got.TraceID, got.Status, x.ID, from}, trace: got.TraceID, status: http.StatusCreated}, nil
 }

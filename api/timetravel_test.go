@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strings"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
@@ -82,6 +83,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		words  string
 	}{
 		"/v1/executions/" + good.ID + "/fork":                                  {`{"from": "say", "input": {"name": "Eva"}}`, http.StatusConflict, "step look up"},
+		"/v1/executions/" + strings.ToUpper(bad.ID) + "/fork":                  {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
 		"/v1/executions/" + bad.ID + "/fork":                                   {`{"from": "sing"}`, http.StatusBadRequest, "no such recorded step"},
 		"/v1/executions/" + good.ID + "/retry":                                 {``, http.StatusConflict, "only what has failed"},
 		"/v1/executions/nonsense/replay":                                       {``, http.StatusBadRequest, "not the id of an execution"},

@@ -279,5 +279,5 @@ func malformed(err error) error {
 	if !is || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, refused.Code) {
 		return err
 	}
-	return &RunError{Err: ErrMalformed, Detail: refused.Message}
+	return &RunError{Err: ErrMalformed, Detail: postgres.Told(refused)}
 }

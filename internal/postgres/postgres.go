@@ -76,6 +76,14 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
+// Told is what the server says of a value that it refuses: its message, and the detail, which names what is wrong in it.
+func Told(refused *pgconn.PgError) string {
+	if refused.Detail == "" {
+		return refused.Message
+	}
+	return refused.Message + ": " + refused.Detail
+}
+
 // Constraint is the name of the constraint that err violates, or "".
 func Constraint(err error) string {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
