@@ -153,7 +153,7 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 // execution are left: they end with it.
 func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error) {
 	var never *pgconn.ConnectError
-	if owner.claim || pgconn.SafeToRetry(cause) || errors.As(cause, &never) || postgres.Code(cause) != "" {
+	if owner.claim || errors.As(cause, &never) || postgres.Unchanged(cause) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -228,22 +230,30 @@ func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
 	}
 }
 
-// An acquire whose answer was lost must not keep the lane busy until its TTL.
+// An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down, or a pooler that has lost
+// it, ends with an error after the commit.
 func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
 	t.Parallel()
-	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, _ := keeper(t, w)
-	w.lose.Store(true)
-	if _, err := k.Acquire(t.Context(), "x"); err == nil {
-		t.Fatal("no error although the answer was lost")
-	}
-	w.lose.Store(false)
-	if n := get[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
-		t.Fatal("the statement did not reach the database: the test tests nothing")
-	}
-	if get[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Error("a lane that nobody knows of is held")
+	for what, said := range map[string]error{
+		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"}, "a pooler lost the server": &pgconn.PgError{Code: "08P01"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.DB(t)
+			w := &wire{DB: db, said: said}
+			k, _ := keeper(t, w)
+			w.lose.Store(true)
+			if _, err := k.Acquire(t.Context(), "x"); err == nil {
+				t.Fatal("no error although the answer was lost")
+			}
+			w.lose.Store(false)
+			if n := get[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
+				t.Fatal("the statement did not reach the database: the test tests nothing")
+			}
+			if get[bool](t, db, `select is_agent_lock_held('x')`) {
+				t.Error("a lane that nobody knows of is held")
+			}
+		})
 	}
 }
 

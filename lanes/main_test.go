@@ -2,6 +2,7 @@ package lanes_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -163,6 +164,7 @@ type wire struct {
 	postgres.DB
 	cut   atomic.Bool
 	lose  atomic.Bool
+	said  error // in the place of an answer that gets lost; nil for nothing, until the caller's time is up
 	delay time.Duration
 	sent  sync.Map // statements by the function they call → *atomic.Int64
 }
@@ -213,7 +215,7 @@ func (w *wire) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, er
 	rows, err := w.DB.Query(ctx, sql, args...)
 	if err == nil && w.lose.Load() {
 		rows.Close()
-		return nil, context.DeadlineExceeded
+		return nil, cmp.Or(w.said, context.DeadlineExceeded)
 	}
 	return rows, err
 }
