@@ -14,25 +14,19 @@ import (
 // for. When ctx ends first, the execution is cancelled. If the process dies, another resumes it. ErrPaused when the
 // agent is paused and the surface is not an attended one: then nothing was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, e.RunClaimed)
+	return e.insertAndRun(ctx, s, e.standing)
 }
 
 // RunHere is RunNow for work that is worth finishing when the caller has left: when ctx ends, the run is
 // handed back and goes on elsewhere.
 func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, func(ctx context.Context, claimed Execution) (Execution, error) {
-		over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
-		switch {
-		case err != nil:
-			return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
-		case over != nil:
-			return *over, nil
-		}
-		return Get(context.WithoutCancel(ctx), e.pool, claimed.ID)
+	return e.insertAndRun(ctx, s, func(ctx context.Context, id string) (Execution, error) {
+		return Get(context.WithoutCancel(ctx), e.pool, id)
 	})
 }
 
-func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Context, Execution) (Execution, error)) (Execution, error) {
+// insertAndRun reads the row with read where its end is not known.
+func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context.Context, id string) (Execution, error)) (Execution, error) {
 	worker, err := e.current(ctx)
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
@@ -50,7 +44,19 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, run func(context.Cont
 	if !created {
 		return claimed, nil
 	}
-	return run(ctx, claimed)
+	var over *Execution
+	if claimed.ClaimedBy != nil {
+		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy)
+	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
+		err = e.attend(ctx, claimed.ID)
+	}
+	switch {
+	case err != nil:
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
+	case over != nil:
+		return *over, nil
+	}
+	return read(ctx, claimed.ID)
 }
 
 // insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.

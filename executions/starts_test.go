@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sync/errgroup"
@@ -180,4 +181,46 @@ func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue, and their callers
+// get the rows as they stand.
+func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	body := flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil }))
+	})
+	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	if _, err := paused.RunHere(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
+	var group errgroup.Group
+	for i := range 20 {
+		run := paused.RunHere
+		if i%2 == 0 {
+			run = paused.RunNow
+		}
+		group.Go(func() (err error) {
+			defer func() {
+				if p := recover(); p != nil {
+					err = fmt.Errorf("panic: %v", p)
+				}
+			}()
+			x, err := run(t.Context(), spec)
+			if err == nil && x.Status.Ended() {
+				err = fmt.Errorf("it is %s", x.Status)
+			}
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	start(t, pool, body)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
+	}, "another process runs them")
 }
