@@ -72,6 +72,7 @@ type Engine struct {
 	alarm       chan struct{} // a timer is due sooner than was known
 	crews       map[string]*crew
 	due         dueTime
+	stuck       stuckNotice
 	ends        *batch.Group[lastWrite, finished]
 	events      *batch.Group[occurrence, Delivered]
 	starts      *batch.Group[postgres.Strict, Execution]

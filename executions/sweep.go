@@ -130,19 +130,23 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return e.lookAhead(ctx)
 }
 
-// lookAhead learns when the next timer and the next schedule are due. What is asked is how long until
+// lookAhead learns when the next timer and the next schedule are due, and whether lost work is left. What is asked is how long until
 // then, by the database's clock, so this process's clock may be wrong.
 func (e *Engine) lookAhead(ctx context.Context) error {
-	var schedule, timer *float64
+	var schedule, timer, lost *float64
 	err := e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
 		       extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')
-		               - clock_timestamp())::float8`).Scan(&schedule, &timer)
+		               - clock_timestamp())::float8,
+		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8`).Scan(&schedule, &timer, &lost)
 	if err != nil {
 		return fmt.Errorf("look ahead: %w", err)
 	}
 	e.due.set(after(schedule), after(timer))
 	signal(e.alarm) // the sweep may be asleep until a later time
+	if lost != nil && *lost > stuckAfter.Seconds() {
+		return e.warnOfStuck(ctx)
+	}
 	return nil
 }
 

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -170,5 +171,28 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	}
 	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
 		t.Errorf("activity %v", log)
+	}
+}
+
+// A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well last.
+func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var tries atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+			if tries.Add(1) > 1 {
+				return 0, nil
+			}
+			if err := tx.Conn().Close(ctx); err != nil {
+				return 0, err
+			}
+			return 0, &pgconn.PgError{Severity: "FATAL", Code: "25P03", Message: "terminating connection due to idle-in-transaction timeout"}
+		}))
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
+	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
+		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), str(got.ErrorMessage))
 	}
 }

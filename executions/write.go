@@ -67,7 +67,8 @@ func transient(err error) bool {
 		case "23": // a try whose connection broke was still at work: the next sees the row that it opened
 			return postgres.Constraint(err) == "agent_activity_open_step"
 		}
-		return code == "55P03" || code == "25006" // lock timeout; read-only while a failover settles
+		// A lock timeout; read-only while a failover settles; a session that was ended because this process was paused in a transaction.
+		return code == "55P03" || code == "25006" || code == "25P03"
 	}
 	var connect *pgconn.ConnectError
 	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || brokenPipe(err)

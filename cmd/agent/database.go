@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -102,7 +103,9 @@ func (c *cli) open(ctx context.Context, cfg config.Config, log *slog.Logger) (*s
 
 // connect makes the pool; when it cannot, everything is given back.
 func (s *session) connect(ctx context.Context) error {
-	pool, err := postgres.Open(ctx, s.url, postgres.Options{MaxConns: int32(min(s.config.Workers, 1000)) + 12})
+	pool, err := postgres.Open(ctx, s.url, postgres.Options{
+		MaxConns: int32(min(s.config.Workers, 1000)) + 12, IdleTransaction: idleTransaction(s.config.WorkerLease),
+	})
 	if err != nil {
 		s.close(ctx)
 		return err
@@ -115,6 +118,12 @@ func (s *session) connect(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// idleTransaction is how long a process may leave a transaction alone: its executions go elsewhere after its lease, and what it has
+// locked in the middle of a step must not keep them.
+func idleTransaction(lease time.Duration) time.Duration {
+	return min(max(lease, 5*time.Second), time.Minute)
 }
 
 // own starts or joins the own server. When there is none yet, it is made only if create says so.

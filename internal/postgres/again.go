@@ -47,5 +47,5 @@ func Broken(err error) bool {
 			return true
 		}
 	}
-	return IsCode(err, "57P01")
+	return IsCode(err, codeTerminated, codeIdle)
 }

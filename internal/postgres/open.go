@@ -1,9 +1,11 @@
 package postgres
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
@@ -16,7 +18,7 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
-	idleInTransaction      = "60s" // then the server ends the session: a process that was paused holds nobody up for longer
+	idleInTransaction      = time.Minute // then the server ends the session: a process that was paused holds nobody up for longer
 	readCommitted          = "read committed"
 )
 
@@ -27,6 +29,7 @@ type Options struct {
 	MaxConns        int32         // most connections of the pool; 16 when 0
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
 	ConnectWait     time.Duration // how long to retry while the server cannot be reached or starts up; 0 tries once
+	IdleTransaction time.Duration // how long a transaction may be left alone until the server ends it; a minute when 0
 }
 
 // Open returns a pool for url (a URL or a key=value string) whose server has answered. The error
@@ -41,7 +44,7 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 	if err != nil {
 		return nil, explain(config.ConnConfig, err)
 	}
-	if err := route.adapt(config.ConnConfig, url); err != nil {
+	if err := route.adapt(config.ConnConfig, url, cmp.Or(opts.IdleTransaction, idleInTransaction)); err != nil {
 		return nil, err
 	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
@@ -115,7 +118,7 @@ type route struct {
 // adapt makes config fit the way to the server. An isolation level, the end of idle transactions and no just-in-time
 // compilation, which costs short statements far more than it saves, are startup parameters that PgBouncer refuses, so they are only
 // sent when no pooler is there.
-func (r route) adapt(config *pgx.ConnConfig, url string) error {
+func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{moved: &moved{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
@@ -123,7 +126,7 @@ func (r route) adapt(config *pgx.ConnConfig, url string) error {
 			config.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
 		}
 	}
-	for name, value := range map[string]string{"idle_in_transaction_session_timeout": idleInTransaction, "jit": "off"} {
+	for name, value := range map[string]string{"idle_in_transaction_session_timeout": strconv.FormatInt(idle.Milliseconds(), 10), "jit": "off"} {
 		if _, given := config.RuntimeParams[name]; !given && !r.pooled {
 			config.RuntimeParams[name] = value
 		}

@@ -195,6 +195,14 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "1min" {
 		t.Errorf("the limit is %q (%v), want 1min", limit, err)
 	}
+	hasty, err := postgres.Open(t.Context(), database, postgres.Options{IdleTransaction: 5 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(hasty.Close)
+	if err := hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "5s" {
+		t.Errorf("the limit is %q (%v), want 5s", limit, err)
+	}
 	u, err := url.Parse(database)
 	if err != nil {
 		t.Fatal(err)
