@@ -85,7 +85,7 @@ func (r *run) caughtUp(ctx context.Context) error {
 	return r.recordPutOff(ctx)
 }
 
-// takePutOff hands what was put off to a write that takes it along; nil when there is nothing.
+// takePutOff hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write that is under way.
 func (r *run) takePutOff() *putOff {
 	r.recording.Lock()
 	defer r.recording.Unlock()
@@ -105,6 +105,11 @@ func (r *run) recordPutOff(ctx context.Context) error {
 	}
 	r.put = nil
 	p.timer.Stop()
+	return r.recordTaken(ctx, p)
+}
+
+// recordTaken writes what was taken from r.put. An error has stopped the run.
+func (r *run) recordTaken(ctx context.Context, p *putOff) error {
 	err := r.recordNow(ctx, p.s, p.effect, p.value, p.output, p.failure)
 	switch {
 	case err == nil, r.poisoned() != nil:

@@ -249,10 +249,13 @@ func (r *run) call(ctx context.Context, flow Func) (result Result, err error) {
 
 // settle decides what the end of the function means for the execution.
 func (r *run) settle(ctx context.Context, result Result, err error) error {
-	if r.poisoned() != nil || ctx.Err() != nil {
-		_ = r.caughtUp(ctx) // an error has stopped the run
+	last := r.takePutOff() // an error of a write of it that was under way has stopped the run
+	poison, ended := r.poisoned(), ctx.Err() != nil
+	if last != nil && (poison != nil || ended) {
+		_ = r.recordTaken(ctx, last) // an error has stopped the run
+		last, poison = nil, r.poisoned()
 	}
-	switch poison := r.poisoned(); {
+	switch {
 	case errors.Is(poison, ErrParked):
 		return nil
 	case errors.Is(poison, ErrLost), errors.Is(poison, ErrStale):
@@ -267,9 +270,9 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 		r.e.giveUp(ctx, r)
 		return nil
 	case errors.Is(poison, ErrChanged), errors.Is(poison, errUnrecorded):
-		return r.finish(ctx, Failed, Result{}, poison)
+		return r.finish(ctx, nil, Failed, Result{}, poison)
 	}
-	if ctx.Err() != nil && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
+	if ended && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
 		r.e.giveUp(ctx, r) // the caller went away: a shutdown, or an interrupt that RunNow turns into a cancel
 		r.e.ready(r.exec.Queue, 1)
 		return nil
@@ -281,19 +284,18 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 	case err != nil:
 		status = Failed
 	}
-	return r.finish(ctx, status, result, err)
+	return r.finish(ctx, last, status, result, err)
 }
 
-// finish writes the end. Lanes, open activity rows and AGENT_COMPLETED follow in the same transaction. A
-// result that the database refuses makes the execution fail, so that it does end.
-func (r *run) finish(ctx context.Context, status Status, result Result, failure error) error {
+// finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and AGENT_COMPLETED
+// follow in the same transaction. A result that the database refuses makes the execution fail, so that it does end.
+func (r *run) finish(ctx context.Context, last *putOff, status Status, result Result, failure error) error {
 	value, _, err := encode(result.Value)
 	if err != nil {
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
 	}
 	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
-	last := r.takePutOff()
 	done, err := r.writeEnd(detached, last.point(r), status, plain(result.Summary), value, failure)
 	if refused(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)

@@ -262,3 +262,38 @@ func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 		t.Errorf("the step ran %d times", n)
 	}
 }
+
+// The function returns while the record of its last step is being written, which fails: the run does not end as if the step were on record.
+func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
+		perform pg_advisory_xact_lock(77);
+		raise exception 'no' using errcode = '22023';
+	end $$`)
+	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select pg_advisory_xact_lock(77)`)
+	returns := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		defer close(returns)
+		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
+		pgtest.Eventually(t, patience, func() bool {
+			return value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
+				and database = (select oid from pg_database where datname = current_database()))`)
+		}, "the record is being written")
+		return ends(n, err)
+	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	id := p.begin(t, "flow")
+	receive(t, returns)
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if x := until(t, pool, id, executions.Failed); x.FailedStep == nil || *x.FailedStep != "bad" {
+		t.Errorf("it failed at %v", x.FailedStep)
+	}
+}
