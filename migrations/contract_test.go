@@ -46,6 +46,39 @@ func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	}, text+" waits")
 }
 
+// Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as who speaks in a thread
+// that a parent has lent does; it does not wait for who waits for it.
+func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
+	db := pgtest.DB(t)
+	given := claimed(t, db)
+	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
+	exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
+	for id, take := range map[string]string{
+		given: `select give_up_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
+	} {
+		tx := inFlight(t, db, id)
+		if id == over {
+			exec(t, db, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1::uuid`, id)
+		}
+		took := make(chan error, 1)
+		go func() {
+			_, err := db.Exec(t.Context(), take, id)
+			took <- err
+		}()
+		blocked(t, db, 1, take)
+		exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
+		if err := tx.Commit(t.Context()); err != nil {
+			t.Errorf("%s: the write: %v", take, err)
+		}
+		if err := <-took; err != nil {
+			t.Errorf("%s: %v", take, err)
+		}
+		if claim := get[int](t, db, `select claim from agent_executions where id = $1::uuid`, id); claim != 2 {
+			t.Errorf("%s: claim %d", take, claim)
+		}
+	}
+}
+
 const park = `select park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
 
 func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
