@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -67,10 +68,16 @@ func (e event) check() error {
 
 func (s *server) raiseEvent(r request) (answer, error) {
 	e := r.body.(event)
+	keyed := ""
 	if e.ID == "" {
-		e.ID = keyedID(r.Request, e)
+		keyed = keyedID(r.Request, e)
 	}
-	got, err := s.deliver(r.Context(), e)
+	var got executions.Delivered
+	err := onceMore(r.Context(), s.pool, keyed, func(key string) (_ string, err error) {
+		e.ID = cmp.Or(key, e.ID)
+		got, err = s.deliver(r.Context(), e)
+		return got.EventID, err
+	})
 	if err != nil {
 		return answer{}, refusedValue(err)
 	}

@@ -33,6 +33,8 @@ const (
 	maxKey    = 255
 	// keyLease is how long an attempt lasts without a sign of life.
 	keyLease = time.Minute
+	// keyLife is how long a key is remembered.
+	keyLife = 24 * time.Hour
 	// maxKept is how many bytes of an answer are kept.
 	maxKept = 1 << 20
 	// settleLimit bounds what is written after the handler, which may have used up the request's time.

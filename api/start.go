@@ -115,7 +115,12 @@ func (s *server) startExecution(r request) (answer, error) {
 			return answer{}, err
 		}
 	}
-	x, _, err := s.engine.Start(r.Context(), s.pool, spec)
+	var x executions.Execution
+	err := onceMore(r.Context(), s.pool, spec.DedupeKey, func(key string) (_ string, err error) {
+		spec.DedupeKey = key
+		x, _, err = s.engine.Start(r.Context(), s.pool, spec)
+		return x.ID, err
+	})
 	if err != nil {
 		return answer{}, refusedValue(err)
 	}

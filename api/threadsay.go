@@ -124,9 +124,13 @@ func (s *server) sayInThread(r request) (answer, error) {
 		return answer{}, err
 	}
 	var sent threads.SendResult
-	err = postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
-		sent, err = threads.SendTx(r.Context(), tx, o)
-		return err
+	err = onceMore(r.Context(), s.pool, o.Key, func(key string) (string, error) {
+		o.Key = key
+		err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
+			sent, err = threads.SendTx(r.Context(), tx, o)
+			return err
+		})
+		return sent.MessageID, err
 	})
 	if postgres.IsCode(err, "LK001") { // it was lost meanwhile
 		if _, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err == nil {
@@ -159,8 +163,12 @@ func (s *server) speaker(r request, b saying) (executions.Execution, error) {
 func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
 	var sent threads.SendResult
 	c, err := s.audited(r.Context(), "send_message", "an admin's own message", map[string]string{"thread_id": o.ThreadID},
-		func(tx pgx.Tx, _ string) (_ any, err error) {
-			sent, err = threads.SendTx(r.Context(), tx, o)
+		func(tx pgx.Tx, _ string) (any, error) {
+			err := onceMore(r.Context(), tx, o.Key, func(key string) (_ string, err error) {
+				o.Key = key
+				sent, err = threads.SendTx(r.Context(), tx, o)
+				return sent.MessageID, err
+			})
 			return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
 		})
 	if err != nil {

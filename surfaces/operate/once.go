@@ -31,11 +31,14 @@ func turnKey(r *http.Request, b Body) string {
 }
 
 // unused is the dedupe key under which a request's turn may begin, or the refusal of one that was begun before. After a turn
-// that failed, which its client was told, the same request begins another.
+// that failed, which its client was told, or was of another day, the same request begins another.
 func (o *Operate) unused(ctx context.Context, key string) (string, error) {
 	for next := key; next != ""; {
 		var id string
-		err := o.Pool.QueryRow(ctx, `select id::text from agent_executions where dedupe_key = @key`, postgres.Strict{"key": next}).Scan(&id)
+		var old bool // older than keys are kept: it may be used again
+		err := o.Pool.QueryRow(ctx, `
+			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
+			postgres.Strict{"key": next}).Scan(&id, &old)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return next, nil
 		}
@@ -46,7 +49,7 @@ func (o *Operate) unused(ctx context.Context, key string) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		if !x.Status.Ended() || x.Status == executions.Completed {
+		if !old && (!x.Status.Ended() || x.Status == executions.Completed) {
 			return "", begunBefore(x)
 		}
 		next = key + " after " + id

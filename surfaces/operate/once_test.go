@@ -80,9 +80,9 @@ func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
 	}
 }
 
-func TestARequestWhoseTurnFailedMayBeSentAgain(t *testing.T) {
+func TestARequestWhoseTurnFailedOrIsOldMayBeSentAgain(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."))
+	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."), modeltest.Text("And now."))
 	p := w.process(t, false)
 	for _, want := range []string{"start error", "start delta done"} {
 		if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != want {
@@ -92,5 +92,9 @@ func TestARequestWhoseTurnFailedMayBeSentAgain(t *testing.T) {
 	}
 	if resp := p.keyed(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
 		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
+	}
+	exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
+	if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != "start delta done" {
+		t.Errorf("a day later: %s", named(events))
 	}
 }
