@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -150,7 +151,7 @@ func start(t testing.TB, p part) *process {
 	}
 	cmd := exec.Command(os.Args[0], "-test.run=^$")
 	cmd.Env = append(os.Environ(), partVariable+"="+string(raw))
-	cmd.Stderr = os.Stderr
+	cmd.Stderr, cmd.SysProcAttr = os.Stderr, proctest.DieWithUs()
 	stdin, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
