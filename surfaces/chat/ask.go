@@ -155,7 +155,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 // launch runs a turn that was inserted. It does not end with ctx.
 func (c *Chat) launch(ctx context.Context, x executions.Execution) begun {
 	f, leave := c.feeds.join(x.ID)
-	f.change(func() { f.live, f.local = true, true })
+	f.change(func() { f.live, f.local, f.claim = true, true, x.Claim })
 	runner, done := c.feeds.join(x.ID)
 	detached := context.WithoutCancel(ctx)
 	c.turns.Go(func() {
@@ -165,11 +165,11 @@ func (c *Chat) launch(ctx context.Context, x executions.Execution) begun {
 		switch {
 		case err != nil:
 			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "error", err)
-			runner.away()
+			runner.away(x.Claim)
 		case got.Status.Ended():
 			runner.finish(got)
 		default:
-			runner.away()
+			runner.away(x.Claim)
 		}
 	})
 	return begun{exec: x, feed: f, leave: leave}

@@ -27,6 +27,7 @@ type feed struct {
 	streamed bool   // somebody was shown text
 	live     bool   // the turn was begun here, and whoever waits for it does so here
 	local    bool   // this process takes the turn now
+	claim    int64  // under which it does, or did last
 	leave    bool   // an admin's approval is waited for
 	end      *executions.Execution
 	changed  chan struct{}
@@ -61,9 +62,10 @@ func (f *feed) change(alter func()) {
 	f.changed = make(chan struct{})
 }
 
-// begin sets what an earlier claim of the turn has said for good.
-func (f *feed) begin(said string, limit int) {
+// begin sets what earlier claims of the turn have said for good.
+func (f *feed) begin(claim int64, said string, limit int) {
 	f.change(func() {
+		f.claim = claim
 		f.text, f.settled, f.attempt, f.due, f.limit = said, len(said), len(said), "", limit
 		f.full, f.local, f.leave, f.end = false, true, false, nil
 		if said != "" {
@@ -140,8 +142,10 @@ func (f *feed) sketch() threads.Sketch {
 	return threads.Sketch{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
 }
 
-// away notes that the turn goes on elsewhere, or waits.
-func (f *feed) away() { f.change(func() { f.local = false }) }
+// away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by now.
+func (f *feed) away(claim int64) {
+	f.change(func() { f.local = f.local && f.claim > claim })
+}
 
 // finish notes how the turn has ended.
 func (f *feed) finish(x executions.Execution) {

@@ -90,9 +90,9 @@ func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Resul
 	live := f.live && x.Claim == 1
 	f.mu.Unlock()
 	if !live {
-		defer f.away()
+		defer f.away(x.Claim)
 	}
-	f.begin("", in.MaxTokens*bytesPerToken)
+	f.begin(x.Claim, "", in.MaxTokens*bytesPerToken)
 	notes, hush := c.hear()
 	defer hush()
 	got, err := c.overhear(ctx, x, in, f, notes)

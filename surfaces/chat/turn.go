@@ -60,7 +60,7 @@ func (c *Chat) run(ctx context.Context, raw json.RawMessage) (executions.Result,
 	t.live = f.live && x.Claim == 1
 	f.mu.Unlock()
 	if !t.live {
-		defer f.away() // the followers look into the database for what comes next
+		defer f.away(x.Claim) // the followers look into the database for what comes next
 	}
 	got, err := t.take(ctx)
 	if err != nil {
@@ -131,7 +131,7 @@ func (t *turn) read(ctx context.Context) error {
 		words[i] = m.Content
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(words, "\n\n")
-	t.feed.begin(got.sketch.Keep(), t.in.MaxTokens*bytesPerToken)
+	t.feed.begin(t.exec.Claim, got.sketch.Keep(), t.in.MaxTokens*bytesPerToken)
 	return nil
 }
 
