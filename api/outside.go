@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"net/http"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -112,12 +113,17 @@ func (b beating) check() error {
 	return nil
 }
 
+// waitStep is the name of a step that has the outcome of a wait of a worker outside.
+var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
+
 func (c recording) check() error {
 	switch {
 	case !lockForm(c.LockID):
 		return badBody("lock_id is missing, or is not the id of a lock")
 	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !storable(c.Step):
 		return badBody("step has to be 1 to %d characters of text", maxStep)
+	case waitStep.MatchString(c.Step):
+		return badBody("step is %.60q; steps named \"wait KIND NUMBER\" are the outcomes of waits, which nobody else writes", c.Step)
 	case c.Output == nil:
 		return badBody("output is missing; null is one")
 	}
@@ -265,6 +271,9 @@ func (s *server) releaseLock(r request) (answer, error) {
 	within, err := timeout(b.Timeout)
 	if err != nil {
 		return answer{}, err
+	}
+	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
+		return answer{}, badBody("waiting_key is this execution, which would wait for its own end")
 	}
 	if !given(b.Result) {
 		b.Result = nil

@@ -226,6 +226,8 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		{"POST", path + "/checkpoints", `{"step":"a","output":1}`, 400, "lock_id"},
 		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "u0000 cannot be converted"},
 		{"POST", path + "/checkpoints", step(`"step":"` + strings.Repeat("x", 501) + `","output":1`), 400, "500"},
+		{"POST", path + "/checkpoints", step(`"step":"wait event 1","output":1`), 400, "the outcomes of waits"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400, "its own end"},
 		{"DELETE", held, ``, 400, "JSON object"},
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
 		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},

@@ -191,6 +191,9 @@ func TestDoubleClicksReplayOnce(t *testing.T) {
 	}
 	w.work(t)
 	w.until(t, "msg_1", webhooks.Done)
+	if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, strings.NewReader(`{"replays":-1}`)); got.status != http.StatusBadRequest {
+		t.Errorf("replay by who saw less than none: %d %s", got.status, got.body)
+	}
 	var again, refused atomic.Int32
 	var group sync.WaitGroup
 	for range 20 {

@@ -186,6 +186,9 @@ func wantsReplay(w http.ResponseWriter, r *http.Request) (int, error) {
 	if wanted.Replays == nil {
 		return -1, nil
 	}
+	if *wanted.Replays < 0 {
+		return 0, problem.New(http.StatusBadRequest, "replays is %d; it is how many replays you saw, 0 or more; leave it out to replay in any case", *wanted.Replays)
+	}
 	return *wanted.Replays, nil
 }
 
