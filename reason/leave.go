@@ -117,6 +117,7 @@ func (w *turn) announce(ctx context.Context, round []*call) error {
 	for _, c := range round {
 		w.OnApproval(c.leave.asked)
 	}
+	w.view.catchUp(ctx)
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	openai "github.com/sashabaranov/go-openai"
 
@@ -275,6 +276,28 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 	w.completed(t)
 	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"disabled"`) || len(d.list()) != 0 {
 		t.Errorf("the model was told %s, calls %q", told, d.list())
+	}
+}
+
+// What was shown is stored by callbacks, and whoever goes on after the decision builds on that: a turn waits only when they have caught up.
+func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("ok"))
+	w.parking(t)
+	states := make(chan string, 1)
+	w.turn.OnApproval = func(approvals.Approval) {
+		var status string
+		for range 20 { // a store that is slow
+			if err := w.pool.QueryRow(context.Background(), `select status from agent_executions where flow = 'turn'`).Scan(&status); err != nil {
+				status = err.Error()
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+		states <- status
+	}
+	w.park(t)
+	if got := <-states; got != "running" {
+		t.Errorf("the execution was %s when the callback had stored what was said, want running", got)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 // turn is a Turn under way.
 type turn struct {
+	view *viewer // nil without callbacks
 	*Loop
 	Turn
 	budget   Budget
@@ -68,6 +69,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 		return Outcome{}, fmt.Errorf("choose tools: %w", err)
 	}
 	w := l.newTurn(t)
+	w.view = view
 	w.skills, w.more = tools.Skills, tools.More
 	if w.more > 0 {
 		w.Tools = append(w.Tools, w.skillSearch())

@@ -132,6 +132,24 @@ func (v *viewer) call(ctx context.Context, show func()) (goOn bool) {
 	return true
 }
 
+// catchUp waits until what was added so far was shown, for as long as its patience lasts: who waits for somebody else may go on in
+// another process, which finds what was stored by then.
+func (v *viewer) catchUp(ctx context.Context) {
+	if v == nil {
+		return
+	}
+	shown := make(chan struct{})
+	v.add(func() { close(shown) })
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case <-shown:
+	case <-v.done:
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+}
+
 // close waits until everything was shown, for as long as its patience lasts. After it no further callback begins.
 func (v *viewer) close(ctx context.Context) {
 	if v == nil {
