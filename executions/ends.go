@@ -65,10 +65,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
-	answers := make([]batch.Answer[finished], n)
-	for i := range answers {
-		answers[i].Alone = true
-	}
+	answers := batch.Unanswered[finished](n)
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
 		  from close_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[], @failures, @failed_steps,

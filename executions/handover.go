@@ -108,10 +108,7 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.
 		return nil, err
 	}
 	defer rows.Close()
-	answers := make([]batch.Answer[Delivered], len(events))
-	for i := range answers {
-		answers[i].Alone = true
-	}
+	answers := batch.Unanswered[Delivered](len(events))
 	var took []claimed
 	left := map[string]int{} // of each queue, what is to be claimed from it
 	for rows.Next() {

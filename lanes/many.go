@@ -60,7 +60,7 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]batch.Answer[
 	if err != nil {
 		return nil, err
 	}
-	answers := noAnswers[answer](len(all))
+	answers := batch.Unanswered[answer](len(all))
 	for _, f := range found {
 		answers[f.n-1] = batch.Answer[answer]{Value: f.answer()}
 	}
@@ -124,18 +124,9 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[b
 	if err != nil {
 		return nil, err
 	}
-	answers := noAnswers[bool](len(all))
+	answers := batch.Unanswered[bool](len(all))
 	for _, f := range done {
 		answers[f.N-1] = batch.Answer[bool]{Value: true}
 	}
 	return answers, nil
-}
-
-// noAnswers are those of n questions of which none has been answered.
-func noAnswers[Out any](n int) []batch.Answer[Out] {
-	answers := make([]batch.Answer[Out], n)
-	for i := range answers {
-		answers[i].Alone = true
-	}
-	return answers
 }

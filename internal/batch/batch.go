@@ -62,6 +62,15 @@ type Answer[Out any] struct {
 	Alone bool // nothing was done: it has to be made by itself
 }
 
+// Unanswered are the answers to n writes before any has been answered: all are to be made by themselves.
+func Unanswered[Out any](n int) []Answer[Out] {
+	answers := make([]Answer[Out], n)
+	for i := range answers {
+		answers[i].Alone = true
+	}
+	return answers
+}
+
 // write is one that waits. Done gets one reply.
 type write[In, Out any] struct {
 	in   In
