@@ -38,6 +38,15 @@ func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
 
 func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
 	t.Parallel()
+	for name, elsewhere := range map[string]bool{"under the lane that it had": false, "when another admin has left": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			resumesHeadless(t, elsewhere)
+		})
+	}
+}
+
+func resumesHeadless(t *testing.T, elsewhere bool) {
 	w := newWorld(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
 	var first, second atomic.Int64
 	reached, gone := make(chan struct{}), make(chan struct{})
@@ -60,19 +69,24 @@ func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
 	b := p.say(t, s, "Do both.", false)
 	<-reached
 	start := until[operate.Start](t, b, "start")
-	holder := w.held(t)
-	// The process is paused past its lease: nobody renews what it has.
+	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the turn's.
 	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	if elsewhere {
+		exec(t, w.pool, `select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
+		                   from agent_locks l where l.lane = 'operate'`)
+	}
 	other := w.process(t, true)
-	x := w.becomes(t, start.ExecutionID, executions.Waiting)
-	if deref(x.WaitingFor) != "lane" || w.held(t) != holder {
-		t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
+	if elsewhere {
+		x := w.becomes(t, start.ExecutionID, executions.Waiting)
+		if deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
+			t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
+		}
+		exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
+		if err := other.engine.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
 	}
-	exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
-	if err := other.engine.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	x = w.becomes(t, start.ExecutionID, executions.Completed)
+	x := w.becomes(t, start.ExecutionID, executions.Completed)
 	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
 		t.Errorf("%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
 	}
