@@ -45,7 +45,7 @@ var (
 	// ErrChanged reports a database whose applied migrations are not this binary's.
 	ErrChanged = errors.New("an applied migration differs from this binary's; use the binary that made the schema")
 	// ErrOutdated reports a schema that misses migrations.
-	ErrOutdated = errors.New("the database is not migrated; run `agent migrate`")
+	ErrOutdated = errors.New("the database is not migrated to this version of agent; run `agent migrate`")
 )
 
 //go:embed sql/*.sql

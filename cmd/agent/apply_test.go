@@ -109,7 +109,7 @@ func TestMigrate(t *testing.T) {
 	p := on(t, url)
 	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {
 		got := p.run(args...)
-		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated; run `agent migrate`") {
+		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of agent; run `agent migrate`") {
 			t.Errorf("agent %v on an empty database: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}

@@ -79,7 +79,7 @@ func exitCode(ctx context.Context, err error) int {
 	case ctx.Err() != nil:
 		return exitInterrupted
 	}
-	if badWorkspace(err) {
+	if badWorkspace(err) || postgres.IsCode(err, codeNUL) {
 		return exitUsage
 	}
 	for _, wrong := range []error{
@@ -91,6 +91,9 @@ func exitCode(ctx context.Context, err error) int {
 	}
 	return exitFailed
 }
+
+// codeNUL is what PostgreSQL says of a text with U+0000 (untranslatable_character).
+const codeNUL = "22P05"
 
 // badWorkspace reports an error of the files, also one that only showed against the database.
 func badWorkspace(err error) bool {
@@ -130,6 +133,9 @@ func (c *cli) complain(code int, err error) {
 // advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.
 func advised(err error) error {
 	what, todo := postgres.Trouble(err)
+	if postgres.IsCode(err, codeNUL) {
+		what, todo = "PostgreSQL stores no text with the character U+0000", `leave \u0000 out`
+	}
 	if _, known := errors.AsType[*hinted](err); known || what == "" || strings.Contains(err.Error(), todo) {
 		return err
 	}

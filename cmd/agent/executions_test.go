@@ -179,6 +179,10 @@ func TestWhatCannotBeStarted(t *testing.T) {
 	}
 	var x struct{ ID string }
 	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
+	if got := p.run("executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`); got.code != 2 ||
+		!strings.Contains(got.err, `leave \u0000 out`) {
+		t.Errorf("a NUL in the input: %d %s", got.code, got.err)
+	}
 	contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
 	if got := p.run("executions", "replay", x.ID); got.code != 1 || !strings.Contains(got.err, "worker outside") {
