@@ -180,7 +180,7 @@ func (c *Chat) messages(a *Ask, all []said) error {
 		if !m.ok {
 			return bad(param, "unsupported_content", "Only text is understood: images, audio and files are not.")
 		}
-		if strings.TrimSpace(m.Text) == "" {
+		if blank(m.Text) {
 			return bad(param, "empty_message", "A message must not be empty.")
 		}
 		if size += len(m.Text); size > c.MaxMessage {
@@ -189,12 +189,15 @@ func (c *Chat) messages(a *Ask, all []said) error {
 		a.Texts = append(a.Texts, m.Text)
 	}
 	for _, m := range talk[:first] {
-		if (m.Role == threads.User || m.Role == threads.Assistant) && strings.TrimSpace(m.Text) != "" {
+		if (m.Role == threads.User || m.Role == threads.Assistant) && !blank(m.Text) {
 			a.Earlier = append(a.Earlier, m.Line)
 		}
 	}
 	return nil
 }
+
+// blank reports a text of which nothing is stored: NUL is left out.
+func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
 // content is the text of a message; whole is false when it has parts that are no text.
 func content(raw json.RawMessage) (words string, whole bool, err error) {
