@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -236,12 +237,13 @@ func (r *run) unheard(ctx context.Context, s spec, err error, out activity.Outco
 // abandon leaves a step whose run was stopped in the middle: no result is recorded. A call's row is
 // closed by whoever took the claim away; a lost one leaves a note of what was interrupted.
 func (r *run) abandon(ctx context.Context, s spec, effect *Effect, cause error) error {
-	if s.entry != nil && errors.Is(context.Cause(ctx), ErrLost) {
+	stopped := cmp.Or(context.Cause(ctx), r.poisoned())
+	if s.entry != nil && errors.Is(stopped, ErrLost) {
 		out := effect.outcome(nil)
 		out.Status, out.Message = activity.Unknown, cause.Error()
 		r.reject(ctx, activity.Entry{Skill: s.entry.Skill, Step: s.key, Claim: r.exec.Claim}, out)
 	}
-	return context.Cause(ctx)
+	return stopped
 }
 
 // queueCheckpoint queues the record of a step.

@@ -190,10 +190,11 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 		inner = withActivity(inner, effect.ActivityID)
 	}
 	value, err := protect(inner, effect, fn)
-	if stop := r.poisoned(); errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
+	stop := r.poisoned()
+	if errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
 		return zero, stop
 	}
-	if err != nil && ctx.Err() != nil {
+	if err != nil && (stop != nil || ctx.Err() != nil) { // the context of a hold hears of a stop a moment later
 		return zero, r.abandon(ctx, s, effect, err)
 	}
 	if err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -75,6 +76,37 @@ func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
 	x := until(t, pool, id, executions.Completed)
 	if calls.Load() < 2 || string(x.Result) == "1" {
 		t.Errorf("the step ran %d times, and ended with %s", calls.Load(), x.Result)
+	}
+}
+
+// The steps around one whose result could not be written have no result either, also where their own context has not heard yet
+// that the run was stopped, as that of a hold, and the database is there again by then.
+func TestAStepAroundAResultThatCannotBeWrittenHasNone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	ready, locked := make(chan struct{}), make(chan func(), 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Phase(context.WithoutCancel(ctx), "around", func(ctx context.Context, _ *executions.Effect) (int32, error) {
+			end := func() {}
+			n, err := executions.Do(ctx, "within", executions.Call{Entry: activity.Entry{Skill: "within"}, Idempotent: true},
+				func(context.Context, *executions.Effect) (int32, error) {
+					if calls.Add(1) == 1 {
+						close(ready)
+						end = <-locked
+					}
+					return calls.Load(), nil
+				})
+			end()
+			return n, err
+		})
+		return ends(n, err)
+	}), shortLease)
+	id := p.begin(t, "flow")
+	<-ready
+	locked <- unwritable(t, pool)
+	if x := until(t, pool, id, executions.Completed); string(x.Result) != "2" {
+		t.Errorf("it ended with %s", x.Result)
 	}
 }
 
