@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -160,16 +161,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		Skill: "webhook_send", Kind: activity.KindCall, Purpose: m.Event, IdempotencyKey: m.ID,
 		Input: map[string]any{"target": m.Target, "event": m.Event, "webhook_id": m.ID, "attempt": m.Attempt},
 	}
-	if m.ActivityID != nil {
-		lost := activity.Outcome{Status: activity.Unknown, Class: "interrupted", Message: "the process was lost during the attempt"}
-		if err := activity.Close(ctx, d.Pool, *m.ActivityID, entry, lost); err != nil {
-			d.Logger.WarnContext(ctx, "lost attempt not closed", "error", err)
-		}
-	}
-	id, err := activity.Open(ctx, d.Pool, entry)
-	if err == nil {
-		err = filed(ctx, d.Pool, m, id)
-	}
+	id, err := file(ctx, d.Pool, m, entry)
 	if err != nil {
 		d.Logger.WarnContext(ctx, "outgoing webhook put off", "target", m.Target, "error", err)
 		return // due again when the lease ends
@@ -182,10 +174,15 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	if !v.ok() {
 		out.Status = activity.Error
 	}
-	if err := activity.Close(ctx, d.Pool, id, entry, out); err != nil {
-		d.Logger.WarnContext(ctx, "outgoing webhook not logged", "target", m.Target, "error", err)
-	}
-	if err := settle(ctx, d.Pool, m, v); err != nil {
+	err = postgres.Again(ctx, func() error {
+		return postgres.InTx(ctx, d.Pool, func(tx pgx.Tx) error { // a row that is not closed is only found by the message
+			if err := activity.Close(ctx, tx, id, entry, out); err != nil {
+				return err
+			}
+			return settle(ctx, tx, m, v)
+		})
+	})
+	if err != nil {
 		d.Logger.WarnContext(ctx, "outgoing webhook not settled, it will be sent again", "target", m.Target, "error", err)
 	}
 	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status", v.status, "error", v.err)

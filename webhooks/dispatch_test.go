@@ -222,6 +222,47 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	}
 }
 
+// An attempt's row of the log is opened and closed together with what the message says of it: where the database fails in between,
+// no row is left that nobody will ever close.
+func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ when, how string }{
+		"while it is filed":   {"update of activity_id on agent_webhook_outbox for each row when (new.activity_id is not null)", `raise 'away'`},
+		"while it is settled": {"update on agent_activity for each row", `perform pg_terminate_backend(pg_backend_pid())`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			exec(t, pool, `create sequence interruptions`)
+			exec(t, pool, `
+				create function interrupt() returns trigger language plpgsql as $$
+				begin
+				  if nextval('interruptions') = 1 then `+c.how+`; end if;
+				  return new;
+				end $$`)
+			exec(t, pool, `create trigger interrupt before `+c.when+` execute function interrupt()`)
+			them := listens(t, status(http.StatusNoContent))
+			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
+			dispatches(t, pool, []string{them.host(t)})
+			emit(t, pool, "execution.completed")
+			pgtest.Eventually(t, patience, func() bool {
+				return value[bool](t, pool, `select is_called from interruptions`)
+			}, "the attempt is interrupted")
+			exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending' and activity_id is null`)
+			outbox(t, pool, "sent")
+			if them.count() != 1 {
+				t.Errorf("%d requests", them.count())
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
+				t.Errorf("%d rows are open", n)
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`); n != 0 {
+				t.Errorf("%d rows are no success", n)
+			}
+		})
+	}
+}
+
 func TestASlowTargetDoesNotHoldUpAnother(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

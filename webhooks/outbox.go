@@ -2,11 +2,13 @@ package webhooks
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
@@ -76,14 +78,30 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, bool, error) {
 	return time.Duration(*seconds * float64(time.Second)), true, nil
 }
 
-// filed notes the activity of an attempt, so that whoever makes the next can close it if this one is lost.
-func filed(ctx context.Context, db postgres.DB, m message, activityID string) error {
-	_, err := db.Exec(ctx, `update agent_webhook_outbox set activity_id = @activity where id = @id and attempts = @attempt`,
-		postgres.Strict{"id": m.ID, "attempt": m.Attempt, "activity": activityID})
+// file opens the activity of an attempt and notes it with the message, so that whoever makes the next can close it if this one is
+// lost; that of an attempt that was lost before, it closes.
+func file(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if m.ActivityID != nil {
+			lost := activity.Outcome{Status: activity.Unknown, Class: "interrupted", Message: "the process was lost during the attempt"}
+			if err := activity.Close(ctx, tx, *m.ActivityID, entry, lost); err != nil {
+				return err
+			}
+		}
+		if id, err = activity.Open(ctx, tx, entry); err != nil {
+			return err
+		}
+		tag, err := tx.Exec(ctx, `update agent_webhook_outbox set activity_id = @activity where id = @id and attempts = @attempt`,
+			postgres.Strict{"id": m.ID, "attempt": m.Attempt, "activity": id})
+		if err == nil && tag.RowsAffected() == 0 {
+			err = errors.New("another attempt has begun")
+		}
+		return err
+	})
 	if err != nil {
-		return fmt.Errorf("file outgoing webhook: %w", err)
+		return "", fmt.Errorf("file outgoing webhook: %w", err)
 	}
-	return nil
+	return id, nil
 }
 
 // verdict is how an attempt ended.
@@ -100,7 +118,7 @@ type verdict struct {
 func (v verdict) ok() bool { return v.err == "" }
 
 // settle records how an attempt ended, for the message and for its target. An attempt that was outlived by its lease has no effect.
-func settle(ctx context.Context, db postgres.Beginner, m message, v verdict) error {
+func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	status := "pending"
 	switch {
 	case v.ok():
@@ -108,22 +126,19 @@ func settle(ctx context.Context, db postgres.Beginner, m message, v verdict) err
 	case v.retry == 0:
 		status = "dead"
 	}
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, `
-			update agent_webhook_outbox
-			   set status = @status, leased = false, activity_id = null, http_status = @http, last_error = @error,
-			       next_attempt_at = clock_timestamp() + make_interval(secs => @retry),
-			       finished_at = case when @status <> 'pending' then clock_timestamp() end
-			 where id = @id and attempts = @attempt and status = 'pending'`,
-			postgres.Strict{
-				"id": m.ID, "attempt": m.Attempt, "status": status, "http": v.status, "error": redact.Text(v.err, 1000),
-				"retry": v.retry.Seconds(),
-			})
-		if err != nil || tag.RowsAffected() == 0 {
-			return err
-		}
-		return judge(ctx, tx, m, v)
-	})
+	tag, err := tx.Exec(ctx, `
+		update agent_webhook_outbox
+		   set status = @status, leased = false, activity_id = null, http_status = @http, last_error = @error,
+		       next_attempt_at = clock_timestamp() + make_interval(secs => @retry),
+		       finished_at = case when @status <> 'pending' then clock_timestamp() end
+		 where id = @id and attempts = @attempt and status = 'pending'`,
+		postgres.Strict{
+			"id": m.ID, "attempt": m.Attempt, "status": status, "http": v.status, "error": redact.Text(v.err, 1000),
+			"retry": v.retry.Seconds(),
+		})
+	if err == nil && tag.RowsAffected() > 0 {
+		err = judge(ctx, tx, m, v)
+	}
 	if err != nil {
 		return fmt.Errorf("settle outgoing webhook: %w", err)
 	}
