@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -140,7 +141,7 @@ func (s *server) sayInThread(r request) (answer, error) {
 	if err != nil {
 		return answer{}, saidWrong(err)
 	}
-	sent.Log(r.Context(), s.log, id, x.ID)
+	sent.Log(r.Context(), s.log.With("trace_id", x.TraceID, "execution_id", x.ID), id, fmt.Sprintf("%s#%d", x.ID, o.Claim))
 	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID}, nil
 }
 
@@ -174,7 +175,7 @@ func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
 	if err != nil {
 		return answer{}, saidWrong(err)
 	}
-	sent.Log(r.Context(), s.log, o.ThreadID, admin)
+	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, admin)
 	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID}, nil
 }
 

@@ -3,6 +3,7 @@ package api_test
 import (
 	"fmt"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -83,6 +84,30 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	}
 	if n := value[int](t, a.pool, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`); n != 1 {
 		t.Errorf("%d records of the admin's message", n)
+	}
+}
+
+func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
+	a := start(t)
+	a.creates("/v1/threads", `{"id":"pedro"}`, nil)
+	first, lock := a.outsideRun("first")
+	second, other := a.outsideRun("second")
+	a.creates("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"one","execution_id":%q,"lock_id":%q}`, first, lock), nil)
+	a.creates("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"two","execution_id":%q,"lock_id":%q}`, second, other), nil)
+	a.creates("/v1/threads/pedro/messages", `{"content":"an admin"}`, nil)
+	got := a.log.String()
+	traceOf := func(id string) string {
+		return value[string](t, a.pool, `select trace_id from agent_executions where id = $1`, id)
+	}
+	audit := value[string](t, a.pool, `select trace_id from agent_activity where skill_name = 'send_message'`)
+	for _, line := range []string{
+		fmt.Sprintf(`msg="lane acquired" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1`, traceOf(first), first, first),
+		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second), second, second, first),
+		fmt.Sprintf(`msg="lane busy" trace_id=%s lane=thread:pedro owner=admin holder=%s#1`, audit, first),
+	} {
+		if !strings.Contains(got, line) {
+			t.Errorf("%s\nis not in\n%s", line, got)
+		}
 	}
 }
 
