@@ -16,7 +16,9 @@ import (
 // selfHeal takes failing skills out of service. What it finds, and the row of each healed skill, are one
 // transaction, so that a crash cannot lose the evidence.
 func (b *beat) selfHeal(ctx context.Context) (done, error) {
+	fresh := false
 	report, err := executions.StepTx(ctx, "heal", func(ctx context.Context, tx pgx.Tx) (selfheal.Report, error) {
+		fresh = true
 		report, err := selfheal.Run(ctx, tx, b.Heal)
 		if err != nil {
 			return report, err
@@ -27,6 +29,9 @@ func (b *beat) selfHeal(ctx context.Context) (done, error) {
 		return done{}, err
 	}
 	said := done{Report: report.Prompt(), Summary: fmt.Sprintf("%d skills checked", report.Checked)}
+	if fresh {
+		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed), "report", said.Report)
+	}
 	if n := len(report.Healed); n > 0 {
 		said.Summary = fmt.Sprintf("%d of %d skills taken out of service", n, report.Checked)
 	}

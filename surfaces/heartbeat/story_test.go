@@ -1,9 +1,11 @@
 package heartbeat_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"strings"
 	"testing"
 
@@ -92,7 +94,13 @@ func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
 func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
 	t.Parallel()
 	w := busyWorld(t)
+	var log bytes.Buffer
+	w.beat.Logger = slog.New(slog.NewTextHandler(&log, nil))
 	x, _ := w.completed(t)
+	if got := log.String(); strings.Count(got, `msg="healing report"`) != 1 || !strings.Contains(got, "disabled=2") ||
+		!strings.Contains(got, "fetch_prices is now disabled and cannot be called") {
+		t.Errorf("the log has no healing report: %s", got)
+	}
 	for n, prompt := range w.prompts() {
 		if !strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") || !strings.Contains(prompt, "post_report is now disabled") {
 			t.Errorf("request %d has no healing report: %s", n, prompt)
