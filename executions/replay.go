@@ -212,7 +212,7 @@ func (r *run) judge(x Execution, p *replaying, result Result, err error, asked b
 		p.diverge(r.lastStep(p), DivergedDatabase, "the code asks the database outside of a step, so what it does cannot be told from the record")
 		return "", ending{}
 	case p.endedAt != "":
-		p.unreached()
+		p.unreached("")
 		return x.Status, recordedEnd(x)
 	}
 	if poison != nil { // of ErrChanged
@@ -239,10 +239,10 @@ func (r *run) judge(x Execution, p *replaying, result Result, err error, asked b
 	same := status == x.Status && digest(nil, nil, "", end) == digest(nil, nil, "", was)
 	switch {
 	case same:
-		p.unreached()
+		p.unreached("")
 	case errors.Is(poison, ErrChanged):
 		p.diverge(r.lastFailed(), DivergedInput, poison.Error())
-	case p.unreached():
+	case p.unreached(end.Error):
 	case p.open && p.waitsIn == nil: // stopped after its last step
 		return x.Status, recordedEnd(x)
 	case p.open:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -106,7 +107,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 			names = []string{"a", "b", "new", "c"}
 		case "more at the end":
 			names = []string{"a", "b", "c", "new"}
-		case "less":
+		case "less", "less, and failure":
 			names = []string{"a", "b"}
 		case "input":
 			names, input = []string{"a", "b", "c"}, "other"
@@ -135,7 +136,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		switch how.Load() {
 		case "result":
 			return executions.Result{Summary: "otherwise"}, nil
-		case "failure":
+		case "failure", "less, and failure":
 			return executions.Result{}, errors.New("out of order")
 		case "panic":
 			panic("out of order")
@@ -154,14 +155,16 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		"more":            {"new", executions.DivergedUnrecorded},
 		"more at the end": {"new", executions.DivergedUnrecorded},
 		"less":            {"c", executions.DivergedUnreached},
-		"input":           {"b", executions.DivergedInput},
-		"type":            {"a", executions.DivergedInput},
-		"wait":            {"pause", executions.DivergedUnrecorded},
-		"ignoring":        {"pause", executions.DivergedUnrecorded},
-		"ask":             {"", executions.DivergedDatabase},
-		"result":          {"c", executions.DivergedResult},
-		"failure":         {"c", executions.DivergedResult},
-		"panic":           {"c", executions.DivergedResult},
+		// why the code ends there is told
+		"less, and failure": {"c", executions.DivergedUnreached},
+		"input":             {"b", executions.DivergedInput},
+		"type":              {"a", executions.DivergedInput},
+		"wait":              {"pause", executions.DivergedUnrecorded},
+		"ignoring":          {"pause", executions.DivergedUnrecorded},
+		"ask":               {"", executions.DivergedDatabase},
+		"result":            {"c", executions.DivergedResult},
+		"failure":           {"c", executions.DivergedResult},
+		"panic":             {"c", executions.DivergedResult},
 	} {
 		how.Store(change)
 		got := replay(t, p, id)
@@ -173,6 +176,9 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		}
 		if got.Equal || got.Divergence.Step != want[0] || got.Divergence.Kind != want[1] || got.Divergence.Message == "" {
 			t.Errorf("%s: %+v, want %v", change, got.Divergence, want)
+		}
+		if strings.HasSuffix(change, "failure") && !strings.HasSuffix(got.Divergence.Message, ": out of order") {
+			t.Errorf("%s: it is not told why: %s", change, got.Divergence.Message)
 		}
 	}
 	if everything(t, pool, id) != before {

@@ -272,13 +272,13 @@ func (p *replaying) diverge(step, kind, message string) {
 	}
 }
 
-// unreached notes a record that the code did not come to, and reports whether there is one.
-func (p *replaying) unreached() bool {
+// unreached notes a record that the code did not come to, because of why, and reports whether there is one.
+func (p *replaying) unreached(why string) bool {
 	p.mu.Lock()
 	c, ok := p.missing(time.Time{})
 	p.mu.Unlock()
 	if ok {
-		p.diverge(c.Step, DivergedUnreached, "the code ends without coming to this recorded step")
+		p.diverge(c.Step, DivergedUnreached, "the code ends without coming to this recorded step"+because(why))
 	}
 	return ok
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/models"
 )
 
 func (c *cli) executionsForkCommand() *cobra.Command {
@@ -102,7 +103,12 @@ func (c *cli) executionsReplayCommand() *cobra.Command {
 without a write: nothing that is not recorded can happen. Both digests are over steps, outputs, status and result. When the
 code of today does something else than the record says, the first step that differs is named, and the exit code is 1.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			a, err := c.app(s, nil)
+			// Code that reasons reckons what a call would cost before it comes to the call's record. This one is not asked.
+			unasked, err := models.New(models.Config{Model: "unasked"})
+			if err != nil {
+				return err
+			}
+			a, err := c.app(s, unasked)
 			if err != nil {
 				return err
 			}

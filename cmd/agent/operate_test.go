@@ -292,6 +292,18 @@ func TestOperateOnce(t *testing.T) {
 	}
 }
 
+// Whatever reasons is replayed without a model, also outside of a phase.
+func TestATurnOfOperateIsReplayed(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	d.must("operate", "How many?")
+	asked := len(d.model.Requests())
+	id := single[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
+	contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
+	if n := len(d.model.Requests()); n != asked {
+		t.Errorf("the replay asked the model %d times", n-asked)
+	}
+}
+
 func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
 	wipe := modeltest.ToolCall("wipe", `{}`)
 	d := newDesk(t, wipe, wipe, wipe, modeltest.Text("To what?"))
