@@ -18,7 +18,7 @@ import (
 // Release, for as long as Run renews it. Context of the lease derives from ctx. A ctx that ends while the
 // database answers may still get the lease, whose Context is over then: release it like any other.
 func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
-	return k.AcquireAs(ctx, runOwner(ctx), lane, opts...)
+	return k.AcquireAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
 
 // AcquireAs is Acquire for the claim of an execution. What the owner holds already is

@@ -25,7 +25,7 @@ const (
 // order in which they came. It gives up with a *BusyError after its patience (see WithPatience),
 // with ctx's cause when ctx ends, and leaves the queue either way.
 func (k *Keeper) AcquireWait(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
-	return k.AwaitAs(ctx, runOwner(ctx), lane, opts...)
+	return k.AwaitAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
 
 // AwaitAs is AcquireWait for the claim of an execution.

@@ -34,11 +34,15 @@ func ClaimOwner(execution string, claim int64) Owner {
 func (o Owner) String() string { return o.name }
 
 // runOwner is a new owner for work outside executions, never the same twice. A trace in
-// ctx becomes its beginning, so that the live view can name it.
-func runOwner(ctx context.Context) Owner {
-	prefix := "run"
+// ctx becomes its beginning, so that the live view can name it, and a process its end, so that the sweep finds it.
+func runOwner(ctx context.Context, process string) Owner {
+	name := "run"
 	if id, ok := trace.From(ctx); ok {
-		prefix = string(id.TraceID)
+		name = string(id.TraceID)
 	}
-	return Owner{name: prefix + "/" + ulid.Make().String()}
+	name += "/" + ulid.Make().String()
+	if process != "" {
+		name += "@" + process
+	}
+	return Owner{name: name}
 }

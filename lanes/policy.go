@@ -39,6 +39,7 @@ type Option func(*settings)
 type settings struct {
 	ttl      time.Duration
 	patience time.Duration // 0: a little longer than ttl
+	process  string        // its id in agent_workers; empty: the lease ends by its time only
 }
 
 // WithTTL sets how long the lease lasts without a renewal, 1 second to 30 days, in whole seconds
@@ -48,6 +49,10 @@ func WithTTL(ttl time.Duration) Option { return func(s *settings) { s.ttl = ttl 
 // WithPatience sets how long AcquireWait waits. The default is longer than the lane's TTL, so
 // that a holder that died is outlived.
 func WithPatience(patience time.Duration) Option { return func(s *settings) { s.patience = patience } }
+
+// WithProcess has the lane go free when a process of that id in agent_workers is dead, and not at the end of its lease only: the owner
+// ends with "@" and the id, by which the sweep finds it. It is for Acquire and AcquireWait; lanes of an execution go on with it.
+func WithProcess(id string) Option { return func(s *settings) { s.process = id } }
 
 func settingsFor(lane string, opts []Option) settings {
 	s := settings{ttl: policyOf(lane).ttl}

@@ -357,7 +357,5 @@ func (s *scene) over(a *agent) snapshot {
 	s.quiet()
 	before := s.look()
 	s.hurry()
-	// What a session of an admin held ends with its lease, too.
-	s.exec(`update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate' and not parked`)
 	return before
 }

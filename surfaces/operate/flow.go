@@ -13,7 +13,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -28,15 +27,6 @@ const laneWait = 7 * 24 * time.Hour
 type input struct {
 	SessionID string `json:"session_id"`
 	Message   string `json:"message"`
-	Cover     *cover `json:"cover,omitempty"`
-}
-
-// cover is the lease of the session under which a turn began. When the process that has it dies, nobody renews it and nobody gives it
-// back: the turn, which goes on elsewhere, would wait for the rest of it.
-type cover struct {
-	Owner  string `json:"owner"`
-	Token  int64  `json:"token"`
-	Worker string `json:"worker"` // the process
 }
 
 // turn is the durable function.
@@ -47,7 +37,7 @@ func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Res
 	}
 	current, _ := executions.Current(ctx)
 	listener := o.listened(current.ID)
-	ctx, lane := o.protect(ctx, listener, in.Cover)
+	ctx, lane := o.protect(ctx, listener)
 	defer lane.end(nil)
 	before, err := o.history(ctx, current, in)
 	if err != nil {
@@ -154,19 +144,17 @@ func (o *Operate) answer(ctx context.Context, current executions.Execution, in i
 // protection is how a run of a turn holds the lane: under the lease of its session, or, headless, by a hold of its
 // own, which is taken before the next step whenever it is not there.
 type protection struct {
-	log   *slog.Logger
-	db    postgres.DB
-	end   context.CancelCauseFunc
-	hold  *executions.Hold // headless, while it is held
-	cover *cover           // of the process that began the turn; nil when there is none to give back
+	log  *slog.Logger
+	end  context.CancelCauseFunc
+	hold *executions.Hold // headless, while it is held
 	// headless is of a run that no session covers. What it has taken in an earlier claim is still the execution's.
 	headless bool
 }
 
 // protect returns a context that ends when the lane is lost, and in which nothing is done without it.
-func (o *Operate) protect(ctx context.Context, listener *live, cover *cover) (context.Context, *protection) {
+func (o *Operate) protect(ctx context.Context, listener *live) (context.Context, *protection) {
 	ctx, end := context.WithCancelCause(trace.WithLane(ctx, Lane))
-	p := &protection{log: o.log, db: o.Pool, end: end, cover: cover}
+	p := &protection{log: o.log, end: end}
 	if listener != nil {
 		listener.onHalt(end)
 		if lease := listener.session.held(); lease != nil {
@@ -184,13 +172,6 @@ func (p *protection) take(ctx context.Context) error {
 		hold, err := executions.Lane(ctx, Lane)
 		switch {
 		case errors.Is(err, lanes.ErrBusy):
-			freed, err := p.inherit(ctx)
-			if err != nil {
-				return err
-			}
-			if freed {
-				continue
-			}
 			outcome, err := executions.Wait(ctx, "operate is free", executions.LaneFree(Lane, laneWait))
 			if err != nil {
 				return err
@@ -210,25 +191,6 @@ func (p *protection) take(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// inherit gives back the lease under which the turn began, when the process that has it is dead by the database's clock; it reports
-// whether it did. Should that process be only paused, it finds the lane lost when it wakes, as it finds its claim.
-func (p *protection) inherit(ctx context.Context) (freed bool, err error) {
-	if p.cover == nil {
-		return false, nil
-	}
-	freed, err = executions.Persist(ctx, func(ctx context.Context) (freed bool, err error) {
-		err = p.db.QueryRow(ctx, `
-			select case when not exists (select from agent_workers w where w.id = @worker and w.expires_at > clock_timestamp())
-			            then release_agent_lock(@lane, @owner, @token) else false end`,
-			postgres.Strict{"lane": Lane, "owner": p.cover.Owner, "token": p.cover.Token, "worker": p.cover.Worker}).Scan(&freed)
-		return freed, err
-	})
-	if err != nil {
-		return false, fmt.Errorf("give back the lane of a dead process: %w", err)
-	}
-	return freed, nil
 }
 
 // lend frees the lane of a headless run that is about to wait for an approval: it may take days. A lease of

@@ -37,7 +37,7 @@ func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
 		if _, err := executions.Wait(ctx, "first", executions.Event("first", time.Hour)); err != nil {
 			return executions.Result{}, err
 		}
-		_, p := o.protect(ctx, nil, nil)
+		_, p := o.protect(ctx, nil)
 		p.lend(ctx)
 		var holder string
 		err := pool.QueryRow(ctx, `select coalesce((select locked_by from agent_locks_live where lane = @lane), '')`,

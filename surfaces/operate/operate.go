@@ -9,12 +9,12 @@
 //
 // One admin at a time: a session holds the lane "operate", on which heartbeats yield, while its admin works,
 // between the turns too. The lane is free again when the session is closed, when nothing was said for Idle, or,
-// when its process has died, with the turn that was under way or at the end of the lease. It promises:
+// when its process has died, as soon as the engine takes what that had claimed. It promises:
 //
 //   - Two turns are never taken at once, whoever takes them. A turn runs under the lease of its session, and a
 //     lease that is lost stops it. A turn whose process died, or whose admin left while it waited for an
-//     approval, goes on headless in any process that works; there its own execution holds the lane, which it takes
-//     from the dead process, and when that is busy the turn waits durably until it is free. Its answer is in the thread.
+//     approval, goes on headless in any process that works; there its own execution holds the lane, and when
+//     that is busy the turn waits durably until it is free. Its answer is in the thread.
 //   - An admin who goes away while a turn runs cancels it: the execution ends, and what it was doing is stopped.
 //     One who goes away while it waits for an approval leaves it waiting.
 //   - Whoever finds the lane held is told by whom, and may wait in the lane's queue or watch (Watch).

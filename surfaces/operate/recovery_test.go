@@ -2,6 +2,7 @@ package operate_test
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -119,4 +121,29 @@ func TestAShutdownHandsTheTurnOn(t *testing.T) {
 	}
 	w.process(t, true)
 	w.becomes(t, start.ExecutionID, executions.Completed)
+}
+
+// Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of its lease.
+func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
+	dead, alive := w.process(t, false), w.process(t, true)
+	if _, err := dead.say(t, dead.open(t, ""), "Hello.", false).wait(t); err != nil {
+		t.Fatal(err)
+	}
+	next := alive.open(t, "")
+	if err := alive.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) {
+		t.Fatalf("the lane of a living process: %v", err)
+	}
+	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
+	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
+	if err := alive.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.Hold(t.Context(), false); err != nil {
+		t.Errorf("the lane of a dead process: %v", err)
+	}
 }

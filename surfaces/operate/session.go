@@ -173,6 +173,10 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 	if s.held() != nil {
 		return nil
 	}
+	process, err := s.o.Engine.Worker(ctx)
+	if err != nil {
+		return fmt.Errorf("open session: %w", err)
+	}
 	next := trace.New(trace.Operate)
 	// The lease outlives the request, but the wait for it does not.
 	base, end := context.WithCancelCause(trace.With(context.WithoutCancel(ctx), trace.Span{
@@ -183,7 +187,7 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 	if wait {
 		acquire = s.o.Keeper.AcquireWait
 	}
-	lease, err := acquire(base, Lane)
+	lease, err := acquire(base, Lane, lanes.WithProcess(process))
 	if stayed := gone(); err == nil && !stayed {
 		return errors.Join(context.Cause(ctx), lease.Release(ctx))
 	}

@@ -105,10 +105,6 @@ func (s *Session) insert(ctx context.Context, message, key string) (claimed exec
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
 	defer cancel()
 	id := s.traceID()
-	covered, err := s.cover(ctx)
-	if err != nil {
-		return claimed, fmt.Errorf("begin turn: %w", err)
-	}
 	err = postgres.InTx(ctx, s.o.Pool, func(tx pgx.Tx) error {
 		thread := threads.Thread{ID: s.id, Channel: Channel, Agent: s.o.Agent, Owner: owner, Participant: owner}
 		if _, err := threads.Open(ctx, tx, thread); err != nil {
@@ -117,7 +113,7 @@ func (s *Session) insert(ctx context.Context, message, key string) (claimed exec
 		var begun bool
 		claimed, begun, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
 			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: s.o.Agent, ThreadID: s.id, Queue: executions.Interactive,
-			Priority: 1, Input: input{s.id, message, covered}, DedupeKey: key,
+			Priority: 1, Input: input{s.id, message}, DedupeKey: key,
 		})
 		if err == nil && !begun {
 			return begunBefore(claimed)
@@ -141,19 +137,6 @@ func (s *Session) insert(ctx context.Context, message, key string) (claimed exec
 		return claimed, fmt.Errorf("begin turn: %w", err)
 	}
 	return claimed, nil
-}
-
-// cover is the lease that the session has, for whoever goes on with the turn; nil when it is lost already.
-func (s *Session) cover(ctx context.Context) (*cover, error) {
-	lease := s.held()
-	if lease == nil {
-		return nil, nil
-	}
-	worker, err := s.o.Engine.Worker(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &cover{Owner: lease.Owner().String(), Token: lease.Token(), Worker: worker}, nil
 }
 
 // attend shows a turn from its start to its end.
