@@ -2,6 +2,7 @@ package api
 
 import (
 	"net/http"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -88,10 +89,11 @@ func (s *server) pull(r request, action, thing string, missing error, fn func(tx
 	return answer{body: done, trace: done.TraceID}, nil
 }
 
-// nameIn is the name or id in the path.
+// nameIn is the name or id in the path. What a model has named is looked for as it named it, controls and all: it must be
+// possible to refuse it.
 func nameIn(r request, missing error) (string, error) {
 	name := r.PathValue("id")
-	if !storable(name) || len(name) > maxText {
+	if !utf8.ValidString(name) || !keepable(name) || len(name) > maxText {
 		return "", missing
 	}
 	return name, nil

@@ -290,6 +290,28 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 	}
 }
 
+// A name is the proposer's, a model's: whatever is in it, the proposal can be refused.
+func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
+	a := start(t)
+	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
+	said := string(trace.New(trace.Heartbeat))
+	if _, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", said); err != nil {
+		t.Fatal(err)
+	}
+	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
+	if _, err := automations.Propose(t.Context(), a.pool, d, "agent", said); err != nil {
+		t.Fatal(err)
+	}
+	var got change
+	a.post("/v1/objectives/"+escape(name)+"/reject", `{"reason":"no"}`, &got)
+	a.audited(got.TraceID, got.ActivityID, "reject_objective", "no")
+	a.post("/v1/automations/"+escape(name)+"/disable", `{"reason":"no"}`, &got)
+	a.audited(got.TraceID, got.ActivityID, "disable_automation", "no")
+	for _, missing := range []string{"a%00b", "a%FFb"} {
+		a.refused(a.raw("POST", "/v1/automations/"+missing+"/disable", `{"reason":"no"}`, asAdmin()), 404, "not found")
+	}
+}
+
 func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
 	a := start(t)
 	a.automation("nightly")
