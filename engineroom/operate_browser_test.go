@@ -77,7 +77,7 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 		}
 		panic(http.ErrAbortHandler)
 	case strings.Contains(body, "approve"):
-		tell(`event: approval` + "\n" + `data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>"},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
+		tell(`event: approval` + "\n" + `data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
 		select {
 		case <-f.decided:
 		case <-r.Context().Done():
@@ -167,6 +167,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Type("#message", "approve")
 	p.Click("#send")
 	p.Shows("This call needs your leave")
+	p.Shows("9007199254740993") // not as a script rounds it
 	if found := p.Inaccessible(); len(found) > 0 {
 		t.Errorf("not accessible:\n%s", strings.Join(found, "\n"))
 	}

@@ -23,6 +23,9 @@
     const text = typeof value === "string" ? value : JSON.stringify(value, null, 2);
     return text.length > 4000 ? text.slice(0, 4000) + "… (" + (text.length - 4000) + " more characters)" : text;
   };
+  // Numbers that a script would round are kept as they were written: what is approved is shown exactly.
+  const parse = (text) => JSON.parse(text, (key, value, from) =>
+    typeof value === "number" && JSON.rawJSON && from.source !== String(value) ? JSON.rawJSON(from.source) : value);
   const link = (href, text) => {
     const a = make("a", "mono", text);
     a.href = href;
@@ -65,7 +68,7 @@
             if (line.startsWith("event: ")) event = line.slice(7);
             else if (line.startsWith("data: ")) data.push(line.slice(6));
           }
-          if (data.length) yield { event, data: JSON.parse(data.join("\n")) };
+          if (data.length) yield { event, data: parse(data.join("\n")) };
         }
         if (done) return;
       }
@@ -135,6 +138,7 @@
           line.append(button);
         }
         line.append(link("/approvals/" + encodeURIComponent(a.id), "Its page"));
+        if (!JSON.rawJSON) item.append(make("p", "muted", "This browser rounds long numbers; the call's page has them exactly."));
         item.append(line, said);
         asked.set(a.id, item);
       },
@@ -282,7 +286,7 @@
           if (x.status === "waiting" && x.waiting_for === "approval") {
             tell("Waits for your decision.");
             const list = await api("GET", "/v1/approvals?status=pending&trace_id=" + encodeURIComponent(turn.trace));
-            if (list.ok) for (const a of (await list.json()).items) show.approval({ id: a.id, skill: a.skill_name, arguments: a.arguments, expires_at: a.expires_at });
+            if (list.ok) for (const a of parse(await list.text()).items) show.approval({ id: a.id, skill: a.skill_name, arguments: a.arguments, expires_at: a.expires_at });
           } else tell("The turn goes on elsewhere …");
         } else tell("The server is busy; looking again …");
       } catch { tell("The server cannot be reached; looking again …"); }
