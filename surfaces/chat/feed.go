@@ -28,7 +28,7 @@ type feed struct {
 	live     bool   // the turn was begun here, and whoever waits for it does so here
 	local    bool   // this process takes the turn now
 	claim    int64  // under which it does, or did last
-	leave    bool   // an admin's approval is waited for
+	leave    bool   // an admin's approval is waited for, by this turn or by the one that it stands behind
 	end      *executions.Execution
 	changed  chan struct{}
 }
@@ -145,6 +145,16 @@ func (f *feed) sketch() threads.Sketch {
 // away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by now.
 func (f *feed) away(claim int64) {
 	f.change(func() { f.local = f.local && f.claim > claim })
+}
+
+// waits notes whether the turn stands behind one that waits for an admin.
+func (f *feed) waits(leave bool) {
+	f.mu.Lock()
+	same := f.leave == leave
+	f.mu.Unlock()
+	if !same {
+		f.change(func() { f.leave = leave })
+	}
 }
 
 // finish notes how the turn has ended.

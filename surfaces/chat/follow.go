@@ -126,8 +126,23 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 	if err != nil {
 		return f.unread(ctx, err)
 	}
-	f.feed.overheard(sketch.Content, x.WaitingFor != nil && *x.WaitingFor == "approval")
+	asks, err := f.asks(ctx, x)
+	if err != nil {
+		return f.unread(ctx, err)
+	}
+	f.feed.overheard(sketch.Content, asks)
 	return nil
+}
+
+// asks reports whether a turn waits for an admin's approval, or stands behind one that does.
+func (f *follower) asks(ctx context.Context, x executions.Execution) (bool, error) {
+	if x.WaitingFor != nil && x.WaitingKey != nil && *x.WaitingFor == "agent" {
+		var err error
+		if x, err = executions.Get(ctx, f.Pool, *x.WaitingKey); err != nil {
+			return false, err
+		}
+	}
+	return x.WaitingFor != nil && *x.WaitingFor == "approval", nil
 }
 
 // unread passes over a database that is away for a moment: the turn goes on as soon as it is back.

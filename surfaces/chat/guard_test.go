@@ -1,6 +1,7 @@
 package chat_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -112,6 +113,47 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 			}
 			if n := w.called("refund"); n != 1 {
 				t.Errorf("refund was called %d times", n)
+			}
+		})
+	}
+}
+
+// Who writes on while an admin has not decided yet is told so after the same time, also when the turn waits without a
+// worker; in the thread both are answered in their order.
+func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
+	t.Parallel()
+	for name, quick := range map[string]time.Duration{"in its process": time.Hour, "durably": time.Millisecond} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, modeltest.ToolCall("refund", `{}`), modeltest.Text("You have your money back."), modeltest.Text("At nine."))
+			p := w.process(t, func(c *chat.Chat) { c.ApprovalWait, c.Patience = 500*time.Millisecond, quick })
+			said := make([]string, 2)
+			ctx, stop := context.WithTimeout(t.Context(), patience)
+			defer stop()
+			for i, text := range []string{"I want a refund.", "And when do you open?"} {
+				answer, err := p.client(inThread("r")...).CreateChatCompletion(ctx, says(text))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if said[i] = answer.ID; !strings.Contains(answer.Choices[0].Message.Content, "admin") {
+					t.Errorf("%q is answered with %q", text, answer.Choices[0].Message.Content)
+				}
+			}
+			open, err := approvals.Pending(t.Context(), w.pool, 10)
+			if err != nil || len(open) != 1 {
+				t.Fatalf("open are %+v, %v", open, err)
+			}
+			if _, err := approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", ""); err != nil {
+				t.Fatal(err)
+			}
+			pgtest.Eventually(t, patience, func() bool {
+				r, body := p.get(t, "/v1/chat/completions/"+said[1])
+				defer r.Body.Close()
+				return r.StatusCode == http.StatusOK && strings.Contains(body, "At nine.")
+			}, "the second message is answered")
+			want := []string{"user: I want a refund.", "assistant: You have your money back.", "user: And when do you open?", "assistant: At nine."}
+			if diff := cmp.Diff(want, w.transcript(t, "r")); diff != "" {
+				t.Errorf("thread (-want +got):\n%s", diff)
 			}
 		})
 	}

@@ -40,13 +40,14 @@ const (
 type underWay struct {
 	ExecutionID string
 	Turn        int64
+	Asks        bool // waits for an admin's approval
 }
 
 // unfinished lists the turns of a thread that are under way, in their order; those from before on are left
 // out, 0 is none.
 func unfinished(ctx context.Context, db postgres.DB, thread string, before int64) ([]underWay, error) {
 	rows, err := db.Query(ctx, `
-		select x.id::text as execution_id, m.turn
+		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as asks
 		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
 		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow and (@before::bigint = 0 or m.turn < @before)
 		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before})
@@ -123,6 +124,7 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 		earlier, err := executions.Persist(ctx, func(ctx context.Context) ([]underWay, error) {
 			return unfinished(ctx, t.Pool, t.in.Thread, t.number)
 		})
+		t.feed.waits(len(earlier) > 0 && earlier[0].Asks)
 		switch {
 		case err != nil:
 		case len(earlier) == 0:
