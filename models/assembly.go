@@ -47,10 +47,12 @@ type wireUsage struct {
 	} `json:"prompt_tokens_details"`
 }
 
-// words is content: a string, or a list of parts of which the text ones count.
+// words is content: a string, or a list of parts of which the text ones count. A NUL is what the records make of it, or what was
+// shown of an answer would not be what is kept of it.
 type words string
 
 func (w *words) UnmarshalJSON(raw []byte) error {
+	defer func() { *w = words(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
 	if !bytes.HasPrefix(raw, []byte("[")) {
 		return json.Unmarshal(raw, (*string)(w))
 	}

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -43,6 +44,23 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	rows := value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
 	if rows != 3 || w.called("opening") != 1 {
 		t.Errorf("%d rows of activity and %d calls, want two model calls and one skill", rows, w.called("opening"))
+	}
+}
+
+// A NUL of a model is shown as it is kept: what was said is not said again.
+func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("We open\x00 at nine."), modeltest.Text("And close\x00 at five."))
+	p := w.process(t)
+	for i, want := range []string{"We open\uFFFD at nine.", "And close\uFFFD at five."} {
+		_, body := p.post(t, fmt.Sprintf(`{"model":"agent","stream":%t,"metadata":{"thread_id":"t1"},
+			"messages":[{"role":"user","content":"When?"}]}`, i == 0))
+		if strings.Contains(body, `\n\n`) || strings.Count(body, "\uFFFD") != 1 {
+			t.Errorf("the answer is said otherwise than once: %s", body)
+		}
+		if lines := w.transcript(t, "t1"); lines[len(lines)-1] != "assistant: "+want {
+			t.Errorf("kept is %q, want %q", lines[len(lines)-1], want)
+		}
 	}
 }
 
