@@ -36,6 +36,10 @@ var partners = map[string]partner{
 		say:   func(s *scene, a *agent) { s.operate(a) },
 		again: func(s *scene, a *agent) {
 			if one[int](s, `select count(*) from agent_messages where role = 'user'`) == 0 {
+				// The first sweep gives back what the session of the dead process held, long before its lease ends.
+				eventually(s.t, "the lane of the dead process is free", func() bool {
+					return one[bool](s, `select not is_agent_lock_held('operate')`)
+				})
 				s.operate(a)
 			}
 		},
