@@ -22,6 +22,9 @@ what changes. Applying twice changes nothing the second time. What the agent lea
 		Example: "  agent apply ./workspace --dry-run",
 		Args:    args(1, 1, "a folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if args[0] == "" { // a variable that is not set; to dev it means the example, which would replace everything
+				return usageError("DIR is empty; name the folder of the workspace")
+			}
 			files, err := readWorkspace(args[0])
 			if err != nil {
 				return err

@@ -57,6 +57,10 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 	if got := p.run("apply", folder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
 		t.Errorf("a folder without files: exit %d, stderr %q", got.code, got.err)
 	}
+	if got := p.run("apply", ""); got.code != 2 || !strings.Contains(got.err, "DIR is empty") {
+		t.Errorf("a folder without a name: exit %d, stderr %q", got.code, got.err)
+	}
+	contains(t, p.must("skills", "ls"), "two")
 }
 
 // Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.
