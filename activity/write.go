@@ -137,6 +137,7 @@ func (e Entry) fill(ctx context.Context) Entry {
 	e.ParentID = cmp.Or(e.ParentID, span.ActivityID)
 	e.Surface = cmp.Or(e.Surface, string(span.Surface))
 	e.Agent = cmp.Or(e.Agent, span.Agent, "flowpilot")
+	e.ThreadID = cmp.Or(e.ThreadID, span.ThreadID)
 	e.Lane = cmp.Or(e.Lane, span.Lane)
 	e.Kind = cmp.Or(e.Kind, KindCall)
 	return e

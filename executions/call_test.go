@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // row is what the tests look at of an activity.
@@ -41,6 +42,31 @@ func rows(t *testing.T, db postgres.DB, id string) []row {
 func open(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return value[int](t, db, `select count(*) from agent_activity_open`)
+}
+
+func TestWhatARunInAThreadDoesIsFiledUnderTheThread(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := activity.Note(ctx, pool, activity.Entry{Skill: "note"}, activity.Outcome{})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
+			func(context.Context, *executions.Effect) (string, error) { return "seen", nil }))
+	}))
+	for thread, want := range map[string]string{"talk": "note in talk, look in talk", "": "note in none, look in none"} {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow, ThreadID: thread})
+		if err != nil {
+			t.Fatal(err)
+		}
+		until(t, pool, x.ID, executions.Completed)
+		got := value[string](t, pool, `
+			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity where execution_id = $1`, x.ID)
+		if got != want {
+			t.Errorf("of a run in thread %q there is %q, not %q", thread, got, want)
+		}
+	}
 }
 
 func TestACallIsARunningRowBeforeItActs(t *testing.T) {

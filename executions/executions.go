@@ -47,6 +47,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Errors that callers tell apart.
@@ -130,6 +131,15 @@ type Execution struct {
 	StartedAt     *time.Time      `json:"started_at"`
 	UpdatedAt     time.Time       `json:"updated_at"`
 	CompletedAt   *time.Time      `json:"completed_at"`
+}
+
+// span is where the work of a run is, for what it calls, writes and logs.
+func (x *Execution) span() trace.Span {
+	s := trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID, Surface: trace.Surface(x.Surface), Agent: x.Agent}
+	if x.ThreadID != nil {
+		s.ThreadID = *x.ThreadID
+	}
+	return s
 }
 
 // columns lists what Execution scans, in its order.

@@ -167,9 +167,7 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *repl
 		e: e, exec: x, cancel: cancel, replay: p,
 		seen: map[string]int{}, checkpoints: p.points, interrupted: map[string]bool{},
 	}
-	sealed, seal := postgres.Sealed(trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
-		TraceID: trace.ID(x.TraceID), ExecutionID: x.ID, Surface: trace.Surface(x.Surface), Agent: x.Agent,
-	}))
+	sealed, seal := postgres.Sealed(trace.With(context.WithValue(ctx, runKey{}, r), x.span()))
 	result, err := r.call(sealed, flow)
 	got := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,

@@ -121,9 +121,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 		e: e, exec: claimed, worker: worker, began: time.Now(), cancel: cancel,
 		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
-	ctx = trace.With(context.WithValue(ctx, runKey{}, r), trace.Span{
-		TraceID: trace.ID(claimed.TraceID), ExecutionID: claimed.ID, Surface: trace.Surface(claimed.Surface), Agent: claimed.Agent,
-	})
+	ctx = trace.With(context.WithValue(ctx, runKey{}, r), claimed.span())
 	flow, err := e.flow(ctx, claimed.Flow)
 	if err != nil || flow == nil {
 		e.crews[claimed.Queue].leave(claimed.Flow)

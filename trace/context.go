@@ -8,6 +8,7 @@ type Span struct {
 	TraceID     ID      // the work
 	ExecutionID string  // the durable run that does it
 	ActivityID  string  // the activity under which the next one is filed; empty at the top
+	ThreadID    string  // the conversation the run belongs to; empty for none
 	Lane        string  // the lane the work holds, if it was begun for one
 	Surface     Surface // where the work began
 	Agent       string  // who acts
