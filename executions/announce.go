@@ -1,6 +1,10 @@
 package executions
 
-import "context"
+import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+)
 
 // announce says that the run begins, or goes on. A wait may have been ended by a sweep or by plain SQL, where nobody could
 // say so, hence what ended it is said here, by whoever goes on.
@@ -29,4 +33,34 @@ func (r *run) lastWait() (step string, out Outcome, ok bool) {
 		}
 	}
 	return "", Outcome{}, false
+}
+
+// ended is an execution that a transaction has ended, and how many lanes that freed.
+type ended struct {
+	ID, TraceID string
+	Status      Status
+	Freed       int
+}
+
+// endedIn adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run says so.
+// As part of the batch it holds nothing up, whatever becomes of this process.
+func endedIn(b *pgx.Batch, into *[]ended) {
+	b.Queue(`
+		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
+		  from agent_events v join agent_executions x on x.id = agent_uuid(v.key)
+		 where v.id >= agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
+		   and v.xmin = pg_current_xact_id_if_assigned()::xid order by v.id`).Query(func(rows pgx.Rows) (err error) {
+		*into, err = pgx.CollectRows(rows, pgx.RowToStructByPos[ended])
+		return err
+	})
+}
+
+// announceEnds says that executions have ended, as a run says it of itself.
+func (e *Engine) announceEnds(ctx context.Context, ends []ended) {
+	for _, x := range ends {
+		about := named(x.TraceID, x.ID)
+		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(x.Status), "status", string(x.Status))...)
+		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", x.ID)...)
+		e.log.InfoContext(ctx, "locks released", append(about, "count", x.Freed)...)
+	}
 }

@@ -4,13 +4,16 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // lines collects a program's log.
@@ -90,6 +93,59 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 				"locks released":             {"count", 1.0},
 			} {
 				if records := l.said(t, message); len(records) != 1 || records[0][attribute[0].(string)] != attribute[1] {
+					t.Errorf("%s: %v, want %v", message, records, attribute)
+				}
+			}
+		})
+	}
+}
+
+// An end that no run says itself, because another has brought it about, is told all the same, and once.
+func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		result string
+		end    func(t *testing.T, p *process, id string)
+	}{
+		"a cancel": {"cancelled", func(t *testing.T, p *process, id string) {
+			if _, err := p.Cancel(t.Context(), id, "ana", "not wanted"); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
+			expire(t, p.pool, id)
+			if err := p.Sweep(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
+			expire(t, p.pool, id)
+			if _, err := p.LockRun(t.Context(), id, "second", time.Minute); !errors.Is(err, executions.ErrEnded) {
+				t.Fatal(err)
+			}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := &lines{}
+			p := prepare(t, pgtest.DB(t), nil, l.into)
+			id, others := p.external(t), p.external(t)
+			p.lock(t, id, "first")
+			exec(t, p.pool, `
+				insert into agent_events (id, event, key) values (agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
+				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
+			exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
+			c.end(t, p, id)
+			if _, err := p.Cancel(t.Context(), id, "ana", "again"); err != nil {
+				t.Fatal(err)
+			}
+			for message, attribute := range map[string][2]any{
+				"execution completed": {"result_type", c.result},
+				"event emitted":       {"key", id},
+				"locks released":      {"count", 1.0},
+			} {
+				records := l.said(t, message)
+				if len(records) != 1 || records[0]["execution_id"] != id || records[0][attribute[0].(string)] != attribute[1] {
 					t.Errorf("%s: %v, want %v", message, records, attribute)
 				}
 			}

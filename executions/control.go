@@ -16,20 +16,32 @@ import (
 // terminal status it had already. The claim is void at once, so nothing more is recorded; the process
 // that runs it is told and stops its step.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
-	status, err := Cancel(ctx, e.pool, id, by, reason)
+	var status *string
+	var ends []ended
+	b := &pgx.Batch{}
+	b.Queue(cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
+	endedIn(b, &ends)
+	now, err := cancelledNow(id, status, e.pool.SendBatch(ctx, b).Close())
 	if err != nil {
 		return "", err
 	}
+	e.announceEnds(ctx, ends)
 	e.cancelled(id)
 	e.tellParent(ctx, id)
-	return status, nil
+	return now, nil
 }
 
 // Cancel is Engine.Cancel for a process that runs no engine.
 func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	var status *string
-	err := db.QueryRow(ctx, `select cancel_agent_execution(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	err := db.QueryRow(ctx, cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	return cancelledNow(id, status, err)
+}
+
+const cancelling = `select cancel_agent_execution(@id, @by, @reason)`
+
+// cancelledNow is what a cancel has come to.
+func cancelledNow(id string, status *string, err error) (Status, error) {
 	switch {
 	case postgres.IsCode(err, "22P02") || (err == nil && status == nil):
 		return "", fmt.Errorf("cancel execution %s: %w", id, ErrNotFound)

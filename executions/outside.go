@@ -79,9 +79,15 @@ type RunLock struct {
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
 	var got RunLock
 	var refused error
+	var ends []ended
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
 		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
-		return err // a refusal commits: what the end of the last lock meant is settled all the same
+		if err != nil || !errors.Is(refused, ErrEnded) {
+			return err // a refusal commits: what the end of the last lock meant is settled all the same
+		}
+		b := &pgx.Batch{}
+		endedIn(b, &ends)
+		return tx.SendBatch(ctx, b).Close()
 	})
 	if held, paused := errors.AsType[*PausedError](refusedByPause(ctx, e.pool, err)); paused {
 		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it when that is over"}
@@ -91,6 +97,7 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, malformed(err))
 	case refused != nil:
 		if errors.Is(refused, ErrEnded) {
+			e.announceEnds(ctx, ends)
 			e.tellParent(ctx, id)
 		}
 		return RunLock{}, refused

@@ -114,19 +114,22 @@ func (e *Engine) soon(in time.Duration) {
 // Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
 // may call it at once; one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
-	rows, err := e.pool.Query(ctx, `select queue, count(*) from sweep_agent_executions() group by queue`)
-	if err != nil {
-		return fmt.Errorf("sweep executions: %w", err)
-	}
-	var queue string
-	var n int
-	_, err = pgx.ForEachRow(rows, []any{&queue, &n}, func() error {
-		e.ready(queue, n)
-		return nil
+	var ends []ended
+	b := &pgx.Batch{}
+	b.Queue(`select queue, count(*) from sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) error {
+		var queue string
+		var n int
+		_, err := pgx.ForEachRow(rows, []any{&queue, &n}, func() error {
+			e.ready(queue, n)
+			return nil
+		})
+		return err
 	})
-	if err != nil {
+	endedIn(b, &ends)
+	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
+	e.announceEnds(ctx, ends)
 	return e.lookAhead(ctx)
 }
 
