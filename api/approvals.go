@@ -1,6 +1,7 @@
 package api
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -62,6 +63,10 @@ func (s *server) decideApproval(r request) (answer, error) {
 	audit := trace.New(trace.Operate)
 	ctx := trace.With(r.Context(), trace.Span{TraceID: audit, Surface: trace.Operate})
 	got, err := approvals.Decide(ctx, s.pool, id, said.Decision == "approve", admin, said.Reason)
+	if errors.Is(err, approvals.ErrDecided) {
+		late, unread := approvals.Get(r.Context(), s.pool, id)
+		return answer{trace: late.TraceID}, errors.Join(fmt.Errorf("decide: %w", err), unread)
+	}
 	if err != nil {
 		return answer{}, fmt.Errorf("decide: %w", err)
 	}

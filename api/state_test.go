@@ -115,6 +115,10 @@ func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
 	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status == executions.Waiting {
 		t.Errorf("who waited is %+v, %v", x, err)
 	}
+	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
+	if p := a.refused(late, 409, "decided already"); p.TraceID != open.TraceID || late.Header().Get("X-Trace-Id") != open.TraceID {
+		t.Errorf("refused under trace %q, not %q", p.TraceID, open.TraceID)
+	}
 }
 
 func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
