@@ -38,15 +38,18 @@ func (b because) check() error {
 	return nil
 }
 
-// readBody decodes a body into the type of zero, and refuses what that does not say. For a route without a
-// body it reads nothing.
+// readBody decodes a body into the type of zero, and refuses what that does not say. A route without a body takes none, or an
+// empty object: what is said to it would be ignored.
 func readBody(r *http.Request, zero any) (any, error) {
-	if zero == nil {
-		return nil, nil
-	}
 	raw, err := io.ReadAll(r.Body)
 	if err != nil {
 		return nil, err
+	}
+	if zero == nil {
+		if len(bytes.TrimSpace(raw)) == 0 {
+			return nil, nil
+		}
+		return nil, decode(raw, &struct{}{})
 	}
 	into := reflect.New(reflect.TypeOf(zero))
 	if err := decode(raw, into.Interface()); err != nil {

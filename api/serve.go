@@ -73,7 +73,9 @@ func accepted(r *http.Request, rt route) (in request, err error) {
 			return in, err
 		}
 	}
-	in.body, err = readBody(r, rt.body)
+	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead { // whose body is not read (see takeBody)
+		in.body, err = readBody(r, rt.body)
+	}
 	return in, err
 }
 
