@@ -34,6 +34,8 @@ type Endpoint struct {
 	Query map[string]string
 	// Status is that of an answer when all is well, 200 when 0. It is only documented.
 	Status int
+	// Again says that what was done before is answered with 200 and the same; it is only documented.
+	Again bool
 	// ContentType is that of the answer, application/json when empty; it is only documented.
 	ContentType string
 	// Stream lifts the request's deadline. Each write has to get through within half a minute. The request's
@@ -73,7 +75,7 @@ func (e Endpoint) route() (route, error) {
 	}
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, answer: e.Answer, status: e.Status,
-		contentType: e.ContentType, stream: e.Stream, ends: e.Ends, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
+		again: e.Again, contentType: e.ContentType, stream: e.Stream, ends: e.Ends, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
 		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {

@@ -61,6 +61,37 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 	}
 }
 
+func TestTheDocumentSaysWhatWebhooksAreAnswered(t *testing.T) {
+	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	s := p.start("serve")
+	_, text := get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")
+	var document struct {
+		Paths map[string]map[string]struct {
+			Responses map[string]struct {
+				Content map[string]struct {
+					Schema struct {
+						Ref string `json:"$ref"`
+					} `json:"schema"`
+				} `json:"content"`
+			} `json:"responses"`
+		} `json:"paths"`
+	}
+	if err := json.Unmarshal([]byte(text), &document); err != nil {
+		t.Fatal(err)
+	}
+	for answer, want := range map[[3]string]string{
+		{"/webhooks/{endpoint}", "post", "202"}:                "webhook_Receipt",
+		{"/webhooks/{endpoint}", "post", "200"}:                "webhook_Receipt",
+		{"/v1/webhooks/deliveries/{id}", "get", "200"}:         "webhook_Shown",
+		{"/v1/webhooks/deliveries/{id}/replay", "post", "202"}: "webhook_Replayed",
+	} {
+		got := document.Paths[answer[0]][answer[1]].Responses[answer[2]].Content["application/json"].Schema.Ref
+		if got != "#/components/schemas/"+want {
+			t.Errorf("%v is described by %q", answer, got)
+		}
+	}
+}
+
 // call sends a request that no route can do anything with, and returns the status.
 func call(t *testing.T, method, url, key string) int {
 	t.Helper()

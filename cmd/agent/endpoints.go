@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -100,17 +101,21 @@ func (a *app) chatEndpoints() []api.Endpoint {
 func (a *app) webhookEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Answer: json.RawMessage{}, Status: 202,
-			MaxBody: webhooks.MostMaxBytes, Handler: a.webhook.Receive(),
+			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Answer: webhook.Receipt{}, Status: 202,
+			Again: true, MaxBody: webhooks.MostMaxBytes, Handler: a.webhook.Receive(),
 			About: "Receive a webhook: verified, stored and acknowledged with its trace. A delivery that came before is 200 with the first trace.",
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Answer: json.RawMessage{}, Handler: a.webhook.Deliveries(),
-			About: "Webhooks that came, newest first; filters endpoint and status.",
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Answer: webhook.Page{}, Handler: a.webhook.Deliveries(),
+			About: "Webhooks that came, newest first.",
+			Query: map[string]string{
+				"endpoint": "Name of the endpoint", "status": "State of the delivery", "limit": "How many, 50 unless said, at most 500",
+				"cursor": "next_cursor of the page before",
+			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Answer: json.RawMessage{}, Handler: a.webhook.Delivery(),
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Answer: webhook.Shown{}, Handler: a.webhook.Delivery(),
 			About: "One delivery, with its body.",
 		}, {
-			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Answer: json.RawMessage{},
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Answer: webhook.Replayed{},
 			Status: 202, Idempotent: true, Handler: a.webhook.ReplayDelivery(),
 			About: "Handle a delivery again, under a new trace.",
 		},
