@@ -104,7 +104,7 @@ func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Du
 	living, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
 	var renewing errgroup.Group
 	renewing.Go(func() error { return keeper.Run(living) })
-	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{In: c.in, Out: c.out, Err: c.err})
+	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{In: c.in, Out: c.out, Err: c.err, Log: s.log})
 	stop()
 	err = errors.Join(err, renewing.Wait())
 	switch {

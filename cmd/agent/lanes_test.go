@@ -72,6 +72,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
 	}
 	contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
+	contains(t, on(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
 	if _, err := os.Stat(mark); err == nil {
 		t.Error("the command ran without the lane")
 	}

@@ -35,17 +35,25 @@ const (
 	grace = 10 * time.Second // between the polite end of a command and the other
 )
 
-// Stdio is what the command reads and writes.
+// Stdio is what the command reads and writes, and where RunCommand itself logs.
 type Stdio struct {
 	In       io.Reader
 	Out, Err io.Writer
+	Log      *slog.Logger // nil for text on Err
+}
+
+func (s Stdio) log() *slog.Logger {
+	if s.Log == nil {
+		return slog.New(slog.NewTextHandler(s.Err, nil))
+	}
+	return s.Log
 }
 
 // RunCommand runs argv while keeper holds lane, and returns the command's exit code; 128 + n when
 // signal n ended it. Signals that this process gets meanwhile are handed to the command. ttl 0 is
 // the lane's default.
 //
-// A busy lane is exit code 75 and no error, with a warning `already running, skipped` on stdio.Err. An
+// A busy lane is exit code 75 and no error, with a warning `already running, skipped` in the log. An
 // error comes with exit code 1: the lane or the command is not valid, the database did not answer, the
 // lane was lost (lanes.ErrLost) or ctx ended, which ends the command.
 func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
@@ -58,7 +66,7 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 	}
 	lease, err := keeper.Acquire(ctx, lane, opts...)
 	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
-		slog.New(slog.NewTextHandler(stdio.Err, nil)).WarnContext(ctx, "already running, skipped", "lane", lane, "holder", busy.Holder)
+		stdio.log().WarnContext(ctx, "already running, skipped", "lane", lane, "holder", busy.Holder)
 		return ExitBusy, nil
 	}
 	if err != nil {
