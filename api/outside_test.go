@@ -191,6 +191,7 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 	}{
 		{"POST", "/v1/executions", `{"flow":"reprot"}`, 422, "did you mean report?"},
 		{"POST", "/v1/executions", `{"flow":"zzz"}`, 422, "external, report"},
+		{"POST", "/v1/executions", `{"FLOW":"external"}`, 400, `unknown field "FLOW"`},
 		{"POST", "/v1/executions", `{"flow":"heartbeat"}`, 422, "agent heartbeat"},
 		{"POST", "/v1/executions", `{"flow":"external:"}`, 422, "there is no flow"},
 		{"POST", "/v1/executions", `{"flow":"external:a b"}`, 422, "there is no flow"},
