@@ -113,7 +113,7 @@ func (r *run) recordTaken(ctx context.Context, p *putOff) error {
 	err := r.recordNow(ctx, p.s, p.effect, p.value, p.output, p.failure)
 	switch {
 	case err == nil, r.poisoned() != nil:
-	case transient(err), ctx.Err() != nil:
+	case passing(err), ctx.Err() != nil:
 		r.stop(ErrLost) // nobody knows, and whoever takes over runs the step again
 	default:
 		err = errors.Join(errUnrecorded, err)

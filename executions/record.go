@@ -153,7 +153,7 @@ func (r *run) recordNow(ctx context.Context, s spec, effect *Effect, value any, 
 	failed := r.written(ctx, s, err, out)
 	switch {
 	case failed == nil:
-	case bounded.Err() != nil && transient(err) && !errors.Is(failed, ErrStale):
+	case bounded.Err() != nil && passing(err) && !errors.Is(failed, ErrStale):
 		// The database could not be written to for as long as a lease lasts. That is no result of the step: the run
 		// ends here, and its claim, which then has no run, is handed on.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)

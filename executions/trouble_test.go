@@ -196,3 +196,49 @@ func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
 		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), str(got.ErrorMessage))
 	}
 }
+
+// A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not what a run
+// ends with: the write is made again.
+func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
+	t.Parallel()
+	for name, when := range map[string]string{
+		"a record": "insert on agent_checkpoints for each row",
+		"a call":   "insert on agent_activity for each row when (new.kind = 'call')",
+		"a wait":   "update on agent_executions for each row when (new.status = 'waiting')",
+		"an end":   "update on agent_executions for each row when (new.completed_at is not null)",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			exec(t, pool, `create sequence cancels`)
+			exec(t, pool, `
+				create function cancel() returns trigger language plpgsql as $$
+				begin
+				  if nextval('cancels') <= 3 then
+				    perform pg_cancel_backend(pg_backend_pid());
+				    perform pg_sleep(60);
+				  end if;
+				  return new;
+				end $$`)
+			exec(t, pool, `create trigger cancel before `+when+` execute function cancel()`)
+			var calls, steps atomic.Int32
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+					func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
+				if err != nil {
+					return executions.Result{}, err
+				}
+				if _, err := executions.Wait(ctx, "wait", executions.Delay(time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
+				n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return steps.Add(1), nil })
+				return ends(n, err)
+			}))
+			id := p.begin(t, "flow")
+			until(t, pool, id, executions.Completed)
+			if calls.Load() != 1 || steps.Load() != 1 {
+				t.Errorf("%d calls, %d steps", calls.Load(), steps.Load())
+			}
+		})
+	}
+}

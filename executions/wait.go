@@ -199,7 +199,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 				return nil, nil
 			}
 			return nil, ErrStale
-		case ctx.Err() != nil, !transient(err):
+		case ctx.Err() != nil, !passing(err):
 			return nil, err
 		}
 		r.e.warnUnavailable(ctx, err, "step", step)

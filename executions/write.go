@@ -35,7 +35,7 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 			return nil
 		case postgres.IsCode(err, "LK001"):
 			return ErrStale
-		case ctx.Err() != nil, !transient(err):
+		case ctx.Err() != nil, !passing(err):
 			return err
 		}
 		e.warnUnavailable(ctx, err)
@@ -74,8 +74,12 @@ func transient(err error) bool {
 	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || brokenPipe(err)
 }
 
+// passing reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the database makes last
+// longer than statement_timeout says is no more the result of a run than an outage: a query of the flow's own may be meant to be cancelled, these never.
+func passing(err error) bool { return transient(err) || postgres.IsCode(err, "57014") }
+
 // refused reports an error with which the database refuses what was written: another try would meet it again.
-func refused(err error) bool { return postgres.Code(err) != "" && !transient(err) }
+func refused(err error) bool { return postgres.Code(err) != "" && !passing(err) }
 
 // brokenPipe reports an error of the connection itself.
 func brokenPipe(err error) bool {
