@@ -24,8 +24,10 @@ import (
 const stateDir = ".agent"
 
 // settings reads the configuration and makes the logger. Log lines go to stderr.
-func (c *cli) settings() (config.Config, *slog.Logger, error) {
-	cfg, err := config.Load(c.environ, "AGENT_OUTPUT")
+func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.settingsBy(config.Load) }
+
+func (c *cli) settingsBy(load func(map[string]string, ...string) (config.Config, error)) (config.Config, *slog.Logger, error) {
+	cfg, err := load(c.environ, "AGENT_OUTPUT")
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
 	}

@@ -34,7 +34,7 @@ exits at once. systemd is told when NOTIFY_SOCKET is set.`,
 }
 
 func (c *cli) serve(ctx context.Context, migrate bool) error {
-	cfg, log, err := c.settings()
+	cfg, log, err := c.settingsBy(config.LoadServe)
 	if err != nil {
 		return err
 	}

@@ -29,8 +29,8 @@ func TestWrongSettings(t *testing.T) {
 	}{
 		"serve without anything": {[]string{"serve"}, nil, []string{"DATABASE_URL is not set; set it", "AGENT_ADMIN_TOKEN is not set; set it"}},
 		"serve without a token":  {[]string{"serve"}, []string{database}, []string{"AGENT_ADMIN_TOKEN is not set; set it"}},
-		"no schedule":            {[]string{"serve"}, []string{"AGENT_HEARTBEAT_CRON=garbage"}, []string{`AGENT_HEARTBEAT_CRON: parse schedule "garbage"`}},
-		"no zone":                {[]string{"serve"}, []string{"AGENT_TIMEZONE=Mars/Olympus"}, []string{`AGENT_TIMEZONE: find time zone "Mars/Olympus"`}},
+		"no schedule":            {[]string{"serve"}, []string{database, token, "AGENT_HEARTBEAT_CRON=garbage"}, []string{`AGENT_HEARTBEAT_CRON: parse schedule "garbage"`}},
+		"no zone":                {[]string{"serve"}, []string{database, token, "AGENT_TIMEZONE=Mars/Olympus"}, []string{`AGENT_TIMEZONE: find time zone "Mars/Olympus"`}},
 		"neither on nor off":     {[]string{"heartbeat"}, []string{"AGENT_LANES=maybe"}, []string{`AGENT_LANES: "maybe" is not valid`}},
 		"no URL":                 {[]string{"heartbeat"}, []string{"OPENAI_BASE_URL=nonsense"}, []string{"OPENAI_BASE_URL: it is not an http or https URL"}},
 		"no address":             {[]string{"dev"}, []string{"AGENT_LISTEN=foo"}, []string{`AGENT_LISTEN: "foo" is not an address`}},
@@ -40,7 +40,7 @@ func TestWrongSettings(t *testing.T) {
 		"many at once": {
 			[]string{"serve"},
 			[]string{"AGENT_LANES=maybe", "AGENT_TIMEZONE=x", "AGENT_WORKERS=0", "AGENT_MAX_TOKENS=lots"},
-			[]string{"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:"},
+			[]string{"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"},
 		},
 		"dev for all, unguarded": {[]string{"dev"}, []string{"AGENT_LISTEN=0.0.0.0:0"}, []string{"AGENT_LISTEN: 0.0.0.0:0 can be reached from other machines"}},
 		"no folder":              {[]string{"dev", "/no/such/folder"}, nil, []string{"load workspace: there is no folder /no/such/folder"}},

@@ -292,6 +292,35 @@ func TestRequire(t *testing.T) {
 	}
 }
 
+func TestServeIsToldWhatIsMissingWithWhatIsWrong(t *testing.T) {
+	for name, c := range map[string]struct {
+		environ map[string]string
+		want    []string
+	}{
+		"both":           {map[string]string{"AGENT_WORKERS": "0"}, []string{"AGENT_WORKERS: ", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}},
+		"one is wrong":   {map[string]string{"DATABASE_URL": "mysql://h/d", "AGENT_ADMIN_TOKEN": " "}, []string{"DATABASE_URL: ", "AGENT_ADMIN_TOKEN is not set"}},
+		"one in a file":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN_FILE": "/none"}, []string{"AGENT_ADMIN_TOKEN_FILE: "}},
+		"nothing amiss":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN": "t"}, nil},
+		"only not there": {nil, nil}, // RequireServe says so
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := config.LoadServe(c.environ)
+			var lines []string
+			if err != nil {
+				lines = problems(t, err)
+			}
+			if len(lines) != len(c.want) {
+				t.Fatalf("got %q, want %q", lines, c.want)
+			}
+			for i := range lines {
+				if !strings.HasPrefix(lines[i], c.want[i]) {
+					t.Errorf("got %q, want %q", lines[i], c.want[i])
+				}
+			}
+		})
+	}
+}
+
 func TestASecretNeverShows(t *testing.T) {
 	c := load(t, map[string]string{"DATABASE_URL": "postgres://u:hunter2@h/d", "AGENT_ADMIN_TOKEN": "hunter2"})
 	marshalled, err := json.Marshal(map[string]any{"s": c.AdminToken, "c": c.AdminToken})

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -8,6 +9,23 @@ import (
 
 // shortestToken is the length in bytes of an admin token that may face a network.
 const shortestToken = 16
+
+// LoadServe is [Load] for `agent serve`: what it cannot do without and is not set is told together with what is wrong. Where nothing is
+// wrong, see [Config.RequireServe].
+func LoadServe(environ map[string]string, also ...string) (Config, error) {
+	c, err := Load(environ, also...)
+	wrong, ok := errors.AsType[*Error](err)
+	if !ok {
+		return c, err
+	}
+	problems, values := wrong.Problems, present(environ)
+	for _, name := range []string{"DATABASE_URL", "AGENT_ADMIN_TOKEN"} {
+		if values[name] == "" && values[name+fileSuffix] == "" {
+			problems = append(problems, unset(name))
+		}
+	}
+	return c, joined(problems)
+}
 
 // RequireServe reports what `agent serve` lacks: a database and an admin token, which must be
 // long when others than this machine can reach it. The error is an [*Error].
