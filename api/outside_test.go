@@ -203,7 +203,7 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		{"POST", "/v1/executions", `{"flow":"external","priority":5}`, 400, "priority"},
 		{"POST", "/v1/executions", `{"flow":"external","queue":"fast"}`, 400, "queue"},
 		{"POST", "/v1/executions", `{"flow":"external","parent_id":"x"}`, 400, "parent_id"},
-		{"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 422, "parent_id"},
+		{"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 404, "parent_id"},
 		{"POST", "/v1/executions", `{"flow":"external","input":"\u0000"}`, 400, "u0000 cannot be converted"},
 		{"POST", "/v1/executions", `{"flow":"external","input":1e400000}`, 400, "numeric"},
 		{"POST", "/v1/executions", `{"flow":"external","input":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "larger"},

@@ -135,7 +135,7 @@ func (s *server) parent(ctx context.Context, id string) (executions.Execution, e
 	parent, err := executions.Get(ctx, s.pool, id)
 	switch {
 	case errors.Is(err, executions.ErrNotFound):
-		return parent, problem.New(http.StatusUnprocessableEntity, "parent_id: there is no execution %s", id).
+		return parent, problem.New(http.StatusNotFound, "parent_id: there is no execution %s", id).
 			Kind("unknown-parent", "Unknown parent")
 	case err == nil && parent.Status.Ended():
 		err = problem.New(http.StatusConflict, "parent_id: execution %s has ended: %s", id, parent.Status).Kind("run-ended", "Run ended")

@@ -177,6 +177,7 @@ func TestWhatIsRefused(t *testing.T) {
 		"nothing new":        {`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", "", 400, "invalid_value", "messages"},
 		"only instructions":  {`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", "", 400, "invalid_value", "messages"},
 		"empty":              {`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", "", 400, "empty_message", "messages[0].content"},
+		"number of thread":   {`{"model":"agent","metadata":{"thread_id":7},"messages":[{"role":"user","content":"hi"}]}`, "", "", 400, "invalid_type", "metadata.thread_id"},
 		"only NUL":           {`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", "", 400, "empty_message", "messages[0].content"},
 		"null":               {`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", "", 400, "empty_message", "messages[0].content"},
 		"an image":           {`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "", "", 400, "unsupported_content", "messages[0].content"},

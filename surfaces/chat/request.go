@@ -69,7 +69,11 @@ func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, 
 	if json.Unmarshal(body, &extra) == nil && len(extra.Metadata) > 0 {
 		var values map[string]json.RawMessage
 		if json.Unmarshal(extra.Metadata, &values) == nil {
-			if id, ok := text(values["thread_id"]); ok && id != "" {
+			id, ok := text(values["thread_id"])
+			if !ok { // another thread than meant would be begun
+				return req, "", bad("metadata.thread_id", "invalid_type", "The parameter metadata.thread_id must be a string.")
+			}
+			if id != "" {
 				req.Metadata = map[string]string{"thread_id": id}
 			}
 		}
