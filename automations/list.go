@@ -57,15 +57,21 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 	return found[0], nil
 }
 
-// Due returns the enabled automations whose time has come, the longest waiting first. Each is to be
-// claimed with its NextRunAt. limit is 100 when 0.
+// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made: its next time is
+// the occasion. A skill that no model uses would else never come back. Not one that needs leave, of which nobody knows when it is made.
+const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
+	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
+	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true)))`
+
+// Due returns the automations whose time has come, the longest waiting first: those that are enabled, and those with which a skill
+// is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
-		  from agent_automations
-		 where enabled and trigger = 'cron' and next_run_at <= clock_timestamp()
+		  from agent_automations a
+		 where (enabled or `+tries+`) and trigger = 'cron' and next_run_at <= clock_timestamp()
 		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
 	return collect(rows, err, "list due automations")
 }

@@ -361,6 +361,31 @@ func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
 	}
 }
 
+// A skill that nothing but an automation uses is tried by that, at its next time, in a heartbeat that asks no model.
+func TestASkillIsTriedByItsAutomation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.failing(t, "fetch")
+	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
+	w.automation(t, automations.Definition{Name: "b", Skill: "fetch"})
+	w.quiet()
+	w.completed(t)
+	due := `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`
+	exec(t, w.pool, due)
+	w.completed(t)
+	if w.calls.of("fetch") != 0 {
+		t.Fatal("the skill was called while it rested")
+	}
+	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	x, _ := w.completed(t)
+	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+		t.Errorf("story is %s", story)
+	}
+	if !value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+		t.Error("the skill or an automation is not back in service")
+	}
+}
+
 func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
