@@ -382,6 +382,28 @@ func TestAnInterruptedCommandCancelsItsTurn(t *testing.T) {
 	}
 }
 
+// What a turn uses is there until its run has noticed that it was cancelled.
+func TestAnInterruptedMessageOfAVisitorIsCancelledWithoutAnError(t *testing.T) {
+	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
+	if _, err := d.pool.Exec(t.Context(), `update agent_skills set scope = 'both'`); err != nil {
+		t.Fatal(err)
+	}
+	s := d.start("chat", "Be slow.")
+	pgtest.Eventually(t, pgWait, func() bool {
+		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+	}, "slow runs")
+	s.stop()
+	if code := <-s.ended; code != exitInterrupted {
+		t.Errorf("exit %d", code)
+	}
+	if got := single[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
+		t.Errorf("the turn is %s", got)
+	}
+	if said := s.err.String(); strings.Contains(said, "ERROR") {
+		t.Errorf("it says %s", said)
+	}
+}
+
 func TestWatchingAnAdmin(t *testing.T) {
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")

@@ -3,6 +3,7 @@ package chat
 import (
 	"strings"
 	"sync"
+	"time"
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -154,6 +155,23 @@ func (f *feed) waits(leave bool) {
 	f.mu.Unlock()
 	if !same {
 		f.change(func() { f.leave = leave })
+	}
+}
+
+// rest waits until this process does not take the turn any more, for so long at most.
+func (f *feed) rest(most time.Duration) {
+	limit := time.NewTimer(most)
+	defer limit.Stop()
+	for {
+		v := f.look(false)
+		if !v.local {
+			return
+		}
+		select {
+		case <-v.changed:
+		case <-limit.C:
+			return
+		}
 	}
 }
 

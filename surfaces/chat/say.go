@@ -3,6 +3,7 @@ package chat
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -15,6 +16,9 @@ type Answer struct {
 	Text     string `json:"text"`
 	Finish   string `json:"finish_reason"`
 }
+
+// cancelRest is how long the caller of a turn that was cancelled waits for its run to notice: what it uses may be closed next.
+const cancelRest = 5 * time.Second
 
 // Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
 // ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
@@ -38,6 +42,7 @@ func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer,
 		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt", "the visitor interrupted"); err != nil {
 			return told, fmt.Errorf("cancel turn: %w", err)
 		}
+		b.feed.rest(cancelRest)
 		return told, context.Cause(ctx)
 	}
 	told.Text, told.Finish = got.Text, string(got.Finish)
