@@ -21,7 +21,8 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 	b := &pgx.Batch{}
 	b.Queue(cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
 	endedIn(b, &ends)
-	now, err := cancelledNow(id, status, e.pool.SendBatch(ctx, b).Close())
+	err := e.pool.SendBatch(ctx, b).Close() // which sets status
+	now, err := cancelledNow(id, status, err)
 	if err != nil {
 		return "", err
 	}

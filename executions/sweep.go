@@ -114,20 +114,23 @@ func (e *Engine) soon(in time.Duration) {
 // Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
 // may call it at once; one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
+	type readyIn struct {
+		Queue string
+		N     int
+	}
+	var ready []readyIn
 	var ends []ended
 	b := &pgx.Batch{}
-	b.Queue(`select queue, count(*) from sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) error {
-		var queue string
-		var n int
-		_, err := pgx.ForEachRow(rows, []any{&queue, &n}, func() error {
-			e.ready(queue, n)
-			return nil
-		})
+	b.Queue(`select queue, count(*) from sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) (err error) {
+		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
 		return err
 	})
 	endedIn(b, &ends)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
+	}
+	for _, r := range ready { // after the commit: who looked before would find nothing
+		e.ready(r.Queue, r.N)
 	}
 	e.announceEnds(ctx, ends)
 	return e.lookAhead(ctx)
