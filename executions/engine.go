@@ -110,29 +110,16 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// gatherMost is how long the first of several writes waits for those that come with it at most.
-const gatherMost = time.Millisecond
-
 // share sets how writes of executions go together.
 func (e *Engine) share() {
-	inTurn := batch.NewTurns(2)
-	e.ends = &batch.Group[lastWrite, finished]{Send: e.finishSeveral}
-	e.points = &batch.Group[point, struct{}]{Send: e.recordSeveral}
+	line := &batch.Line{}
+	e.ends = &batch.Group[lastWrite, finished]{Line: line, Send: e.finishSeveral}
+	e.points = &batch.Group[point, struct{}]{Line: line, Send: e.recordSeveral}
 	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
 	// stale: they are sent again only where the database has said no.
-	e.events = &batch.Group[occurrence, Delivered]{Send: e.handSeveral, Unchanged: postgres.Unchanged}
-	e.starts = &batch.Group[postgres.Strict, Execution]{Send: e.startSeveral, Unchanged: postgres.Unchanged}
-	e.parks = &batch.Group[parking, []byte]{Send: e.parkSeveral, Unchanged: postgres.Unchanged}
-	together(e.ends, inTurn)
-	together(e.points, inTurn)
-	together(e.events, inTurn)
-	together(e.starts, inTurn)
-	together(e.parks, inTurn)
-}
-
-// together sets what all have in common.
-func together[In, Out any](g *batch.Group[In, Out], inTurn batch.Turns) {
-	g.Turns, g.Gather, g.Regroup = inTurn, gatherMost, true
+	e.events = &batch.Group[occurrence, Delivered]{Line: line, Send: e.handSeveral, Unchanged: postgres.Unchanged}
+	e.starts = &batch.Group[postgres.Strict, Execution]{Line: line, Send: e.startSeveral, Unchanged: postgres.Unchanged}
+	e.parks = &batch.Group[parking, []byte]{Line: line, Send: e.parkSeveral, Unchanged: postgres.Unchanged}
 }
 
 // Register names a durable function. Registering a name twice is an error of the program, found at New's

@@ -76,8 +76,9 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	}
 	k.tries.Late = k.lateGrant
 	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[bool], error) { return freeMany(ctx, k.db, all) }
-	share(&k.tries)
-	share(&k.frees)
+	line := &batch.Line{}
+	share(&k.tries, line)
+	share(&k.frees, line)
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}
@@ -92,7 +93,8 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 
 // share sets how tries and releases at the same time go together. One that is held up, as a release by a fenced write, must not hold up
 // the rest.
-func share[In, Out any](g *batch.Group[In, Out]) {
+func share[In, Out any](g *batch.Group[In, Out], line *batch.Line) {
+	g.Line = line
 	g.Unchanged, g.Most, g.Patience, g.Limit = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 

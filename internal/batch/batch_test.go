@@ -16,7 +16,7 @@ const patience = 10 * time.Second
 
 // newGroup makes one from a function that answers each write, and says which it has left.
 func newGroup(send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool) *Group[int, int] {
-	return &Group[int, int]{Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
+	return &Group[int, int]{Line: &Line{slow: time.Hour}, Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
 		out, left, err := send(ctx, in)
 		answers := make([]Answer[int], len(out))
 		for i := range out {
@@ -28,16 +28,16 @@ func newGroup(send func(ctx context.Context, in []int) (out []int, left []bool, 
 
 // gathered is how many writes wait.
 func gathered(g *Group[int, int]) int {
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	g.Line.mu.Lock()
+	defer g.Line.mu.Unlock()
 	return len(g.waiting)
 }
 
 // busy reports whether a write is under way.
 func busy(g *Group[int, int]) bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return g.busy
+	g.Line.mu.Lock()
+	defer g.Line.mu.Unlock()
+	return len(g.Line.flying) > 0
 }
 
 // gatherer starts writes of which the first is under way until the others have gathered.
@@ -123,7 +123,17 @@ func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
 // One that is held up by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
 func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
 	t.Parallel()
-	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+	for _, b := range []*Group[int, int]{
+		{Line: &Line{slow: time.Hour}, Patience: 5 * time.Millisecond}, // the write loses its patience
+		{Line: &Line{slow: 5 * time.Millisecond}, Patience: time.Hour}, // the line does
+	} {
+		b.Send = func(_ context.Context, in []int) ([]Answer[int], error) { return make([]Answer[int], len(in)), nil }
+		holdUp(t, b)
+	}
+}
+
+func holdUp(t *testing.T, b *Group[int, int]) {
+	t.Helper()
 	held, free := make(chan struct{}), make(chan struct{})
 	var under sync.WaitGroup
 	under.Go(func() {
@@ -139,7 +149,7 @@ func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
 	}
 	left, leave := context.WithCancel(t.Context())
 	leave()
-	if _, err := b.Do(left, 2, func() (int, error) { return 0, nil }); !errors.Is(err, context.Canceled) {
+	if _, err := b.Do(left, 2, func() (int, error) { return 0, context.Canceled }); !errors.Is(err, context.Canceled) {
 		t.Errorf("one who has left: %v", err)
 	}
 	close(free)
@@ -213,48 +223,4 @@ func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
 	if sum := <-late + <-late; sum != 6 {
 		t.Errorf("answers that came too late sum up to %d, want 6", sum)
 	}
-}
-
-// Who comes back together goes together, and a batch takes no more than it may.
-func TestThoseWhoComeBackTogetherWaitForEachOther(t *testing.T) {
-	t.Parallel()
-	sizes := make(chan int, 100)
-	g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
-		sizes <- len(in)
-		return in, make([]bool, len(in)), nil
-	}, nil)
-	g.Patience, g.Regroup, g.Gather, g.took, g.Most = time.Hour, true, time.Hour, 5*time.Hour, 4
-	g.last = 6 // of late
-	var under sync.WaitGroup
-	for i := range 6 {
-		under.Go(func() { _, _ = g.Do(t.Context(), i, func() (int, error) { return i, nil }) })
-	}
-	if n := <-sizes; n != 4 { // of six who have gathered
-		t.Errorf("a batch of %d, want 4", n)
-	}
-	pgtest.Eventually(t, patience, func() bool { return gathered(g) == 2 }, "two are left")
-	for i := range 2 {
-		under.Go(func() { _, _ = g.Do(t.Context(), i, func() (int, error) { return i, nil }) })
-	}
-	if n := <-sizes; n != 4 {
-		t.Errorf("a batch of %d, want 4: the two that were left, and those that they waited for", n)
-	}
-	under.Wait()
-}
-
-// Batches of several groups go one after the other, but do not wait for ever.
-func TestTurns(t *testing.T) {
-	t.Parallel()
-	turns := NewTurns(1)
-	leave := turns.enter()
-	second := turns.enter() // after its patience
-	second()
-	if len(turns) != 1 {
-		t.Error("who did not wait for its turn has ended another's")
-	}
-	leave()
-	if len(turns) != 0 {
-		t.Error("a turn has not ended")
-	}
-	Turns(nil).enter()()
 }

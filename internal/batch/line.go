@@ -1,0 +1,170 @@
+package batch
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"time"
+)
+
+const (
+	// beside is how many have to have gathered in a group to go while another batch is under way.
+	beside = 32
+	// most is how many batches are under way at once, without those that are slow.
+	most = 2
+	// defaultSlow is how long a batch is waited for.
+	defaultSlow = 10 * time.Millisecond
+	// defaultOverdue is how long a group waits while larger ones go before it.
+	defaultOverdue = 4 * time.Millisecond
+	// defaultRegroup is how long those who had an answer are waited for.
+	defaultRegroup = time.Millisecond
+)
+
+// Line is where groups of writes wait for their turn. It lets one batch go at a time, and a second only when there are many. One that
+// takes long is not waited for.
+//
+// Who has had an answer often comes back at once with its next write, so the next batch waits for them: for as many as have come back
+// of late, and for a millisecond at most. A Line is ready for use; all its groups have to be of one kind of caller, as one waits for the other.
+type Line struct {
+	slow, overdue, regroup time.Duration // as by default when they are not set
+
+	mu      sync.Mutex
+	groups  []member
+	waiting int       // writes
+	flying  []*flight // batches that are waited for, also of one
+	alarm   *time.Timer
+	alarmAt time.Time // zero when it is not set
+
+	landed   time.Time // the last batch
+	answered int       // by it
+	came     int       // since then
+	returns  float64   // what part of those who had an answer came back, of late
+	owed     int       // so many will hardly be long
+}
+
+// member is a Group of any kind.
+type member interface {
+	gatheredLocked() (n int, since time.Time)
+	aloneLocked() bool
+	sendLocked()
+}
+
+// comeLocked notes that somebody is here. It reports whether they may go at once, by themselves: where few write, one waits only for
+// another of its own group.
+func (l *Line) comeLocked(alone bool) bool {
+	l.came++
+	if l.owed > 0 {
+		l.owed--
+	}
+	return !alone && l.waiting == 0 && l.owed == 0 && !l.sharedLocked()
+}
+
+// sharedLocked reports whether a batch of several is under way.
+func (l *Line) sharedLocked() bool {
+	return slices.ContainsFunc(l.flying, func(f *flight) bool { return f.alone == nil })
+}
+
+// goOnLocked sends what may go, and sees to it that the rest is looked at again.
+func (l *Line) goOnLocked() {
+	slow := cmp.Or(l.slow, defaultSlow)
+	for l.waiting > 0 {
+		now := time.Now()
+		l.flying = slices.DeleteFunc(l.flying, func(f *flight) bool { return now.Sub(f.began) >= slow && f.leave() })
+		regrouped := l.landed.Add(cmp.Or(l.regroup, defaultRegroup))
+		if !now.Before(regrouped) {
+			l.owed = 0
+		}
+		next := l.nextLocked(now)
+		switch {
+		case len(l.flying) >= most, l.waiting < beside && (l.sharedLocked() || next.aloneLocked()):
+			l.wakeLocked(l.flying[0].began.Add(slow))
+			return
+		case l.owed > 0:
+			l.wakeLocked(regrouped)
+			return
+		}
+		next.sendLocked()
+	}
+}
+
+// nextLocked is the group in which most have gathered, or the one that has waited longest if that is too long.
+func (l *Line) nextLocked(now time.Time) (next member) {
+	n, oldest := 0, time.Time{}
+	for _, g := range l.groups {
+		gathered, since := g.gatheredLocked()
+		switch {
+		case gathered == 0:
+		case now.Sub(since) > cmp.Or(l.overdue, defaultOverdue):
+			if oldest.IsZero() || since.Before(oldest) {
+				next, oldest = g, since
+			}
+		case oldest.IsZero() && gathered > n:
+			next, n = g, gathered
+		}
+	}
+	return next
+}
+
+// wakeLocked has those who wait looked at when it is so late, if nothing else happens before. One who does not wait sets no alarm, which
+// costs more than it seems to.
+func (l *Line) wakeLocked(at time.Time) {
+	if !l.alarmAt.IsZero() && !at.Before(l.alarmAt) {
+		return // and then for this, too
+	}
+	l.alarmAt = at
+	if l.alarm == nil {
+		l.alarm = time.AfterFunc(time.Until(at), l.wake)
+		return
+	}
+	l.alarm.Reset(time.Until(at))
+}
+
+func (l *Line) wake() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.alarmAt = time.Time{}
+	l.goOnLocked()
+}
+
+// flight is a batch that is under way.
+type flight struct {
+	line  *Line
+	alone *bool // the mark of its group, for one write; nil for several
+	began time.Time
+}
+
+// takeOffLocked begins one. Alone is the mark of a group of which one write goes by itself.
+func (l *Line) takeOffLocked(alone *bool) *flight {
+	if alone != nil {
+		*alone = true
+	}
+	l.owed = 0
+	f := &flight{line: l, alone: alone, began: time.Now()}
+	l.flying = append(l.flying, f)
+	return f
+}
+
+// leave lets another write of its group go by itself; true.
+func (f *flight) leave() bool {
+	if f.alone != nil {
+		*f.alone = false
+	}
+	return true
+}
+
+// land ends it: so many get their answers, and are expected back as far as they have come back of late. Where few write, nobody waits
+// for another.
+func (f *flight) land(answered int) {
+	l := f.line
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.answered > 1 {
+		l.returns += (min(1, float64(l.came)/float64(l.answered)) - l.returns) / 4
+	}
+	l.landed, l.answered, l.came = time.Now(), answered, 0
+	if answered > 1 {
+		l.owed += int(l.returns*float64(answered) + 0.5)
+	}
+	l.flying = slices.DeleteFunc(l.flying, func(other *flight) bool { return other == f && f.leave() })
+	l.goOnLocked()
+}

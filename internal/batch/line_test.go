@@ -1,0 +1,278 @@
+package batch
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// crowd is a group whose batches say how large they are, and go on when they are let.
+type crowd struct {
+	*Group[int, int]
+	sizes chan int
+	let   chan struct{}
+	under sync.WaitGroup
+}
+
+func newCrowd(l *Line) *crowd {
+	c := &crowd{sizes: make(chan int, 100), let: make(chan struct{})}
+	c.Group = &Group[int, int]{Line: l, Patience: time.Hour, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+		c.sizes <- len(ins)
+		<-c.let
+		return make([]Answer[int], len(ins)), nil
+	}}
+	return c
+}
+
+// come has so many callers write once.
+func (c *crowd) come(t *testing.T, n int) {
+	t.Helper()
+	for range n {
+		c.under.Go(func() {
+			_, err := c.Do(t.Context(), 0, func() (int, error) {
+				c.sizes <- 1
+				<-c.let
+				return 0, nil
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// gathers waits until so many wait.
+func (c *crowd) gathers(t *testing.T, n int) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool { return gathered(c.Group) == n }, "writes gather")
+}
+
+// went expects that the next batches are of these sizes.
+func (c *crowd) went(t *testing.T, want ...int) {
+	t.Helper()
+	for _, n := range want {
+		select {
+		case got := <-c.sizes:
+			if got != n {
+				t.Errorf("a batch of %d, want %d", got, n)
+			}
+		case <-time.After(patience):
+			t.Fatalf("no batch of %d", n)
+		}
+	}
+}
+
+// rests expects that nothing more has gone.
+func (c *crowd) rests(t *testing.T) {
+	t.Helper()
+	select {
+	case n := <-c.sizes:
+		t.Errorf("a batch of %d, want none", n)
+	default:
+	}
+}
+
+// land lets one batch end.
+func (c *crowd) land(t *testing.T) {
+	t.Helper()
+	select {
+	case c.let <- struct{}{}:
+	case <-time.After(patience):
+		t.Fatal("no batch is under way")
+	}
+}
+
+// end lets all end.
+func (c *crowd) end() {
+	close(c.let)
+	c.under.Wait()
+}
+
+// patient is a line in which nothing happens because of the time, and nobody is expected back.
+func patient() *Line { return &Line{slow: time.Hour, overdue: time.Hour, regroup: time.Nanosecond} }
+
+// landed waits until nothing is under way.
+func landed(t *testing.T, l *Line) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.flying) == 0
+	}, "what was under way has ended")
+}
+
+func TestABatchTakesNoMoreThanItMay(t *testing.T) {
+	t.Parallel()
+	c := newCrowd(patient())
+	c.Most = 4
+	c.come(t, 1)
+	c.went(t, 1)
+	c.come(t, 6)
+	c.gathers(t, 6)
+	c.rests(t)
+	c.land(t)
+	c.went(t, 4)
+	c.gathers(t, 2)
+	c.end()
+	c.went(t, 2)
+}
+
+// Those who had an answer together wait for each other, also where some do something else next.
+func TestThoseWhoHadAnAnswerAreWaitedFor(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	l.regroup, l.returns = time.Hour, 1
+	starts, ends := newCrowd(l), newCrowd(l)
+	starts.come(t, 1)
+	starts.went(t, 1)
+	starts.come(t, 5)
+	starts.gathers(t, 5)
+	starts.land(t)
+	starts.went(t, 5)
+	starts.land(t)
+	landed(t, l)
+	ends.come(t, 3)
+	ends.gathers(t, 3)
+	starts.come(t, 1)
+	starts.gathers(t, 1)
+	ends.rests(t)
+	ends.come(t, 1)
+	ends.went(t, 4) // the last of the five is here
+	starts.rests(t)
+	ends.land(t)
+	landed(t, l)
+	starts.come(t, 3)
+	starts.gathers(t, 4)
+	starts.rests(t)
+	starts.come(t, 1)
+	starts.went(t, 5)
+	ends.end()
+	starts.end()
+}
+
+// Who does not come back is not waited for, at last not at all.
+func TestWhoDoesNotComeBackIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	l.regroup, l.returns = time.Millisecond, 1
+	c := newCrowd(l)
+	for range 20 { // of four who had an answer together, nobody
+		c.come(t, 1)
+		c.went(t, 1)
+		c.come(t, 4)
+		c.gathers(t, 4)
+		c.land(t)
+		c.went(t, 4)
+		c.land(t)
+		landed(t, l)
+		c.come(t, 1) // goes, though others are expected
+		c.went(t, 1)
+		c.land(t)
+		landed(t, l)
+	}
+	l.mu.Lock()
+	returns := l.returns
+	l.mu.Unlock()
+	if returns > 0.5 {
+		t.Errorf("%.2f of those who had an answer are expected back, and never come", returns)
+	}
+	c.end()
+}
+
+func TestTheLargestGroupGoesNextAndNoneWaitsForEver(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	few, many := newCrowd(l), newCrowd(l)
+	few.come(t, 1)
+	few.went(t, 1)
+	few.come(t, 2)
+	few.gathers(t, 2)
+	few.land(t)
+	few.went(t, 2)
+	few.come(t, 2)
+	few.gathers(t, 2)
+	many.come(t, 3)
+	many.gathers(t, 3)
+	few.land(t)
+	many.went(t, 3)
+	few.rests(t)
+	many.come(t, 5)
+	many.gathers(t, 5)
+	l.mu.Lock()
+	l.overdue = time.Nanosecond
+	l.mu.Unlock()
+	many.land(t)
+	few.went(t, 2) // have waited longest
+	few.land(t)
+	many.went(t, 5)
+	few.end()
+	many.end()
+}
+
+// Where few write, one does not wait for another of another kind, but for a batch of several.
+func TestFewDoNotWaitForEachOther(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	a, b := newCrowd(l), newCrowd(l)
+	a.come(t, 1)
+	a.went(t, 1)
+	b.come(t, 1)
+	b.went(t, 1)
+	a.come(t, 2)
+	a.gathers(t, 2)
+	a.rests(t)
+	a.land(t)
+	b.land(t)
+	a.went(t, 2)
+	b.come(t, 1)
+	b.gathers(t, 1)
+	b.rests(t)
+	a.end()
+	b.went(t, 1)
+	b.end()
+}
+
+// When many wait, a second batch goes beside the first, and no third.
+func TestManyGoBesideABatch(t *testing.T) {
+	t.Parallel()
+	c := newCrowd(patient())
+	c.Most = beside
+	c.come(t, 1)
+	c.went(t, 1)
+	c.come(t, beside-1)
+	c.gathers(t, beside-1)
+	c.rests(t)
+	c.come(t, 1)
+	c.went(t, beside)
+	c.come(t, beside)
+	c.gathers(t, beside)
+	c.rests(t)
+	c.land(t)
+	c.went(t, beside)
+	c.end()
+}
+
+// A batch that takes long is not waited for, and its end is nobody else's.
+func TestASlowBatchIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	l.slow = 5 * time.Millisecond
+	c := newCrowd(l)
+	for range 3 {
+		c.come(t, 1)
+		c.went(t, 1)
+	}
+	for range 3 {
+		c.land(t)
+	}
+	c.under.Wait()
+	landed(t, l)
+	if l.alarmAt.After(time.Now().Add(l.slow)) || slices.Contains([]bool{c.alone, l.sharedLocked()}, true) {
+		t.Error("something is left of batches that were slow")
+	}
+	c.end()
+}
