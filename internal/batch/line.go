@@ -24,7 +24,8 @@ const (
 // takes long is not waited for.
 //
 // Who has had an answer often comes back at once with its next write, so the next batch waits for them: for as many as have come back
-// of late, and for a millisecond at most. A Line is ready for use; all its groups have to be of one kind of caller, as one waits for the other.
+// of late, and for a millisecond at most, unless it goes beside another. A Line is ready for use. What its groups write should take about as
+// long: one waits for the other.
 type Line struct {
 	slow, overdue, regroup time.Duration // as by default when they are not set
 
@@ -79,7 +80,7 @@ func (l *Line) goOnLocked() {
 		case len(l.flying) >= most, l.waiting < beside && (l.sharedLocked() || next.aloneLocked()):
 			l.wakeLocked(l.flying[0].began.Add(slow))
 			return
-		case l.owed > 0:
+		case l.owed > 0 && len(l.flying) == 0:
 			l.wakeLocked(regrouped)
 			return
 		}

@@ -236,13 +236,19 @@ func TestFewDoNotWaitForEachOther(t *testing.T) {
 	b.end()
 }
 
-// When many wait, a second batch goes beside the first, and no third.
+// When many wait, a second batch goes beside the first, whoever is expected back, and no third.
 func TestManyGoBesideABatch(t *testing.T) {
 	t.Parallel()
-	c := newCrowd(patient())
+	l := patient()
+	l.regroup, l.returns = time.Hour, 1
+	c := newCrowd(l)
 	c.Most = beside
 	c.come(t, 1)
 	c.went(t, 1)
+	c.come(t, 2)
+	c.gathers(t, 2)
+	c.land(t)
+	c.went(t, 2)
 	c.come(t, beside-1)
 	c.gathers(t, beside-1)
 	c.rests(t)
