@@ -296,7 +296,7 @@ func Parse(raw []byte, format string) (any, error) {
 	return parseBody(raw)
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id after which
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id after which
 // the listing goes on, newest first.
 type Filter struct {
 	Endpoint, Status, Before string
@@ -313,7 +313,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 		 where (@endpoint = '' or d.endpoint = @endpoint) and (@status = '' or d.status = @status)
 		   and (@before = '' or d.id < nullif(@before, '')::uuid)
 		 order by d.id desc limit @limit`,
-		postgres.Strict{"endpoint": f.Endpoint, "status": f.Status, "before": f.Before, "limit": min(f.Limit, 500)})
+		postgres.Strict{"endpoint": f.Endpoint, "status": f.Status, "before": f.Before, "limit": min(f.Limit, 1000)})
 	if err != nil {
 		return nil, fmt.Errorf("list deliveries: %w", err)
 	}

@@ -63,8 +63,7 @@ func (s *Surface) Deliveries() http.Handler {
 			return
 		}
 		limit := f.Limit
-		f.Limit = min(limit+1, maxPage) // a row more tells whether there is another page
-		limit = f.Limit - 1
+		f.Limit = limit + 1 // a row more tells whether there is another page
 		got, err := webhooks.List(r.Context(), s.Pool, f)
 		if err != nil {
 			problem.Write(w, r, err, "", s.Logger)
