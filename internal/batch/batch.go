@@ -6,7 +6,8 @@
 //
 // Each caller waits for the answer to its own write, which comes after the commit. A write that the batch has left out, or whose batch
 // failed and has certainly changed nothing, is made by itself: so one that fails does so alone. A write that waits for longer than
-// Patience goes by itself: one that is held up by somebody's lock does not hold up the rest.
+// Patience goes by itself: one that is held up by somebody's lock does not hold up the rest. So do those who come while three batches of
+// their group are held up, each under the ctx of its caller: else a database that is away would collect writes of callers who have left.
 package batch
 
 import (
@@ -39,9 +40,10 @@ type Group[In, Out any] struct {
 	// Limit is how long a Send may take; 0 for as long as it likes.
 	Limit time.Duration
 
-	member  bool              // of its line
-	alone   bool              // one write of it is under way by itself
-	waiting []*write[In, Out] // guarded by the line
+	// Guarded by the line.
+	member   bool // of it
+	underway underway
+	waiting  []*write[In, Out]
 }
 
 // Answer is what became of one write of a batch.
@@ -101,8 +103,8 @@ func (g *Group[In, Out]) come(in In) (*write[In, Out], *flight) {
 	if !g.member {
 		l.groups, g.member = append(l.groups, g), true
 	}
-	if l.comeLocked(g.alone) {
-		return nil, l.takeOffLocked(&g.alone)
+	if l.comeLocked(g.underway.alone) {
+		return nil, l.takeOffLocked(&g.underway, true)
 	}
 	w := &write[In, Out]{in: in, came: time.Now(), done: make(chan reply[Out], 1)}
 	g.waiting = append(g.waiting, w)
@@ -165,8 +167,8 @@ func (g *Group[In, Out]) gatheredLocked() (n int, since time.Time) {
 	return len(g.waiting), g.waiting[0].came
 }
 
-// aloneLocked reports whether a write is under way by itself.
-func (g *Group[In, Out]) aloneLocked() bool { return g.alone }
+// underwayLocked is what of it is under way.
+func (g *Group[In, Out]) underwayLocked() underway { return g.underway }
 
 // sendLocked has those who have gathered go.
 func (g *Group[In, Out]) sendLocked() {
@@ -175,10 +177,10 @@ func (g *Group[In, Out]) sendLocked() {
 	g.waiting = append([]*write[In, Out](nil), g.waiting[n:]...)
 	g.Line.waiting -= n
 	if n == 1 {
-		writes[0].done <- reply[Out]{leads: g.Line.takeOffLocked(&g.alone)}
+		writes[0].done <- reply[Out]{leads: g.Line.takeOffLocked(&g.underway, true)}
 		return
 	}
-	go g.together(g.Line.takeOffLocked(nil), writes)
+	go g.together(g.Line.takeOffLocked(&g.underway, false), writes)
 }
 
 // together is one batch. Its callers are expected back before they hear, as some of them are quick.

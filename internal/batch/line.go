@@ -8,10 +8,12 @@ import (
 )
 
 const (
-	// beside is how many have to have gathered in a group to go while another batch is under way.
+	// beside is how many have to have gathered to go while another batch is under way.
 	beside = 32
 	// most is how many batches are under way at once, without those that are slow.
 	most = 2
+	// heldUp is how many batches of a group are under way at once, with those that are slow.
+	heldUp = 3
 	// defaultSlow is how long a batch is waited for.
 	defaultSlow = 10 * time.Millisecond
 	// defaultOverdue is how long a group waits while larger ones go before it.
@@ -36,8 +38,8 @@ type Line struct {
 	alarm   *time.Timer
 	alarmAt time.Time // zero when it is not set
 
-	landed   time.Time // the last batch
-	answered int       // by it
+	landed   time.Time // the last batch of several
+	answered int       // by the last batch
 	came     int       // since then
 	returns  float64   // what part of those who had an answer came back, of late
 	owed     int       // so many will hardly be long
@@ -46,8 +48,14 @@ type Line struct {
 // member is a Group of any kind.
 type member interface {
 	gatheredLocked() (n int, since time.Time)
-	aloneLocked() bool
+	underwayLocked() underway
 	sendLocked()
+}
+
+// underway is what of a group is under way.
+type underway struct {
+	alone  bool // a write by itself that is waited for
+	shared int  // batches of several, also slow ones
 }
 
 // comeLocked notes that somebody is here. It reports whether they may go at once, by themselves: where few write, one waits only for
@@ -62,7 +70,7 @@ func (l *Line) comeLocked(alone bool) bool {
 
 // sharedLocked reports whether a batch of several is under way.
 func (l *Line) sharedLocked() bool {
-	return slices.ContainsFunc(l.flying, func(f *flight) bool { return f.alone == nil })
+	return slices.ContainsFunc(l.flying, func(f *flight) bool { return !f.alone })
 }
 
 // goOnLocked sends what may go, and sees to it that the rest is looked at again.
@@ -77,8 +85,10 @@ func (l *Line) goOnLocked() {
 		}
 		next := l.nextLocked(now)
 		switch {
-		case len(l.flying) >= most, l.waiting < beside && (l.sharedLocked() || next.aloneLocked()):
+		case len(l.flying) >= most, len(l.flying) > 0 && next == nil, l.waiting < beside && l.sharedLocked():
 			l.wakeLocked(l.flying[0].began.Add(slow))
+			return
+		case next == nil: // until one of those that are slow has landed
 			return
 		case l.owed > 0 && len(l.flying) == 0:
 			l.wakeLocked(regrouped)
@@ -88,13 +98,14 @@ func (l *Line) goOnLocked() {
 	}
 }
 
-// nextLocked is the group in which most have gathered, or the one that has waited longest if that is too long.
+// nextLocked is the group in which most have gathered, or the one that has waited longest if that is too long; nil when none may go.
 func (l *Line) nextLocked(now time.Time) (next member) {
 	n, oldest := 0, time.Time{}
 	for _, g := range l.groups {
 		gathered, since := g.gatheredLocked()
+		under := g.underwayLocked()
 		switch {
-		case gathered == 0:
+		case gathered == 0, gathered > 1 && under.shared >= heldUp, under.alone && l.waiting < beside:
 		case now.Sub(since) > cmp.Or(l.overdue, defaultOverdue):
 			if oldest.IsZero() || since.Before(oldest) {
 				next, oldest = g, since
@@ -130,25 +141,28 @@ func (l *Line) wake() {
 // flight is a batch that is under way.
 type flight struct {
 	line  *Line
-	alone *bool // the mark of its group, for one write; nil for several
+	group *underway
+	alone bool // of one write
 	began time.Time
 }
 
-// takeOffLocked begins one. Alone is the mark of a group of which one write goes by itself.
-func (l *Line) takeOffLocked(alone *bool) *flight {
-	if alone != nil {
-		*alone = true
+// takeOffLocked begins one, of a group.
+func (l *Line) takeOffLocked(group *underway, alone bool) *flight {
+	if alone {
+		group.alone = true
+	} else {
+		group.shared++
 	}
 	l.owed = 0
-	f := &flight{line: l, alone: alone, began: time.Now()}
+	f := &flight{line: l, group: group, alone: alone, began: time.Now()}
 	l.flying = append(l.flying, f)
 	return f
 }
 
 // leave lets another write of its group go by itself; true.
 func (f *flight) leave() bool {
-	if f.alone != nil {
-		*f.alone = false
+	if f.alone {
+		f.group.alone = false
 	}
 	return true
 }
@@ -162,9 +176,13 @@ func (f *flight) land(answered int) {
 	if l.answered > 1 {
 		l.returns += (min(1, float64(l.came)/float64(l.answered)) - l.returns) / 4
 	}
-	l.landed, l.answered, l.came = time.Now(), answered, 0
+	l.answered, l.came = answered, 0
 	if answered > 1 {
+		l.landed = time.Now()
 		l.owed += int(l.returns*float64(answered) + 0.5)
+	}
+	if !f.alone {
+		f.group.shared--
 	}
 	l.flying = slices.DeleteFunc(l.flying, func(other *flight) bool { return other == f && f.leave() })
 	l.goOnLocked()

@@ -2,9 +2,12 @@ package batch
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -225,6 +228,9 @@ func TestFewDoNotWaitForEachOther(t *testing.T) {
 	a.come(t, 2)
 	a.gathers(t, 2)
 	a.rests(t)
+	b.land(t)
+	b.come(t, 1)
+	b.went(t, 1) // the two wait for the one of theirs, which may be held up
 	a.land(t)
 	b.land(t)
 	a.went(t, 2)
@@ -234,6 +240,82 @@ func TestFewDoNotWaitForEachOther(t *testing.T) {
 	a.end()
 	b.went(t, 1)
 	b.end()
+}
+
+// One who wrote by itself and hears late, as many do when a lock is gone, has nobody wait for longer.
+func TestWhoWroteByItselfIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const held = 20
+		l := &Line{returns: 1}
+		starts, ends := newCrowd(l), newCrowd(l)
+		for range held { // all of them slow
+			starts.come(t, 1)
+			starts.went(t, 1)
+		}
+		time.Sleep(defaultSlow)
+		ends.come(t, 1)
+		ends.went(t, 1)
+		ends.come(t, 2)
+		synctest.Wait()
+		ends.land(t)
+		ends.went(t, 2)
+		ends.land(t)
+		ends.come(t, 1) // waits for the other
+		landed := 0
+		for ; landed < held && len(ends.sizes) == 0; landed++ {
+			starts.land(t)
+			time.Sleep(defaultRegroup / 2)
+			synctest.Wait()
+		}
+		if landed == held {
+			t.Errorf("%d who wrote by themselves have landed, and one still waits", landed)
+		}
+		starts.end()
+		ends.end()
+	})
+}
+
+// A database that is away collects three batches of a kind, and no more, whose callers have left by then; other writes end with theirs.
+func TestFewBatchesAreHeldUp(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := &Line{}
+		var sent atomic.Int32
+		free := make(chan struct{})
+		away := &Group[int, int]{Line: l, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+			sent.Add(1)
+			<-free
+			return make([]Answer[int], len(ins)), nil
+		}}
+		var under sync.WaitGroup
+		for range 100 {
+			for range 4 {
+				under.Go(func() {
+					ctx, leave := context.WithTimeout(t.Context(), time.Second)
+					defer leave()
+					_, err := away.Do(ctx, 0, func() (int, error) { <-ctx.Done(); return 0, ctx.Err() })
+					if !errors.Is(err, context.DeadlineExceeded) {
+						t.Error(err)
+					}
+				})
+			}
+			time.Sleep(100 * time.Millisecond)
+		}
+		near := newCrowd(l) // of another kind, while some of the first wait
+		near.come(t, 1)
+		near.went(t, 1)
+		near.come(t, 3)
+		synctest.Wait()
+		near.land(t)
+		near.went(t, 3)
+		near.end()
+		under.Wait()
+		if n := sent.Load(); n > 3 {
+			t.Errorf("%d batches are under way, want 3 at most", n)
+		}
+		close(free)
+	})
 }
 
 // When many wait, a second batch goes beside the first, whoever is expected back, and no third.
@@ -277,7 +359,7 @@ func TestASlowBatchIsNotWaitedFor(t *testing.T) {
 	}
 	c.under.Wait()
 	landed(t, l)
-	if l.alarmAt.After(time.Now().Add(l.slow)) || slices.Contains([]bool{c.alone, l.sharedLocked()}, true) {
+	if l.alarmAt.After(time.Now().Add(l.slow)) || slices.Contains([]bool{c.underway.alone, l.sharedLocked()}, true) {
 		t.Error("something is left of batches that were slow")
 	}
 	c.end()

@@ -1,0 +1,210 @@
+package batch
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+var (
+	errRefused = errors.New("refused")       // a batch: it has changed nothing
+	errBroken  = errors.New("broken off")    // a batch: who knows
+	errFailed  = errors.New("failed")        // a write by itself
+	errLeft    = errors.New("does not stay") // a caller
+)
+
+// market is some groups of one line, with callers who come, leave and fail as chance has it, in a time that does not pass by itself.
+// Nobody loses patience in it, so one who is forgotten is noticed.
+type market struct {
+	t      *testing.T
+	line   *Line
+	groups []*Group[int, int]
+
+	mu     sync.Mutex
+	chance *rand.Rand
+	slow   int               // of a hundred
+	last   int               // write that came
+	since  map[int]time.Time // has not been sent yet
+	made   map[int]int       // how often
+	broken map[int]bool      // was sent in a batch that broke off
+	left   []int             // for whose answer nobody waits
+	late   map[int]int       // how often that was handed
+}
+
+func newMarket(t *testing.T, chance *rand.Rand) *market {
+	t.Helper()
+	m := &market{t: t, line: &Line{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{}, broken: map[int]bool{}, late: map[int]int{}}
+	m.slow = []int{0, 2, 20}[m.of(3)]
+	for _, most := range []int{0, 7, 64} {
+		m.groups = append(m.groups, &Group[int, int]{
+			Line: m.line, Most: most, Patience: time.Hour, Send: m.send, Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
+		})
+	}
+	return m
+}
+
+func (m *market) of(n int) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.chance.IntN(n)
+}
+
+// work takes a few milliseconds, or what a lock may take.
+func (m *market) work() {
+	if m.of(100) < m.slow {
+		time.Sleep(time.Duration(m.of(300)) * time.Millisecond)
+	}
+	time.Sleep(time.Duration(500+m.of(3000)) * time.Microsecond)
+}
+
+// send is a batch. The answer of a write is twice its number.
+func (m *market) send(_ context.Context, ins []int) ([]Answer[int], error) {
+	m.sent(ins...)
+	m.work()
+	fate := m.of(20)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	answers := Unanswered[int](len(ins))
+	for i, id := range ins {
+		switch {
+		case fate == 1:
+			m.broken[id] = true
+		case fate > 1 && m.chance.IntN(10) > 0:
+			answers[i] = Answer[int]{Value: 2 * id}
+			m.made[id]++
+		}
+	}
+	return answers, map[int]error{0: errRefused, 1: errBroken}[fate]
+}
+
+// sent notes that writes are under way.
+func (m *market) sent(ids ...int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, id := range ids {
+		if came, first := m.since[id]; first && time.Since(came) > time.Minute {
+			m.t.Errorf("write %d was forgotten for %s", id, time.Since(came))
+		}
+		delete(m.since, id)
+	}
+}
+
+// write is one call of Do, whose caller may leave. By itself the answer is three times its number.
+func (m *market) write() {
+	ctx, stays, fails, panics := m.t.Context(), m.of(5) > 0, m.of(20) == 0, m.of(40) == 0
+	if !stays {
+		leaves, cancel := context.WithTimeoutCause(ctx, time.Duration(m.of(20000))*time.Microsecond, errLeft)
+		defer cancel()
+		ctx = leaves
+	}
+	id := m.next()
+	alone := 0
+	value, err := m.do(ctx, id, func() (int, error) {
+		alone++
+		m.sent(id)
+		m.work()
+		switch {
+		case panics:
+			panic(errFailed)
+		case fails:
+			return 0, errFailed
+		}
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.made[id]++
+		return 3 * id, nil
+	})
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	right := false
+	switch {
+	case err == nil && alone == 0:
+		right = value == 2*id && m.made[id] == 1
+	case err == nil:
+		right = value == 3*id && m.made[id] == 1 && alone == 1
+	case errors.Is(err, errFailed):
+		right = alone == 1 && m.made[id] == 0
+	case errors.Is(err, errBroken):
+		right = alone == 0 && m.broken[id]
+	case errors.Is(err, errLeft):
+		right = alone == 0 && !stays
+		m.left = append(m.left, id)
+	}
+	if !right {
+		m.t.Errorf("write %d: %d, %v; made %d times, %d times alone", id, value, err, m.made[id], alone)
+	}
+}
+
+// tooLate gets the answers of those who have left.
+func (m *market) tooLate(id, value int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.late[id]++; value != 2*id {
+		m.t.Errorf("write %d: %d, too late", id, value)
+	}
+}
+
+// next is the number of a write that comes now.
+func (m *market) next() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.last++
+	m.since[m.last] = time.Now()
+	return m.last
+}
+
+// do is Do of any group; what alone panics with is its error.
+func (m *market) do(ctx context.Context, id int, alone func() (int, error)) (value int, err error) {
+	defer func() {
+		if failure, ok := recover().(error); ok {
+			err = failure
+		}
+	}()
+	return m.groups[m.of(len(m.groups))].Do(ctx, id, alone)
+}
+
+// rests expects that nothing is left of it all.
+func (m *market) rests() {
+	synctest.Wait()
+	for _, id := range m.left {
+		if m.made[id] != m.late[id] {
+			m.t.Errorf("write %d was made %d times, and that was handed %d times", id, m.made[id], m.late[id])
+		}
+	}
+	m.line.mu.Lock()
+	defer m.line.mu.Unlock()
+	if m.line.waiting != 0 || len(m.line.flying) != 0 {
+		m.t.Errorf("%d wait and %d are under way, and nobody is there", m.line.waiting, len(m.line.flying))
+	}
+	for i, g := range m.groups {
+		if g.underway != (underway{}) || len(g.waiting) != 0 {
+			m.t.Errorf("group %d: %+v is under way and %d wait, and nobody is there", i, g.underway, len(g.waiting))
+		}
+	}
+}
+
+// Whatever fails, panics, is slow or leaves: each call has one answer, the right one, nobody is forgotten, and nothing is left of it.
+func TestEachWriteHasItsAnswer(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(40) {
+		synctest.Test(t, func(t *testing.T) {
+			m := newMarket(t, rand.New(rand.NewPCG(seed, 0)))
+			var under sync.WaitGroup
+			for range 1 + m.of(100) {
+				under.Go(func() {
+					for range 20 {
+						m.write()
+						time.Sleep(time.Duration(max(0, m.of(6000)-2000)) * time.Microsecond)
+					}
+				})
+			}
+			under.Wait()
+			time.Sleep(time.Second) // what is under way for those who have left
+			m.rests()
+		})
+	}
+}
