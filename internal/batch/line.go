@@ -16,7 +16,7 @@ const (
 	heldUp = 3
 	// defaultSlow is how long a batch is waited for.
 	defaultSlow = 10 * time.Millisecond
-	// defaultOverdue is how long a group waits while larger ones go before it.
+	// defaultOverdue is how long a group waits while larger ones go before it, when many wait; the fewer, the shorter.
 	defaultOverdue = 4 * time.Millisecond
 	// defaultRegroup is how long those who had an answer are waited for.
 	defaultRegroup = time.Millisecond
@@ -101,12 +101,13 @@ func (l *Line) goOnLocked() {
 // nextLocked is the group in which most have gathered, or the one that has waited longest if that is too long; nil when none may go.
 func (l *Line) nextLocked(now time.Time) (next member) {
 	n, oldest := 0, time.Time{}
+	overdue := cmp.Or(l.overdue, defaultOverdue) * time.Duration(min(l.waiting, beside)) / beside
 	for _, g := range l.groups {
 		gathered, since := g.gatheredLocked()
 		under := g.underwayLocked()
 		switch {
 		case gathered == 0, gathered > 1 && under.shared >= heldUp, under.alone && l.waiting < beside:
-		case now.Sub(since) > cmp.Or(l.overdue, defaultOverdue):
+		case now.Sub(since) > overdue:
 			if oldest.IsZero() || since.Before(oldest) {
 				next, oldest = g, since
 			}

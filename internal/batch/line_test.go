@@ -206,7 +206,8 @@ func TestTheLargestGroupGoesNextAndNoneWaitsForEver(t *testing.T) {
 	many.come(t, 5)
 	many.gathers(t, 5)
 	l.mu.Lock()
-	l.overdue = time.Nanosecond
+	l.overdue = beside * time.Hour // an hour for each of the seven who wait
+	few.waiting[0].came = time.Now().Add(-8 * time.Hour)
 	l.mu.Unlock()
 	many.land(t)
 	few.went(t, 2) // have waited longest
