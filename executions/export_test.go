@@ -3,6 +3,7 @@ package executions
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -36,6 +37,9 @@ func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([
 
 // Works reports whether the workers of this process look for executions.
 func (e *Engine) Works() bool { return e.works() }
+
+// SweepPause is how long the sweeper may sleep.
+func (e *Engine) SweepPause() time.Duration { return e.due.pause(time.Hour) }
 
 // ReadBoth reads executions as a claim does, and as pgx does.
 func ReadBoth(ctx context.Context, db postgres.DB, mode pgx.QueryExecMode) (ours, theirs []Execution, err error) {

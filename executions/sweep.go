@@ -15,11 +15,20 @@ import (
 // some 15 seconds; until then whoever sweeps ticks instead.
 const leaderGrace = 3 * time.Second
 
+const (
+	// mostLeft is how often the time between two sweeps is doubled for a timer that they leave: to 64 ms.
+	mostLeft = 6
+	// afterFailure is how long the next sweep waits for a timer when one has failed.
+	afterFailure = time.Second
+)
+
 // dueTime is when the next timer or schedule is due, as far as this process knows.
 type dueTime struct {
 	mu       sync.Mutex
 	schedule time.Time
 	timer    time.Time
+	first    float64 // the timer by the database's clock
+	left     int     // how often sweeps have left it, though it was due
 }
 
 // passed reports whether a schedule is due; River's leader asks once a second.
@@ -43,24 +52,39 @@ func (d *dueTime) sooner(t time.Time) bool {
 	if !d.timer.IsZero() && !t.Before(d.timer) {
 		return false
 	}
-	d.timer = t
+	d.timer, d.left = t, 0
 	return true
 }
 
-func (d *dueTime) set(schedule, timer time.Time) {
+// set is what a sweep has found. First is the timer by the database's clock, by which it is known again.
+func (d *dueTime) set(schedule, timer time.Time, first float64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.schedule, d.timer = schedule, timer
+	if first == d.first && !timer.IsZero() && !timer.After(time.Now()) {
+		d.left = min(d.left+1, mostLeft)
+	} else {
+		d.left = 0
+	}
+	d.schedule, d.timer, d.first = schedule, timer, first
 }
 
-// pause is how long the sweeper may sleep.
+// postpone puts a timer off that a sweep has failed to fire.
+func (d *dueTime) postpone() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if soonest := time.Now().Add(afterFailure); !d.timer.IsZero() && d.timer.Before(soonest) {
+		d.timer = soonest
+	}
+}
+
+// pause is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or another process sweeps.
 func (d *dueTime) pause(longest time.Duration) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.timer.IsZero() {
 		return longest
 	}
-	return min(longest, max(time.Until(d.timer), time.Millisecond))
+	return min(longest, max(time.Until(d.timer), time.Millisecond<<d.left))
 }
 
 // sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
@@ -69,6 +93,7 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
+			e.due.postpone()
 		}
 		if e.due.overdue() {
 			if err := e.Tick(ctx); err != nil && ctx.Err() == nil {
@@ -140,15 +165,17 @@ func (e *Engine) Sweep(ctx context.Context) error {
 // then, by the database's clock, so this process's clock may be wrong.
 func (e *Engine) lookAhead(ctx context.Context) error {
 	var schedule, timer, lost *float64
+	var first float64
 	err := e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
 		       extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')
 		               - clock_timestamp())::float8,
-		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8`).Scan(&schedule, &timer, &lost)
+		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
+		       coalesce(extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')), 0)::float8`).Scan(&schedule, &timer, &lost, &first)
 	if err != nil {
 		return fmt.Errorf("look ahead: %w", err)
 	}
-	e.due.set(after(schedule), after(timer))
+	e.due.set(after(schedule), after(timer), first)
 	signal(e.alarm) // the sweep may be asleep until a later time
 	if lost != nil && *lost > stuckAfter.Seconds() {
 		return e.warnOfStuck(ctx)
