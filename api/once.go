@@ -51,10 +51,7 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 		}
 		var first *kept
 		if err == nil {
-			err = postgres.Again(r.Context(), func() (err error) {
-				first, err = id.claim(r.Context(), s.pool)
-				return err
-			})
+			first, err = s.claim(r.Context(), id)
 		}
 		switch {
 		case err != nil:
@@ -65,6 +62,18 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 			s.attempt(w, r, id, next)
 		}
 	})
+}
+
+// claim hears whether the key was taken also when the client has left: one of which nobody knows would be in the way of the same
+// request until its lease ends.
+func (s *server) claim(ctx context.Context, id *identity) (first *kept, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
+	defer cancel()
+	err = postgres.Again(ctx, func() (err error) {
+		first, err = id.claim(ctx, s.pool)
+		return err
+	})
+	return first, err
 }
 
 // identify reads which request it is. given is false without a key.

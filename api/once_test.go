@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -8,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -120,6 +122,30 @@ func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
 	}
 	if kept := a.keyed("/v1/things", "{}", chatKey, "k"); kept.Body.String() != `{"n":2}` || calls.Load() != 2 {
 		t.Errorf("kept is %s after %d calls: the attempt that lost its lease has overwritten it", kept.Body, calls.Load())
+	}
+}
+
+// A client that leaves at any moment is in nobody's way when it comes again.
+func TestAClientThatHungUpComesAgain(t *testing.T) {
+	var calls atomic.Int64
+	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+		if r.Context().Err() != nil {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		made(w, r, n)
+	}))
+	for i := range 300 {
+		ctx, leave := context.WithCancel(t.Context())
+		header := bearer(chatKey)
+		header.Set("Idempotency-Key", fmt.Sprint(i))
+		timer := time.AfterFunc(time.Duration(4*i)*time.Microsecond, leave)
+		a.send(ctx, "POST", "/v1/things", "{}", header)
+		timer.Stop()
+		leave()
+		if got := a.send(t.Context(), "POST", "/v1/things", "{}", header); got.Code != http.StatusCreated {
+			t.Fatalf("after a client that left within %d µs: %d %s", 4*i, got.Code, got.Body)
+		}
 	}
 }
 
