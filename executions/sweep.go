@@ -168,10 +168,10 @@ func (e *Engine) lookAhead(ctx context.Context) error {
 	var first float64
 	err := e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
-		       extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')
-		               - clock_timestamp())::float8,
+		       extract(epoch from w.first - clock_timestamp())::float8,
 		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
-		       coalesce(extract(epoch from (select min(waiting_until) from agent_executions where status = 'waiting')), 0)::float8`).Scan(&schedule, &timer, &lost, &first)
+		       coalesce(extract(epoch from w.first), 0)::float8
+		  from (select min(waiting_until) as first from agent_executions where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
 	if err != nil {
 		return fmt.Errorf("look ahead: %w", err)
 	}

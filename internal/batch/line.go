@@ -78,7 +78,7 @@ func (l *Line) goOnLocked() {
 	slow := cmp.Or(l.slow, defaultSlow)
 	for l.waiting > 0 {
 		now := time.Now()
-		l.flying = slices.DeleteFunc(l.flying, func(f *flight) bool { return now.Sub(f.began) >= slow && f.leave() })
+		l.dismissLocked(func(f *flight) bool { return now.Sub(f.began) >= slow })
 		regrouped := l.landed.Add(cmp.Or(l.regroup, defaultRegroup))
 		if !now.Before(regrouped) {
 			l.owed = 0
@@ -160,12 +160,17 @@ func (l *Line) takeOffLocked(group *underway, alone bool) *flight {
 	return f
 }
 
-// leave lets another write of its group go by itself; true.
-func (f *flight) leave() bool {
-	if f.alone {
-		f.group.alone = false
-	}
-	return true
+// dismissLocked no longer waits for some of those that are under way.
+func (l *Line) dismissLocked(gone func(f *flight) bool) {
+	l.flying = slices.DeleteFunc(l.flying, func(f *flight) bool {
+		if !gone(f) {
+			return false
+		}
+		if f.alone {
+			f.group.alone = false
+		}
+		return true
+	})
 }
 
 // land ends it: so many get their answers, and are expected back as far as they have come back of late. Where few write, nobody waits
@@ -185,6 +190,6 @@ func (f *flight) land(answered int) {
 	if !f.alone {
 		f.group.shared--
 	}
-	l.flying = slices.DeleteFunc(l.flying, func(other *flight) bool { return other == f && f.leave() })
+	l.dismissLocked(func(other *flight) bool { return other == f })
 	l.goOnLocked()
 }

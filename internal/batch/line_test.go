@@ -89,6 +89,17 @@ func (c *crowd) land(t *testing.T) {
 	}
 }
 
+// share has so many share a batch, which is under way then.
+func (c *crowd) share(t *testing.T, n int) {
+	t.Helper()
+	c.come(t, 1)
+	c.went(t, 1)
+	c.come(t, n)
+	c.gathers(t, n)
+	c.land(t)
+	c.went(t, n)
+}
+
 // end lets all end.
 func (c *crowd) end() {
 	close(c.let)
@@ -130,12 +141,7 @@ func TestThoseWhoHadAnAnswerAreWaitedFor(t *testing.T) {
 	l := patient()
 	l.regroup, l.returns = time.Hour, 1
 	starts, ends := newCrowd(l), newCrowd(l)
-	starts.come(t, 1)
-	starts.went(t, 1)
-	starts.come(t, 5)
-	starts.gathers(t, 5)
-	starts.land(t)
-	starts.went(t, 5)
+	starts.share(t, 5)
 	starts.land(t)
 	landed(t, l)
 	ends.come(t, 3)
@@ -190,12 +196,7 @@ func TestTheLargestGroupGoesNextAndNoneWaitsForEver(t *testing.T) {
 	t.Parallel()
 	l := patient()
 	few, many := newCrowd(l), newCrowd(l)
-	few.come(t, 1)
-	few.went(t, 1)
-	few.come(t, 2)
-	few.gathers(t, 2)
-	few.land(t)
-	few.went(t, 2)
+	few.share(t, 2)
 	few.come(t, 2)
 	few.gathers(t, 2)
 	many.come(t, 3)
@@ -326,12 +327,7 @@ func TestManyGoBesideABatch(t *testing.T) {
 	l.regroup, l.returns = time.Hour, 1
 	c := newCrowd(l)
 	c.Most = beside
-	c.come(t, 1)
-	c.went(t, 1)
-	c.come(t, 2)
-	c.gathers(t, 2)
-	c.land(t)
-	c.went(t, 2)
+	c.share(t, 2)
 	c.come(t, beside-1)
 	c.gathers(t, beside-1)
 	c.rests(t)
