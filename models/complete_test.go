@@ -101,6 +101,37 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 	}
 }
 
+func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
+	for name, test := range map[string]struct{ called, arguments, name, sent string }{
+		"in order":         {"table_sizes", `{"a": 1}`, "table_sizes", `{"a": 1}`},
+		"a dot":            {"multi_tool_use.parallel", `{}`, "multi_tool_use_parallel", `{}`},
+		"blanks and signs": {"two numbers, añadir!", `{}`, "two_numbers__a_adir_", `{}`},
+		"too long":         {strings.Repeat("x", 65), `{}`, strings.Repeat("x", 64), `{}`},
+		"a list":           {"f", `[1]`, "f", `{}`},
+		"a text":           {"f", `"hi"`, "f", `{}`},
+		"null":             {"f", `null`, "f", `{}`},
+		"no JSON":          {"f", `{"a": `, "f", `{}`},
+		"nothing":          {"f", ``, "f", `{}`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := modeltest.New(t, modeltest.Text("ok"))
+			req := ask("hi")
+			made := openai.ToolCall{ID: "call_1", Type: openai.ToolTypeFunction, Function: openai.FunctionCall{Name: test.called, Arguments: test.arguments}}
+			req.Messages = append(req.Messages,
+				openai.ChatCompletionMessage{Role: openai.ChatMessageRoleAssistant, ToolCalls: []openai.ToolCall{made}},
+				openai.ChatCompletionMessage{Role: openai.ChatMessageRoleTool, ToolCallID: "call_1", Name: test.called, Content: "no"})
+			complete(t, client(t, server), req)
+			sent := server.Requests()[0].Messages
+			if got := sent[1].ToolCalls[0].Function; got.Name != test.name || got.Arguments != test.sent || sent[2].Name != test.name {
+				t.Errorf("sent %+v and the answer of %q, want %q with %s", got, sent[2].Name, test.name, test.sent)
+			}
+			if kept := req.Messages[1].ToolCalls[0].Function; kept.Name != test.called || kept.Arguments != test.arguments {
+				t.Errorf("the caller's own message was changed to %+v", kept)
+			}
+		})
+	}
+}
+
 func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 	at := func(i int) *int { return &i }
 	call := func(index *int, id, name, args string) openai.ToolCall {

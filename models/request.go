@@ -69,20 +69,12 @@ func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	return run.response(answer), nil
 }
 
-// complete fills in the client's defaults and repairs what the protocol's Go types cannot say: a
-// message whose content is empty loses the field, which servers refuse in the answer of a tool.
+// complete fills in the client's defaults and repairs the messages.
 func (c *Client) complete(req Request) Request {
 	if req.Model == "" {
 		req.Model = c.config.Model
 	}
-	messages := make([]openai.ChatCompletionMessage, len(req.Messages))
-	for i, m := range req.Messages {
-		if m.Content == "" && len(m.MultiContent) == 0 && len(m.ToolCalls) == 0 {
-			m.Content = "(empty)"
-		}
-		messages[i] = m
-	}
-	req.Messages = messages
+	req.Messages = acceptable(req.Messages)
 	return req
 }
 
