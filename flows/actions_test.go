@@ -97,6 +97,23 @@ actions:
 	}
 }
 
+func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("free", `
+  - {actionType: wait_for_event, parameters: {key: "free-{{input.n}}"}}
+`))
+	for data, want := range map[string]any{
+		`[1, {"a": null}]`: []any{1.0, map[string]any{"a": nil}}, `"done"`: "done", `7`: 7.0, `null`: nil,
+	} {
+		id := w.begin(t, "free", map[string]any{"n": data})
+		deliver(t, w, "EVENT_COMPLETED", "free-"+data, data)
+		got := variables(t, until(t, w.pool, id, executions.Completed))
+		if diff := cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got); diff != "" {
+			t.Errorf("%s: %s", data, diff)
+		}
+	}
+}
+
 func TestBranchesAndLoops(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `

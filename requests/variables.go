@@ -4,19 +4,23 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
+// telling are the kinds of waits whose events have data of a form of their own: an object.
+var telling = []string{Document, Signature, Test, "response", "agent"}
+
 // Variables are what a flow knows after a wait of a kind: documentUrls (document), signedDocumentUrl and signedAt
 // (signature), testScore, a number, and testResult (test), lastResponse (response), triggeredExecutionId,
 // childExecutionStatus and childExecutionSuccess (agent). The event's data may name them like this or in snake_case. What it
-// does not have is not there, and a wait that timed out, or one of another kind, sets nothing. An error says what in the data
-// is not what it should be.
+// does not have is not there, and a wait that timed out, or one of another kind, sets nothing, whatever data it has. An error
+// says what in the data is not what it should be.
 func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 	vars := map[string]any{}
-	if out.TimedOut || len(out.Data) == 0 {
+	if out.TimedOut || len(out.Data) == 0 || !slices.Contains(telling, kind) {
 		return vars, nil
 	}
 	var data map[string]any

@@ -32,7 +32,8 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		"child that failed": {"agent", `{"execution_id": "x", "status": "failed"}`, map[string]any{
 			"triggeredExecutionId": "x", "childExecutionStatus": "failed", "childExecutionSuccess": false,
 		}},
-		"another kind": {"event", `{"url": "x"}`, map[string]any{}},
+		"another kind":        {"event", `{"url": "x"}`, map[string]any{}},
+		"another kind's list": {"event", `[1]`, map[string]any{}},
 	} {
 		got, err := requests.Variables(c.kind, executions.Outcome{Data: json.RawMessage(c.data)})
 		if diff := cmp.Diff(c.want, got); diff != "" || err != nil {
