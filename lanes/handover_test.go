@@ -102,6 +102,25 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	}
 }
 
+// A look that comes before the notification may find the row locked by another who looks.
+func TestWhoHasTheLaneKeepsNoPlaceInItsQueue(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	queues(t, db, "x", "b", 60)
+	if to := frees(t, db, "x", "a", token); to != "b" {
+		t.Fatalf("the lane went to %q", to)
+	}
+	another := begin(t, db)
+	exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds' where lane = 'x'`)
+	queues(t, db, "x", "b", 60)
+	commit(t, another)
+	token = get[int64](t, db, `select fencing_token from agent_locks`)
+	if to := frees(t, db, "x", "b", token); to != "" {
+		t.Errorf("the lane was handed over and given back, and went to %q again", to)
+	}
+}
+
 // A thread's lane is parked, queued for and delivered to in ways of its own.
 func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	t.Parallel()
