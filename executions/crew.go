@@ -34,6 +34,7 @@ type crew struct {
 	wake  chan struct{} // something may be ready
 	tell  chan struct{} // others should look
 	// Of work alone:
+	again *time.Timer   // its own next look; one, however often others have called for one meanwhile
 	pause time.Duration // until another try for executions that were locked
 	full  bool          // the last claim took as much as there were workers, so there may be more
 
@@ -105,7 +106,7 @@ func (c *crew) fill(living context.Context) bool {
 	worker, claimed, missed, err := c.claim(living, free)
 	if err != nil {
 		c.e.log.WarnContext(living, "ready executions not claimed", "queue", c.queue, "error", err)
-		time.AfterFunc(time.Second, c.look)
+		c.lookAgain(afterFailure)
 		return false
 	}
 	for _, x := range claimed {
@@ -116,9 +117,19 @@ func (c *crew) fill(living context.Context) bool {
 		c.pause = 0
 	} else if len(claimed) < free {
 		c.pause = min(max(2*c.pause, shortestMiss), longestMiss)
-		time.AfterFunc(c.pause, c.look)
+		c.lookAgain(c.pause)
 	}
 	return len(claimed) == free
+}
+
+// lookAgain has the crew look after a pause, once, whatever it was told before. Did each try that fails bring about one more, then those of
+// ticks and notifications would add to them, and there were ever more of them for as long as the database is away.
+func (c *crew) lookAgain(after time.Duration) {
+	if c.again == nil {
+		c.again = time.AfterFunc(after, c.look)
+		return
+	}
+	c.again.Reset(after)
 }
 
 // free is how many workers have nothing to do. When there is none, the next one to finish will look again.

@@ -18,7 +18,7 @@ const leaderGrace = 3 * time.Second
 const (
 	// mostLeft is how often the time between two sweeps is doubled for a timer that they leave: to 64 ms.
 	mostLeft = 6
-	// afterFailure is how long the next sweep waits for a timer when one has failed.
+	// afterFailure is how long the next sweep waits for a timer, or the next claim, when one has failed.
 	afterFailure = time.Second
 )
 
