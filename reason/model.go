@@ -19,6 +19,7 @@ type reply struct {
 	Usage   models.Usage                 `json:"usage"` // with what lost attempts have used
 	CostUSD float64                      `json:"cost_usd"`
 	Spent   time.Duration                `json:"spent_ns"` // of the turn's time, when the answer had come
+	Cut     string                       `json:"cut,omitempty"`
 }
 
 // asked is what a model call's row shows: the messages it was the first to see, and the tools' names.
@@ -128,11 +129,14 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	if err != nil {
 		return reply{}, err
 	}
+	got := reply{Usage: used, CostUSD: cost}
 	if response.FinishReason == openai.FinishReasonLength {
 		l.markCut(ctx, &response, c)
 	}
-	effect.Output = response.Message
-	got := reply{Message: response.Message, Usage: used, CostUSD: cost}
+	if response.FinishReason == openai.FinishReasonLength || response.FinishReason == openai.FinishReasonContentFilter {
+		got.Cut = string(response.FinishReason)
+	}
+	effect.Output, got.Message = response.Message, response.Message
 	if c.used != nil {
 		got.Spent = c.used()
 	}

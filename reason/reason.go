@@ -140,10 +140,12 @@ func (t Turn) budget(loop Budget) Budget {
 }
 
 // Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was
-// done. Ended is answered, stalled, or the name of the budget that ran out.
+// done. Ended is answered, stalled, or the name of the budget that ran out. Cut is why an answer is not whole: length
+// or content_filter, as the model's server says.
 type Outcome struct {
 	Text       string         `json:"text"`
 	Ended      string         `json:"ended"`
+	Cut        string         `json:"cut,omitempty"`
 	Iterations int            `json:"iterations"`
 	Calls      []string       `json:"calls"`
 	Usage      activity.Usage `json:"usage"`

@@ -107,6 +107,7 @@ func (w *turn) iterate(ctx context.Context) error {
 	w.outcome.CostUSD += reply.CostUSD
 	w.messages = append(w.messages, sendable(reply.Message))
 	if len(reply.Message.ToolCalls) == 0 {
+		w.outcome.Cut = reply.Cut
 		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
 	}
 	w.silent = 0

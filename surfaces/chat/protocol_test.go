@@ -47,6 +47,24 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	}
 }
 
+// What the model's server says of an answer that is not whole is what the client is told.
+func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
+	t.Parallel()
+	for _, why := range []openai.FinishReason{openai.FinishReasonLength, openai.FinishReasonContentFilter} {
+		w := newWorld(t, modeltest.Text("We open at").WithFinish(why))
+		p := w.process(t)
+		_, body := p.post(t, `{"model":"agent","stream":true,"metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"When?"}]}`)
+		if !strings.Contains(body, `"finish_reason":"`+string(why)+`"`) || strings.Contains(body, `"finish_reason":"stop"`) {
+			t.Errorf("a stream that ended by %s says %s", why, body)
+		}
+		w.model.Add(modeltest.Text("And close at").WithFinish(why))
+		_, body = p.post(t, `{"model":"agent","metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"And?"}]}`)
+		if !strings.Contains(body, `"finish_reason":"`+string(why)+`"`) {
+			t.Errorf("an answer that ended by %s says %s", why, body)
+		}
+	}
+}
+
 // A NUL of a model is shown as it is kept: what was said is not said again.
 func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
 	t.Parallel()

@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -204,7 +205,7 @@ func (t *turn) system() string {
 func told(o reason.Outcome) (string, openai.FinishReason) {
 	switch o.Ended {
 	case reason.Answered:
-		return o.Text, openai.FinishReasonStop
+		return o.Text, cmp.Or(openai.FinishReason(o.Cut), openai.FinishReasonStop)
 	case reason.Stalled:
 		return "I could not work this out. Please try again in other words.", openai.FinishReasonStop
 	case "tokens":
