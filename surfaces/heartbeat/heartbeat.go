@@ -14,7 +14,8 @@
 // A heartbeat that dies goes on where it stopped, in another process. One that finds its lane busy, or
 // an admin at work (lane "operate"), is recorded as skipped and is no error; one that is under way when
 // an admin comes yields before its next step and resumes when the admin is gone, or gives up its
-// remaining phases after YieldLimit. With nothing to do it calls no model.
+// remaining phases after YieldLimit. When its lane has ended meanwhile and another heartbeat is in it, it
+// goes on after that one. With nothing to do it calls no model.
 package heartbeat
 
 import (
@@ -128,20 +129,14 @@ type beat struct {
 
 // run is the durable function.
 func (h *Heartbeat) run(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-	hold, err := executions.Lane(ctx, Lane)
-	if errors.Is(err, lanes.ErrBusy) {
-		return h.skip(ctx, err.Error())
-	}
-	if err != nil {
+	hold, skipped, err := h.begin(ctx)
+	switch {
+	case err != nil:
 		return executions.Result{}, err
-	}
-	ctx = hold.Context()
-	if skipped, err := h.adminAtWork(ctx); err != nil || skipped != "" {
-		if err != nil {
-			return executions.Result{}, err
-		}
+	case skipped != "":
 		return h.skip(ctx, skipped)
 	}
+	ctx = hold.Context()
 	b := &beat{Heartbeat: h}
 	summary := Summary{Phases: map[string]string{}}
 	var failures []error
@@ -186,9 +181,39 @@ func (b *beat) think(ctx context.Context, t reason.Turn) (reason.Outcome, error)
 	return outcome, err
 }
 
-// adminAtWork decides, once per heartbeat, whether it begins at all.
-func (h *Heartbeat) adminAtWork(ctx context.Context) (string, error) {
+// begin takes the heartbeat's lane, or says why this heartbeat does not take place. One that has begun before is not
+// skipped for a lane that it lost while it waited or had no process: what it left half done would stay so.
+func (h *Heartbeat) begin(ctx context.Context) (hold *executions.Hold, skipped string, err error) {
+	busy := ""
+	switch hold, err = executions.Lane(ctx, Lane); {
+	case errors.Is(err, lanes.ErrBusy):
+		busy = err.Error()
+	case err != nil:
+		return nil, "", err
+	}
+	skipped, lost := h.inTheWay(ctx, busy)
+	if lost != nil || skipped != "" {
+		return nil, skipped, lost
+	}
+	for errors.Is(err, lanes.ErrBusy) {
+		outcome, lost := executions.Wait(ctx, "lane", executions.LaneFree(Lane, h.YieldLimit))
+		switch {
+		case lost != nil:
+			return nil, "", lost
+		case outcome.TimedOut:
+			return nil, err.Error(), nil
+		}
+		hold, err = executions.Lane(ctx, Lane)
+	}
+	return hold, "", err
+}
+
+// inTheWay decides, once per heartbeat, whether it begins at all: not beside another (busy), nor while an admin is at work.
+func (h *Heartbeat) inTheWay(ctx context.Context, busy string) (string, error) {
 	return executions.Step(ctx, "admin at work", func(ctx context.Context) (string, error) {
+		if busy != "" {
+			return busy, nil
+		}
 		held, err := lanes.Held(ctx, h.Pool, OperateLane)
 		if err != nil || !held {
 			return "", err

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -154,6 +155,39 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 			}
 			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
 				t.Errorf("%d rows are still running", n)
+			}
+			if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
+				t.Errorf("%d runs did not end well", n)
+			}
+		})
+	}
+}
+
+// Its lane is not parked: while it waits for the admin, another heartbeat may have come into it.
+func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
+	t.Parallel()
+	for _, phase := range []string{"advance_plan", "run_automations"} {
+		t.Run(phase, func(t *testing.T) {
+			w := interrupted(t, phase)
+			x, err := w.engine(t, true).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("flowpilot"))
+			if err != nil || x.Status != executions.Waiting {
+				t.Fatalf("the heartbeat is %s: %v", x.Status, err)
+			}
+			exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
+			w.take(t, heartbeat.Lane)
+			w.free(t, heartbeat.OperateLane)
+			pgtest.Eventually(t, patience, func() bool {
+				x, err := executions.Get(t.Context(), w.pool, x.ID)
+				return err == nil && (x.Status == executions.Completed || deref(x.WaitingKey) == heartbeat.Lane)
+			}, "it waits for its lane")
+			w.free(t, heartbeat.Lane)
+			x = w.until(t, x.ID, executions.Completed)
+			lines := w.story(t, x.TraceID)
+			if got := phases(lines); len(got) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
+				t.Errorf("story is %q", lines)
+			}
+			if len(summary(t, x).Phases) != 6 {
+				t.Errorf("summary is %q", x.ResultSummary)
 			}
 			if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
 				t.Errorf("%d runs did not end well", n)
