@@ -19,13 +19,14 @@ const Channel = "agent_automations"
 // Ready returns the runs that are to be taken now, the longest waiting first and one for each automation, because
 // an automation runs one at a time: those that an event or a signal made due, failed ones whose retry has come,
 // and those by hand, unless they are left to who asked for them. Those of disabled automations wait until they are
-// enabled, except those by hand; those behind a claimed run until it has ended. limit is 100 when 0.
+// enabled, except those by hand and one with which a skill is tried; those behind a claimed run until it has ended.
+// limit is 100 when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
 		with ready as (
 		  select distinct on (r.automation_id) r.*
 		    from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-		   where (a.enabled or r.cause = 'manual')
+		   where (a.enabled or r.cause = 'manual' or `+tries+`)
 		     and (r.status = 'due' and (r.cause <> 'manual' or r.claimed_at <= clock_timestamp())
 		          or r.status = 'error' and r.retry_at <= clock_timestamp())
 		     and not exists (select from agent_automation_runs c where c.automation_id = r.automation_id and c.status = 'claimed')
@@ -48,7 +49,7 @@ func Take(ctx context.Context, db postgres.DB, runID string, attempt int, execut
 		         error_message = null, claimed_at = clock_timestamp(), finished_at = null
 		   where r.id = @id and r.attempt = @attempt
 		     and (r.status = 'due' or r.status = 'error' and r.retry_at <= clock_timestamp())
-		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and a.enabled))
+		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and (a.enabled or `+tries+`)))
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
 		noted as (

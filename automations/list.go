@@ -57,11 +57,14 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 	return found[0], nil
 }
 
-// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made: its next time is
-// the occasion. A skill that no model uses would else never come back. Not one that needs leave, of which nobody knows when it is made.
+// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made: its next time, or
+// a run that waits, is the occasion. A skill that no model uses would else never come back. Not one that needs leave, of which nobody
+// knows when it is made, nor while another of its automations makes the trial.
 const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
 	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
-	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true)))`
+	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true))
+	and not exists (select from agent_automation_runs c join agent_automations o on o.id = c.automation_id
+	                 where c.status = 'claimed' and o.paused_for = a.paused_for))`
 
 // Due returns the automations whose time has come, the longest waiting first: those that are enabled, and those with which a skill
 // is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.

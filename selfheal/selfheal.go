@@ -18,10 +18,10 @@
 //
 // After a cool-down of 24 hours Run offers the skill for a trial (trial_at). The runtime shows the skills
 // of Trials to its model beside the enabled ones, and lets an automation that was paused for its own skill
-// try it when its next time has come. It asks Admit right before it calls one, which lets one call through,
-// and tells After, or Settle, how it ended: a success re-enables the skill and restores its automations, a
-// failure starts the cool-down anew. A call that was let through and is never settled,
-// because its process died, makes room for another after the skill's timeout and 15 minutes.
+// try it when its next time has come, or with a run that has waited. It asks Admit right before it calls
+// one, which lets one call through, and tells After, or Settle, how it ended: a success re-enables the
+// skill and restores its automations, a failure starts the cool-down anew. A call that was let through and
+// is never settled, because its process died, makes room for another after the skill's timeout and 15 minutes.
 package selfheal
 
 import (

@@ -386,6 +386,35 @@ func TestASkillIsTriedByItsAutomation(t *testing.T) {
 	}
 }
 
+// Runs that events have made due wait while the skill rests. One of them is its trial, and the others go on after it.
+func TestASkillIsTriedByARunThatWaits(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.quiet()
+	w.failing(t, "fetch")
+	for _, name := range []string{"a", "b"} {
+		d := automations.Definition{Name: name, Event: "E", Skill: "fetch", MaxAttempts: 1}
+		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := automations.Raise(t.Context(), w.pool, "E", "k", nil, "", ""); err != nil {
+		t.Fatal(err)
+	}
+	w.completed(t)
+	if w.calls.of("fetch") != 0 {
+		t.Fatal("the skill was called while it rested")
+	}
+	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	w.completed(t)
+	if got := value[string](t, w.pool, `select string_agg(status, ' ') from agent_automation_runs`); got != "success success" {
+		t.Errorf("the runs are %s", got)
+	}
+	if !value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+		t.Error("the skill or an automation is not back in service")
+	}
+}
+
 func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
