@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -223,4 +225,94 @@ func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
 	if sum := <-late + <-late; sum != 6 {
 		t.Errorf("answers that came too late sum up to %d, want 6", sum)
 	}
+}
+
+// at runs writes at once, each begun when the one before waits or is under way, and returns how long each took.
+func at(t *testing.T, g *Group[int, int], alone ...func() (int, error)) (took []time.Duration, errs []error) {
+	t.Helper()
+	took, errs = make([]time.Duration, len(alone)), make([]error, len(alone))
+	var under sync.WaitGroup
+	for i, write := range alone {
+		under.Go(func() {
+			began := time.Now()
+			defer func() {
+				if failure, ok := recover().(error); ok {
+					errs[i] = failure
+				}
+				took[i] = time.Since(began)
+			}()
+			_, errs[i] = g.Do(t.Context(), i, write)
+		})
+		synctest.Wait()
+	}
+	under.Wait()
+	return took, errs
+}
+
+func takes(d time.Duration, err error) func() (int, error) {
+	return func() (int, error) { time.Sleep(d); return 0, err }
+}
+
+// A write waits for its patience and no longer; but one that is under way is never made again.
+func TestPatienceIsForTheLine(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+			time.Sleep(time.Second)
+			return in, make([]bool, len(in)), nil
+		}, nil)
+		g.Patience = 20 * time.Millisecond
+		twice := takes(0, errors.New("made by itself, too"))
+		took, errs := at(t, g, takes(10*time.Millisecond, nil), twice, twice)
+		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || took[1] != want {
+			t.Errorf("a batch that takes long: %v, after %v", errors.Join(errs...), took)
+		}
+		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
+		if errors.Join(errs...) != nil || took[1] != g.Patience {
+			t.Errorf("beside one that takes long: %v, after %v", errors.Join(errs...), took)
+		}
+	})
+}
+
+// Where nobody has said what an error of a batch means, its writes may be made again.
+func TestABatchThatFailsAndIsHarmless(t *testing.T) {
+	t.Parallel()
+	b := newGroup(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
+	b.Patience = time.Hour
+	answers, errs := gatherer(t, b, 3, func(i int) (int, error) { return i, nil })
+	if errors.Join(errs...) != nil || !slices.Equal(answers, []int{0, 1, 2}) {
+		t.Errorf("%v, %v", answers, errors.Join(errs...))
+	}
+}
+
+func TestABatchHasALimit(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		g := newGroup(func(ctx context.Context, _ []int) ([]int, []bool, error) { <-ctx.Done(); return nil, nil, ctx.Err() },
+			func(error) bool { return false })
+		g.Limit = time.Second
+		first := takes(time.Millisecond, nil)
+		took, errs := at(t, g, first, first, first)
+		for _, i := range []int{1, 2} {
+			if !errors.Is(errs[i], context.DeadlineExceeded) || took[i] != time.Millisecond+g.Limit {
+				t.Errorf("write %d: %v after %s", i, errs[i], took[i])
+			}
+		}
+	})
+}
+
+// Whoever goes by itself makes room for the next when it panics, too.
+func TestAWriteThatPanicsMakesRoom(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		g := newGroup(nil, nil)
+		g.Patience = time.Hour
+		panics := func() (int, error) { time.Sleep(time.Millisecond); panic(errFailed) }
+		for range 2 {
+			took, errs := at(t, g, panics, panics)
+			if !errors.Is(errs[0], errFailed) || !errors.Is(errs[1], errFailed) || took[1] != 2*time.Millisecond {
+				t.Errorf("%v, after %v", errs, took)
+			}
+		}
+	})
 }

@@ -341,6 +341,70 @@ func TestManyGoBesideABatch(t *testing.T) {
 	c.end()
 }
 
+// Nor do many wait for one of their own kind.
+func TestManyGoBesideOne(t *testing.T) {
+	t.Parallel()
+	c := newCrowd(patient())
+	c.come(t, 1)
+	c.went(t, 1)
+	c.come(t, beside-1)
+	c.gathers(t, beside-1)
+	c.rests(t)
+	c.come(t, 1)
+	c.went(t, beside)
+	c.end()
+}
+
+// Of several groups that have waited for too long, the one that has waited longest goes first.
+func TestWhoHasWaitedLongestGoesFirst(t *testing.T) {
+	t.Parallel()
+	l := patient()
+	a, b, c := newCrowd(l), newCrowd(l), newCrowd(l)
+	a.share(t, 2)
+	for hours, g := range map[int]*crowd{2: a, 3: b, 1: c} {
+		g.come(t, 2)
+		g.gathers(t, 2)
+		l.mu.Lock()
+		g.waiting[0].came = time.Now().Add(-time.Duration(hours) * time.Hour)
+		l.mu.Unlock()
+	}
+	l.mu.Lock()
+	l.overdue = time.Minute
+	l.mu.Unlock()
+	a.land(t)
+	b.went(t, 2)
+	b.land(t)
+	a.went(t, 2)
+	a.land(t)
+	c.went(t, 2)
+	for _, g := range []*crowd{a, b, c} {
+		g.end()
+	}
+}
+
+// Those who are expected back are waited for as long as that, also where a batch would have been waited for longer.
+func TestThoseWhoAreExpectedAreNotWaitedForForLong(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := newCrowd(&Line{returns: 1})
+		for _, n := range []int{1, 2} {
+			c.come(t, n)
+			synctest.Wait()
+		}
+		c.land(t)
+		c.went(t, 1, 2)
+		c.come(t, 1)
+		synctest.Wait()
+		c.land(t)
+		time.Sleep(defaultRegroup)
+		synctest.Wait()
+		if len(c.sizes) != 1 {
+			t.Error("they are waited for until a batch would have been slow")
+		}
+		c.end()
+	})
+}
+
 // A batch that takes long is not waited for, and its end is nobody else's.
 func TestASlowBatchIsNotWaitedFor(t *testing.T) {
 	t.Parallel()

@@ -180,6 +180,9 @@ func (m *market) rests() {
 	if m.line.waiting != 0 || len(m.line.flying) != 0 {
 		m.t.Errorf("%d wait and %d are under way, and nobody is there", m.line.waiting, len(m.line.flying))
 	}
+	if len(m.line.groups) > len(m.groups) {
+		m.t.Errorf("%d groups stand in the line, and there are %d", len(m.line.groups), len(m.groups))
+	}
 	for i, g := range m.groups {
 		if g.underway != (underway{}) || len(g.waiting) != 0 {
 			m.t.Errorf("group %d: %+v is under way and %d wait, and nobody is there", i, g.underway, len(g.waiting))
