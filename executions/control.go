@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -163,8 +164,8 @@ func (e *Engine) listenLoop(ctx context.Context) {
 			return
 		case id := <-cancels:
 			e.hearCancel(id)
-		case <-freed:
-			e.hurry()
+		case said := <-freed:
+			e.hearLane(said)
 		case <-woken:
 			e.look()
 		case queue := <-ready:
@@ -180,6 +181,13 @@ func (e *Engine) hear(queue string) {
 		return
 	}
 	e.look()
+}
+
+// hearLane sweeps for those who wait until a lane is free, which one that was handed over is not.
+func (e *Engine) hearLane(said string) {
+	if !lanes.HandedOver(said) {
+		e.hurry()
+	}
 }
 
 // hearCancel stops the named run; an empty name means that notifications may have been missed.

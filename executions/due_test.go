@@ -44,3 +44,15 @@ func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
 		}
 	})
 }
+
+// A lane that is handed over was never free, and may be so a thousand times a second: nobody sweeps for it.
+func TestAHandOverWakesNoSweep(t *testing.T) {
+	t.Parallel()
+	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {
+		e := &Engine{nudge: make(chan struct{}, 1)}
+		e.hearLane(said)
+		if len(e.nudge) != wakes {
+			t.Errorf("the sweep is woken %d times by %q, want %d", len(e.nudge), said, wakes)
+		}
+	}
+}

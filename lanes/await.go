@@ -185,6 +185,13 @@ func readHanded(payload string) (h handed, ok bool) {
 	return handed{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
 }
 
+// HandedOver reports whether a notification on agent_lanes says that a lane has gone from its holder to who waited for it, so that it
+// was never free.
+func HandedOver(payload string) bool {
+	_, ok := readHanded(payload)
+	return ok
+}
+
 // end is when a lease that was handed over ends at the latest, by the local clock: it counts from before the last look, which told
 // what the database's clock said later.
 func (w *waiter) end(got handed) time.Time { return w.before.Add(got.until.Sub(w.now)) }
