@@ -185,7 +185,7 @@ func missing(ctx context.Context, db postgres.DB, id string) error {
 	return fmt.Errorf("execution %s: %w; retention may have taken it away%s", id, ErrNotFound, keeps)
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before
 // is the id after which the listing goes on, newest first.
 type Filter struct {
 	Status, Surface, Flow, TraceID, Before string
@@ -205,7 +205,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 		 order by id desc limit @limit`,
 		postgres.Strict{
 			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "trace_id": f.TraceID, "before": f.Before,
-			"limit": min(f.Limit, 500),
+			"limit": min(f.Limit, 1000),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list executions: %w", err)

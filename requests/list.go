@@ -50,7 +50,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	return got, nil
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id after which
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id after which
 // the listing goes on, newest first.
 type Filter struct {
 	Kind, Status, ThreadID, ExecutionID, Before string
@@ -71,7 +71,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
 		 order by id desc limit @limit`,
 		postgres.Strict{
 			"kind": f.Kind, "status": f.Status, "thread_id": f.ThreadID, "execution_id": f.ExecutionID, "before": f.Before,
-			"limit": min(f.Limit, 500),
+			"limit": min(f.Limit, 1000),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list requests: %w", err)

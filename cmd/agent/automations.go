@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 )
 
@@ -93,7 +92,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List automations with their next time, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := min(f.Limit, activity.MaxLimit-1)
+			limit := f.Limit
 			f.Limit = limit + 1
 			all, err := automations.List(cmd.Context(), s.pool, f)
 			if err != nil {
@@ -220,7 +219,7 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 				}
 				f.AutomationID = a.ID
 			}
-			limit := min(f.Limit, activity.MaxLimit-1)
+			limit := f.Limit
 			f.Limit = limit + 1
 			all, err := automations.Runs(cmd.Context(), s.pool, f)
 			if err != nil {

@@ -9,7 +9,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
@@ -57,7 +56,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 
 // listExecutions reads a page as it may be shown, and where the next begins: a row more tells whether there is one.
 func listExecutions(ctx context.Context, s *session, f executions.Filter) (page []executions.Execution, next string, err error) {
-	limit := min(f.Limit, activity.MaxLimit-1)
+	limit := f.Limit
 	f.Limit = limit + 1
 	page, err = executions.List(ctx, s.pool, f)
 	if err == nil && len(page) > limit {

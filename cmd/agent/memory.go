@@ -10,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -43,7 +42,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List memories, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := min(f.Limit, activity.MaxLimit-1)
+			limit := f.Limit
 			f.Limit = limit + 1
 			all, err := memory.List(cmd.Context(), s.pool, f)
 			if err != nil {

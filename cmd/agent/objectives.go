@@ -64,7 +64,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List objectives with their progress, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := min(f.Limit, activity.MaxLimit-1)
+			limit := f.Limit
 			f.Limit = limit + 1
 			all, err := objectives.List(cmd.Context(), s.pool, f)
 			if err != nil {

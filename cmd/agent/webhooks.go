@@ -10,7 +10,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
@@ -28,7 +27,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List deliveries, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := min(f.Limit, activity.MaxLimit-1)
+			limit := f.Limit
 			f.Limit = limit + 1 // a row more tells whether there is another page
 			got, err := webhooks.List(cmd.Context(), s.pool, f)
 			if err != nil {
