@@ -5,10 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
-	"maps"
 	"net/http"
 	"reflect"
-	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -83,21 +81,12 @@ func decode(raw []byte, into any) error {
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return badBody("there is more in the body after the JSON object")
 	}
-	return spelt(raw, into)
-}
-
-// spelt refuses a field whose name is one of the struct's but for the case of its letters: the decoder takes it for that one.
-func spelt(raw []byte, into any) error {
-	var said map[string]json.RawMessage
-	if err := json.Unmarshal(raw, &said); err != nil {
+	name, err := problem.Stray(raw, into)
+	switch {
+	case err != nil:
 		return badBody("%s", err)
-	}
-	for _, f := range reflect.VisibleFields(reflect.TypeOf(into).Elem()) {
-		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		delete(said, name)
-	}
-	if left := slices.Sorted(maps.Keys(said)); len(left) > 0 {
-		return badBody("unknown field %.60q", left[0])
+	case name != "":
+		return badBody("unknown field %.60q", name)
 	}
 	return nil
 }

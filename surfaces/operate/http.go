@@ -1,6 +1,7 @@
 package operate
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -83,13 +84,9 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		(err != nil || kind != "application/json") {
 		return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q", r.Header.Get("Content-Type"))
 	}
-	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096)) // a byte is at most \u0000
-	decoder.DisallowUnknownFields()
-	err := decoder.Decode(&body)
+	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096)) // a byte is at most \u0000
 	if err == nil {
-		if _, more := decoder.Token(); !errors.Is(more, io.EOF) {
-			err = errors.New("more follows the object")
-		}
+		err = decode(raw, &body)
 	}
 	if tooLong, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return body, problem.New(http.StatusRequestEntityTooLarge, "the body is longer than %d bytes", tooLong.Limit)
@@ -101,6 +98,23 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		return body, badBody("session_id: %s", threads.ErrInvalid)
 	}
 	return body, o.checkMessage(storable(body.Message))
+}
+
+// decode reads exactly one object with no other fields than body's.
+func decode(raw []byte, body *Body) error {
+	decoder := json.NewDecoder(bytes.NewReader(raw))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(body); err != nil {
+		return err
+	}
+	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("more follows the object")
+	}
+	name, err := problem.Stray(raw, body)
+	if err == nil && name != "" {
+		err = fmt.Errorf("unknown field %.60q", name)
+	}
+	return err
 }
 
 func badBody(format string, args ...any) error {

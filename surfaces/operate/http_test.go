@@ -234,6 +234,7 @@ func TestWrongInputIsNamed(t *testing.T) {
 		"blank message": {`{"message":" \n"}`, 400, "message is empty"},
 		"NUL message":   {`{"message":"\u0000"}`, 400, "message is empty"},
 		"unknown field": {`{"message":"x","sesion_id":"y"}`, 400, `unknown field \"sesion_id\"`},
+		"capitals":      {`{"message":"x","Session_ID":"y"}`, 400, `unknown field \"Session_ID\"`},
 		"wrong type":    {`{"message":7}`, 400, "message is a number"},
 		"two documents": {`{"message":"x"}{"message":"y"}`, 400, "more follows"},
 		"bad session":   {`{"message":"x","session_id":"a\nb"}`, 400, "session_id"},
