@@ -1,10 +1,12 @@
 package webhooks_test
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -98,6 +100,10 @@ func TestSecretsAreReferences(t *testing.T) {
 		} else if strings.Contains(err.Error(), "whsec_literal") {
 			t.Errorf("the error has the secret: %v", err)
 		}
+	}
+	_, err := webhooks.Secrets([]string{"${B}"}, env)
+	if logged := redact.Text(fmt.Sprint(err), 1000); !strings.Contains(logged, "set the environment variable B") {
+		t.Errorf("the log says of a secret that is not set: %s", logged)
 	}
 }
 

@@ -46,7 +46,7 @@ func Secrets(references []string, getenv func(string) string) ([]string, error) 
 		}
 	}
 	if err := errors.Join(problems...); err != nil {
-		return nil, fmt.Errorf("read secrets: %w", err)
+		return nil, fmt.Errorf("resolve references: %w", err) // not "secrets:", behind which logs are blotted out
 	}
 	return secrets, nil
 }
