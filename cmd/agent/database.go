@@ -27,7 +27,7 @@ const stateDir = ".agent"
 func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.settingsBy(config.Load) }
 
 func (c *cli) settingsBy(load func(map[string]string, ...string) (config.Config, error)) (config.Config, *slog.Logger, error) {
-	cfg, err := load(c.environ, "AGENT_OUTPUT")
+	cfg, err := load(c.environ, "AGENT_OUTPUT", "AGENT_URL") // the latter is of workers outside: where agent serves
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
 	}

@@ -158,6 +158,12 @@ func TestOutputFormByEnvironment(t *testing.T) {
 	}
 }
 
+func TestTheAddressThatWorkersOutsideReadIsNoMistake(t *testing.T) {
+	if got := bare(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls"); strings.Contains(got.err, "AGENT_URL") {
+		t.Errorf("stderr %q", got.err)
+	}
+}
+
 func TestVersion(t *testing.T) {
 	contains(t, bare(t).must("version"), "agent ", "schema ", "go1.")
 	var got struct {
