@@ -190,15 +190,19 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 	return found, nil
 }
 
-// Confirm is [ConfirmStep], and settles the objective if that was its last step, as [Advanced] does.
+// Confirm is [ConfirmStep], and settles the objective if that was its last step, as [Advanced] does. [ErrStepNotFound] when
+// there is no such step.
 func Confirm(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		if ok, err = ConfirmStep(ctx, tx, stepID, by, reason, traceID); err != nil || !ok {
+		if ok, err = ConfirmStep(ctx, tx, stepID, by, reason, traceID); err != nil {
 			return err
 		}
 		var objectiveID string
 		err = tx.QueryRow(ctx, `select objective_id from agent_objective_steps where id = @id`, pgx.StrictNamedArgs{"id": stepID}).Scan(&objectiveID)
-		if err == nil {
+		if errors.Is(err, pgx.ErrNoRows) {
+			err = fmt.Errorf("confirm step %s: %w", stepID, ErrStepNotFound)
+		}
+		if err == nil && ok {
 			_, err = Advanced(ctx, tx, objectiveID, traceID)
 		}
 		return err

@@ -32,6 +32,8 @@ import (
 var (
 	// ErrNotFound reports an objective that does not exist.
 	ErrNotFound = errors.New("objective not found")
+	// ErrStepNotFound reports a step that does not exist.
+	ErrStepNotFound = errors.New("step not found")
 	// ErrNotActive reports an objective that takes no more steps.
 	ErrNotActive = errors.New("objective is not active")
 	// ErrNoEvidence reports a step that nothing shows to be done.

@@ -42,7 +42,7 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&all, "all", false, "decided and expired ones too")
 	statusFlag(cmd.Flags(), &f.Status, "only those that are", "pending", "approved", "rejected", "expired", "consumed")
-	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only those of a trace")
+	traceFlag(cmd.Flags(), &f.TraceID)
 	return cmd
 }
 
@@ -53,7 +53,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 		use, short = "approve ID", "Allow a call once, with exactly these arguments; who waits for it goes on, else the next heartbeat makes it"
 	}
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: args(1, 1, "an approval's id"),
+		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			decided, err := approvals.Decide(cmd.Context(), s.pool, args[0], approve, "admin", reason)
 			if errors.Is(err, approvals.ErrDecided) || errors.Is(err, approvals.ErrNotFound) {

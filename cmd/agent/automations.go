@@ -240,11 +240,8 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 
 func (c *cli) automationsRedriveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "redrive RUN", Short: "Give a dead run one more attempt, as soon as a process is there", Args: args(1, 1, "a run's id"),
+		Use: "redrive RUN", Short: "Give a dead run one more attempt, as soon as a process is there", Args: rowID("a run", "agent automations dead"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			if !uuidForm.MatchString(args[0]) {
-				return usageError("%.60q is not the id of a run, which is a uuid; see agent automations dead", args[0])
-			}
 			changed, err := act(cmd.Context(), s, "redrive_automation", map[string]any{"run": args[0]},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					ok, err := automations.Redrive(cmd.Context(), tx, args[0])

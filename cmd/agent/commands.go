@@ -53,10 +53,18 @@ func group(use, short string, below ...*cobra.Command) *cobra.Command {
 			}
 			return nil
 		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: showHelp,
 	}
 	cmd.AddCommand(below...)
 	return cmd
+}
+
+// showHelp tells a person what is below a command. That is no result, so who asked for one as JSON is told what is missing.
+func showHelp(cmd *cobra.Command, _ []string) error {
+	if asked, err := cmd.Flags().GetBool("json"); err == nil && asked {
+		return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes a command", cmd.CommandPath()), cmd)}
+	}
+	return cmd.Help()
 }
 
 // withSession runs a command's work on an open database.

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -84,6 +85,7 @@ func exitCode(ctx context.Context, err error) int {
 	}
 	for _, wrong := range []error{
 		trace.ErrInvalid, activity.ErrCursor, lanes.ErrInvalid, migrations.ErrOutdated, migrations.ErrNewer, migrations.ErrChanged,
+		threads.ErrEmpty, threads.ErrInvalid,
 	} {
 		if errors.Is(err, wrong) {
 			return exitUsage

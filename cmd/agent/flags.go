@@ -95,15 +95,22 @@ func executionCursor(flags *pflag.FlagSet, into *string) {
 	}}, "cursor", "where the page before ended")
 }
 
+// rowID is one argument: the id of a row, which a command lists.
+func rowID(what, lists string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, got []string) error {
+		if err := args(1, 1, what+"'s id")(cmd, got); err != nil {
+			return err
+		}
+		if !uuidForm.MatchString(got[0]) {
+			return &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id of %s, which is a uuid", got[0], what), "see %s", lists)}
+		}
+		return nil
+	}
+}
+
 // executionID is one argument: the id of an execution.
 func executionID(cmd *cobra.Command, got []string) error {
-	if err := args(1, 1, "an execution's id")(cmd, got); err != nil {
-		return err
-	}
-	if !uuidForm.MatchString(got[0]) {
-		return &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id of an execution, which is a uuid", got[0]), "see agent executions ls")}
-	}
-	return nil
+	return rowID("an execution", "agent executions ls")(cmd, got)
 }
 
 // uuidForm is how an id is written, with dashes or without.

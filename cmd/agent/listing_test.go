@@ -247,7 +247,7 @@ func TestApprovals(t *testing.T) {
 	if got := p.must("approvals", "approve", id, "--reason", "known address"); got != "approved "+id+": table_sizes {\"limit\": 3}\n" {
 		t.Errorf("got %q", got)
 	}
-	for _, id := range []string{id, "nope"} {
+	for _, id := range []string{id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"} {
 		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
 			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -264,27 +265,27 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 func (c *cli) objectivesDoneCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "done STEP", Short: "Confirm on your word that a step is done", Args: args(1, 1, "a step's id, from agent objectives show NAME --json"),
+		Use: "done STEP", Short: "Confirm on your word that a step is done", Args: rowID("a step", "agent objectives show NAME --json"),
 		Long: `Confirm that a step is done. The agent itself needs a successful call to show it; your word, with the reason, is
 kept as the evidence instead.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			if !uuidForm.MatchString(args[0]) {
-				return usageError("%.60q is not the id of a step, which is a uuid; see agent objectives show NAME --json", args[0])
-			}
-			if reason == "" {
+			if strings.TrimSpace(reason) == "" {
 				return usageError("say why with --reason: it is the evidence")
 			}
 			changed, err := act(cmd.Context(), s, "confirm_step", map[string]any{"step": args[0], "reason": reason},
 				func(tx pgx.Tx, traceID string) (bool, error) {
 					return objectives.Confirm(cmd.Context(), tx, args[0], admin, reason, traceID)
 				})
+			if errors.Is(err, objectives.ErrStepNotFound) {
+				return hint(err, "see agent objectives show NAME --json")
+			}
 			if err != nil {
 				return err
 			}
 			return c.print(map[string]any{"step": args[0], "changed": changed}, func(w io.Writer) error {
 				said := "done"
 				if !changed {
-					said = "not pending, or not there"
+					said = "not pending any more"
 				}
 				_, err := fmt.Fprintf(w, "step %s: %s\n", args[0], said)
 				return err

@@ -41,7 +41,11 @@ func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
 	if bad := p.run("objectives", "done", shown.Steps[0].ID); bad.code != exitUsage || !strings.Contains(bad.err, "--reason") {
 		t.Errorf("done without a reason: %+v", bad)
 	}
+	if bad := p.run("objectives", "done", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d", "--reason", "I saw it"); bad.code != exitFailed || !strings.Contains(bad.err, "step not found") {
+		t.Errorf("done of a step that is not there: %+v", bad)
+	}
 	p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it")
+	contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "not pending any more")
 	contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust", "1 of 1 steps (100 %)")
 	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed || !strings.Contains(bad.err, "agent objectives ls") {
 		t.Errorf("got %+v", bad)

@@ -65,7 +65,7 @@ A database is named by DATABASE_URL. Without it, commands use the one that agent
 			}
 			return nil
 		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: showHelp,
 	}
 	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
 	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, also on a terminal")

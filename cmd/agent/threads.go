@@ -37,7 +37,7 @@ func (c *cli) threadsListCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&f.Channel, "channel", "", "only those begun over this channel: chat, operate, …")
 	cmd.Flags().StringVar(&f.Owner, "owner", "", "only those of this owner: the name of a chat key, …")
-	cmd.Flags().IntVar(&f.Limit, "limit", 50, "how many, at most 500")
+	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
 }
 
@@ -64,7 +64,7 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 			}{thread, messages}, func(w io.Writer) error { return writeThread(w, thread, messages) })
 		}),
 	}
-	cmd.Flags().IntVar(&limit, "limit", 50, "how many messages, at most 500")
+	limitFlag(cmd.Flags(), &limit, 50)
 	return cmd
 }
 

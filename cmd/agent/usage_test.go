@@ -109,6 +109,13 @@ func TestUsageMistakes(t *testing.T) {
 		"cursor of nothing":          {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
 		"show of no id":              {[]string{"executions", "show", "zz"}, `"zz" is not the id of an execution, which is a uuid; see agent executions ls`},
 		"cancel of no id":            {[]string{"executions", "cancel", long}, "is not the id of an execution, which is a uuid; see agent executions ls"},
+		"approval of no id":          {[]string{"approvals", "approve", "zz"}, `"zz" is not the id of an approval, which is a uuid; see agent approvals ls --all`},
+		"refusal of no id":           {[]string{"approvals", "reject", ""}, `"" is not the id of an approval`},
+		"approvals of no trace":      {[]string{"approvals", "ls", "--trace", "zz"}, "not a trace id"},
+		"redrive of no run":          {[]string{"automations", "redrive", "zz"}, `"zz" is not the id of a run, which is a uuid; see agent automations dead`},
+		"done of no step":            {[]string{"objectives", "done", "zz", "--reason", "x"}, `"zz" is not the id of a step`},
+		"no threads":                 {[]string{"threads", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many messages":          {[]string{"threads", "show", "x", "--limit", "501"}, "not a number from 1 to 500"},
 		"trace of nothing":           {[]string{"executions", "ls", "--trace", long}, "not a trace id"},
 		"span of nothing":            {[]string{"activity", "spend", "--since", "yesterday"}, "not a span of time; write 90m, 24h or 7d"},
 		"span until":                 {[]string{"activity", "audit", "--until", "-2h"}, "not a span of time; write 90m, 24h or 7d"},
@@ -136,6 +143,19 @@ func TestUsageMistakes(t *testing.T) {
 			}
 			contains(t, fault.Error.Message+"; "+fault.Error.Hint, test.says)
 		})
+	}
+}
+
+// Help is no result: a program that left the command out is told so, in JSON.
+func TestACommandThatIsMissingIsAMistakeWhereJSONIsAskedFor(t *testing.T) {
+	for name, cmd := range everyCommand(t) {
+		if !cmd.HasSubCommands() || name == "trace" || name == "why" || name == "mcp" || strings.HasPrefix(name, "completion") {
+			continue
+		}
+		got := bare(t).run(append(strings.Fields(name), "--json")...)
+		if got.code != 2 || got.out != "" || !strings.HasPrefix(got.err, `{"error":{`) || !strings.Contains(got.err, "takes a command") {
+			t.Errorf("agent %s --json: exit %d, stdout %q, stderr %q", name, got.code, got.out, got.err)
+		}
 	}
 }
 
