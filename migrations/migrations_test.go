@@ -113,6 +113,16 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 }
 
 // The functions that other programs call, with their parameters; see DESIGN.md.
+func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
+	db := pgtest.Empty(t)
+	if _, err := db.Exec(t.Context(), `create table agent_activity (id int)`); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), "a database of its own") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestPublicFunctions(t *testing.T) {
 	db := pgtest.DB(t)
 	for name, arguments := range map[string]string{
