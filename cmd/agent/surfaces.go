@@ -35,7 +35,7 @@ func (a *app) addSurfaces() (err error) {
 	cfg := a.config
 	everything := []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
 	a.operate, err = operate.New(operate.Options{
-		Pool: a.pool, Engine: a.engine, Keeper: a.keeper, Loop: a.loop, Listener: a.listener, Logger: a.log, Agent: cfg.Name,
+		Pool: a.pool, Engine: a.engine, Keeper: a.keeper, Loop: a.loop, Logger: a.log, Agent: cfg.Name,
 		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.loop.DelegateTool(a.engine, everything)},
 	})
 	if err != nil {

@@ -35,7 +35,6 @@ import (
 	"github.com/oklog/ulid/v2"
 
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -57,13 +56,12 @@ const retryPause = 20 * time.Millisecond
 
 // Options configure the surface. Pool, Engine, Keeper and Loop are required.
 type Options struct {
-	Pool     *pgxpool.Pool
-	Engine   *executions.Engine
-	Keeper   *lanes.Keeper
-	Loop     *reason.Loop
-	Listener *postgres.Listener // may be nil; shortens the watcher's waits
-	Logger   *slog.Logger       // nil for none
-	Agent    string             // its name; default flowpilot
+	Pool   *pgxpool.Pool
+	Engine *executions.Engine
+	Keeper *lanes.Keeper
+	Loop   *reason.Loop
+	Logger *slog.Logger // nil for none
+	Agent  string       // its name; default flowpilot
 	// Tools are offered beside the skills, such as the one that delegates.
 	Tools []reason.Tool
 	// Idle is how long a session holds the lane after its last turn; default 5 minutes.

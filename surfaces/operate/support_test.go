@@ -104,7 +104,7 @@ func (w *world) process(t *testing.T, working bool, change ...func(*operate.Opti
 		t.Fatal(err)
 	}
 	opts := operate.Options{
-		Pool: w.pool, Engine: p.engine, Keeper: p.keeper, Loop: w.loop, Listener: listener, Poll: 20 * time.Millisecond,
+		Pool: w.pool, Engine: p.engine, Keeper: p.keeper, Loop: w.loop, Poll: 20 * time.Millisecond,
 		KeepAlive: 50 * time.Millisecond,
 	}
 	for _, c := range change {
