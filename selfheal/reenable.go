@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -36,47 +37,11 @@ func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason strin
 		if restored.Settled, err = skills.Enable(ctx, tx, skill, by, reason); err != nil {
 			return err
 		}
-		restored.Automations, err = restore(ctx, tx, skill)
+		restored.Automations, err = automations.Resume(ctx, tx, skill)
 		return err
 	})
 	if err != nil {
 		return Restored{Skill: skill, Automations: []string{}}, fmt.Errorf("re-enable skill %s: %w", skill, err)
 	}
 	return restored, nil
-}
-
-// pause takes the automations of a skill out of service and returns their names.
-func pause(ctx context.Context, tx pgx.Tx, skill, reason string) ([]string, error) {
-	return names(tx.Query(ctx, `
-		with paused as (
-		  update agent_automations
-		     set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
-		         paused_for = @skill, updated_at = clock_timestamp()
-		   where skill_name = @skill and enabled
-		  returning name)
-		select name from paused order by name`,
-		postgres.Strict{"skill": skill, "by": By, "reason": "its skill " + skill + " is disabled: " + reason}))
-}
-
-// restore puts back what pause took out of service and nobody else has disabled since.
-func restore(ctx context.Context, tx pgx.Tx, skill string) ([]string, error) {
-	return names(tx.Query(ctx, `
-		with restored as (
-		  update agent_automations
-		     set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
-		         updated_at = clock_timestamp()
-		   where paused_for = @skill and not enabled and disabled_by = @by
-		  returning name)
-		select name from restored order by name`, postgres.Strict{"skill": skill, "by": By}))
-}
-
-func names(rows pgx.Rows, err error) ([]string, error) {
-	if err != nil {
-		return nil, fmt.Errorf("change automations: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("change automations: %w", err)
-	}
-	return list, nil
 }

@@ -32,6 +32,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -118,7 +119,7 @@ func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (he
 		if done, err = skills.Disable(ctx, tx, skill, By, healed.Reason, healed.Evidence); err != nil || !done {
 			return err
 		}
-		healed.AutomationsPaused, err = pause(ctx, tx, skill, healed.Reason)
+		healed.AutomationsPaused, err = automations.Pause(ctx, tx, skill, "its skill "+skill+" is disabled: "+healed.Reason)
 		return err
 	})
 	return healed, done && err == nil, err

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -101,7 +102,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 		if _, err = skills.Enable(ctx, tx, skill, By, restored.Reason); err != nil {
 			return err
 		}
-		restored.Automations, err = restore(ctx, tx, skill)
+		restored.Automations, err = automations.Resume(ctx, tx, skill)
 		return err
 	})
 	if err != nil {
