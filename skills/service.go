@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -62,22 +61,8 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 	return false, err
 }
 
-// StartTrial claims the one try of a skill that by (self-heal) disabled at least coolDown ago. Of
-// many callers one gets true. The skill stays disabled: [Enable] ends a trial that succeeded,
-// [FailTrial] one that did not.
-func StartTrial(ctx context.Context, db postgres.DB, name, by string, coolDown time.Duration) (bool, error) {
-	tag, err := db.Exec(ctx, `
-		update agent_skills set trial_at = clock_timestamp(), updated_at = clock_timestamp()
-		 where name = @name and not enabled and disabled_by = @by and trial_at is null
-		   and disabled_at <= clock_timestamp() - make_interval(secs => @cool_down)`,
-		pgx.StrictNamedArgs{"name": name, "by": by, "cool_down": coolDown.Seconds()})
-	if err != nil {
-		return false, fmt.Errorf("start trial of skill %q: %w", name, err)
-	}
-	return tag.RowsAffected() > 0, nil
-}
-
-// FailTrial ends a trial that failed: the cool-down begins anew.
+// FailTrial ends a trial, which self-heal began, that failed: the cool-down begins anew. False when the skill is not on trial, and then
+// nothing changes.
 func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -131,34 +130,34 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 	}
 }
 
-func TestOneTrialAfterTheCoolDown(t *testing.T) {
+func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
-	trial := func(coolDown time.Duration) bool {
-		ok, err := skills.StartTrial(t.Context(), pool, "a", "self_heal", coolDown)
-		if err != nil {
-			t.Fatal(err)
+	fail := func(want bool) {
+		t.Helper()
+		if ok, err := skills.FailTrial(t.Context(), pool, "a", "again"); ok != want || err != nil {
+			t.Fatalf("fail trial: %v, %v; want %v", ok, err, want)
 		}
-		return ok
 	}
-	if trial(0) {
-		t.Error("trial of an enabled skill")
-	}
+	fail(false)
 	if _, err := skills.Disable(t.Context(), pool, "a", "self_heal", "r", nil); err != nil {
 		t.Fatal(err)
 	}
-	if trial(time.Hour) {
-		t.Error("trial before the cool-down")
+	fail(false)
+	offer := func() {
+		t.Helper()
+		if _, err := pool.Exec(t.Context(), `
+			update agent_skills set trial_at = clock_timestamp(), disabled_at = disabled_at - interval '1 day' where name = 'a'`); err != nil {
+			t.Fatal(err)
+		}
 	}
-	if !trial(0) || trial(0) {
-		t.Error("want exactly one trial")
+	offer()
+	before, _ := skills.Get(t.Context(), pool, "a")
+	fail(true)
+	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || s.Enabled || s.DisabledReason != "again" || !s.DisabledAt.After(*before.DisabledAt) {
+		t.Errorf("got %+v", s)
 	}
-	if ok, err := skills.FailTrial(t.Context(), pool, "a", "again"); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
-	if !trial(0) {
-		t.Error("no trial after a new cool-down")
-	}
+	offer()
 	if _, err := skills.Enable(t.Context(), pool, "a", "self_heal", "trial succeeded"); err != nil {
 		t.Fatal(err)
 	}
