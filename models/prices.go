@@ -1,11 +1,8 @@
 package models
 
 import (
-	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"slices"
@@ -14,9 +11,9 @@ import (
 
 // Price is in US dollars per million tokens.
 type Price struct {
-	Prompt     float64 `json:"prompt"`
-	Cached     float64 `json:"cached"` // of the prompt's tokens, those the server had read before
-	Completion float64 `json:"completion"`
+	Prompt     float64
+	Cached     float64 // of the prompt's tokens, those the server had read before
+	Completion float64
 }
 
 // Prices maps a model's name to its price. A name stands for itself and for its dated versions
@@ -25,7 +22,7 @@ type Price struct {
 type Prices map[string]Price
 
 // DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices change: what
-// decides about money should be set by the operator ([ParsePrices], [Prices.With]). A model that no name fits costs
+// decides about money should be set by the operator ([Prices.With]). A model that no name fits costs
 // nothing here, so that no limit of money bounds it: give it a price, or set a limit of tokens ([Client.Priced]).
 func DefaultPrices() Prices {
 	return Prices{
@@ -41,40 +38,6 @@ func DefaultPrices() Prices {
 		"o3":           {Prompt: 2, Cached: 0.50, Completion: 8},
 		"o4-mini":      {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
 	}
-}
-
-// ParsePrices reads a table such as {"gpt-4o": {"prompt": 2.5, "cached": 1.25, "completion": 10}}. Cached tokens
-// cost as much as others where the table does not say. Unknown fields and negative prices are errors.
-func ParsePrices(text []byte) (Prices, error) {
-	var raw map[string]struct {
-		Prompt     *float64 `json:"prompt"`
-		Cached     *float64 `json:"cached"`
-		Completion *float64 `json:"completion"`
-	}
-	decoder := json.NewDecoder(bytes.NewReader(text))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(&raw); err != nil {
-		return nil, fmt.Errorf("parse prices: %w", err)
-	}
-	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
-		return nil, errors.New("parse prices: there is more after the table")
-	}
-	prices := make(Prices, len(raw))
-	for _, model := range slices.Sorted(maps.Keys(raw)) {
-		r := raw[model]
-		if r.Prompt == nil || r.Completion == nil {
-			return nil, fmt.Errorf("parse prices: %q needs both prompt and completion, in dollars per million tokens", model)
-		}
-		price := Price{Prompt: *r.Prompt, Cached: *r.Prompt, Completion: *r.Completion}
-		if r.Cached != nil {
-			price.Cached = *r.Cached
-		}
-		prices[model] = price
-	}
-	if err := prices.check(); err != nil {
-		return nil, fmt.Errorf("parse prices: %w", err)
-	}
-	return prices, nil
 }
 
 // With is a new table in which the prices of over replace those of p.

@@ -1,6 +1,7 @@
 package models_test
 
 import (
+	"math"
 	"strings"
 	"testing"
 
@@ -29,22 +30,18 @@ func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
 	}
 }
 
-func TestParsePrices(t *testing.T) {
-	got, err := models.ParsePrices([]byte(`{"m": {"prompt": 2, "cached": 0.5, "completion": 8}, "n": {"prompt": 1, "completion": 1}}`))
-	want := models.Prices{"m": {Prompt: 2, Cached: 0.5, Completion: 8}, "n": {Prompt: 1, Cached: 1, Completion: 1}}
-	if diff := cmp.Diff(want, got); err != nil || diff != "" {
-		t.Errorf("err = %v, prices (-want +got):\n%s", err, diff)
-	}
-	for name, test := range map[string]struct{ in, want string }{
-		"not JSON":      {"m: 1", "invalid"},
-		"unknown field": {`{"m": {"input": 2, "completion": 8}}`, "input"},
-		"incomplete":    {`{"m": {"prompt": 2}}`, `"m"`},
-		"negative":      {`{"m": {"prompt": -2, "completion": 8}}`, "-2"},
-		"no name":       {`{"": {"prompt": 2, "completion": 8}}`, "name"},
-		"two tables":    {`{} {}`, "more"},
+func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
+	for name, test := range map[string]struct {
+		prices models.Prices
+		want   string
+	}{
+		"negative":     {models.Prices{"m": {Prompt: 1, Completion: -2}}, "-2"},
+		"no number":    {models.Prices{"m": {Cached: math.NaN()}}, `"m"`},
+		"without end":  {models.Prices{"m": {Completion: math.Inf(1)}}, "+Inf"},
+		"without name": {models.Prices{" ": {Prompt: 2}}, "name"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := models.ParsePrices([]byte(test.in)); err == nil || !strings.Contains(err.Error(), test.want) {
+			if _, err := models.New(models.Config{Model: "m", Prices: test.prices}); err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("err = %v, want one about %s", err, test.want)
 			}
 		})
