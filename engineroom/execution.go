@@ -76,7 +76,7 @@ type executionFact struct {
 	Priority, Attempt, MaxAttempts, WaitNumber       int
 	ProgressSeconds                                  int
 	OnLost                                           string
-	Inherits, Outside                                bool
+	Outside                                          bool
 	Claim                                            int64
 	ClaimedBy, Worker                                *string
 	LeaseUntil                                       *time.Time
@@ -110,7 +110,7 @@ func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) 
 	rows, err := room.Pool.Query(ctx, `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue, e.flow_version, e.parent_id::text, e.thread_id,
 		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts, e.wait_number,
-		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.inherits, e.outside, e.claim, e.claimed_by::text,
+		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.outside, e.claim, e.claimed_by::text,
 		       left(coalesce(nullif(w.owner, ''), w.name), 200) as worker, w.expires_at as lease_until, left(e.failed_step, 600) as failed_step,
 		       left(e.cancelled_by, 200) as cancelled_by, left(e.cancel_reason, 1200) as cancel_reason, e.created_at, e.updated_at,
 		       e.started_at, e.completed_at

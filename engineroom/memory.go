@@ -31,7 +31,6 @@ type category struct {
 	Category  string
 	Entries   int64
 	Bytes     int64 // of keys and values, as stored
-	Expiring  int64
 	UpdatedAt time.Time
 	Day       int64 // kept anew
 	DayBytes  int64

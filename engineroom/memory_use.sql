@@ -16,13 +16,13 @@ grown as (
            order by m.id desc limit @window) g
    group by g.category
 )
-select n.category, h.entries, h.bytes, h.expiring, h.updated_at,
+select n.category, h.entries, h.bytes, h.updated_at,
        coalesce(g.day, 0) as day, coalesce(g.day_bytes, 0) as day_bytes,
        coalesce(g.week, 0) as week, coalesce(g.week_bytes, 0) as week_bytes
   from (select category from names where category is not null limit @categories) n
   cross join lateral (
-       select count(*) as entries, coalesce(sum(x.bytes), 0)::bigint as bytes, count(x.expires_at) as expiring, max(x.updated_at) as updated_at
-         from (select octet_length(m.key) + pg_column_size(m.value) as bytes, m.expires_at, m.updated_at from agent_memory m
+       select count(*) as entries, coalesce(sum(x.bytes), 0)::bigint as bytes, max(x.updated_at) as updated_at
+         from (select octet_length(m.key) + pg_column_size(m.value) as bytes, m.updated_at from agent_memory m
                 where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp()) limit @beyond) x) h
   left join grown g on g.category = n.category
  where h.entries > 0

@@ -156,14 +156,14 @@ type bubble struct {
 	Attempts                                int
 	Error                                   *string
 	CreatedAt                               time.Time
-	SentAt, DeliveredAt, NextAttemptAt      *time.Time
+	DeliveredAt, NextAttemptAt              *time.Time
 	Place                                   int64 // in the queue
 }
 
 // bubbleColumns are those of bubble, of agent_messages m.
 const bubbleColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel, left(m.target, 200) as target, m.status,
 	octet_length(m.content) as bytes, m.turn, m.seq, m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
-	left(m.error_message, 1000) as error, m.created_at, m.sent_at, m.delivered_at, m.next_attempt_at `
+	left(m.error_message, 1000) as error, m.created_at, m.delivered_at, m.next_attempt_at `
 
 func collectBubbles(rows pgx.Rows, err error) ([]bubble, error) {
 	if err != nil {

@@ -3,7 +3,6 @@ package engineroom
 import (
 	"context"
 	"slices"
-	"time"
 )
 
 // tracedView is what the page shows below its head, in one of its ways.
@@ -16,7 +15,6 @@ type tracedView struct {
 
 	Order  []*tracedNode // the waterfall's lines
 	Top    []*tracedNode // the tree
-	Start  time.Time
 	Ticks  []tracedTick
 	Gaps   []tracedGap
 	Sorts  []string // that occur, for the legend
@@ -178,7 +176,7 @@ func (view *tracedView) fill(order []*tracedNode) {
 	view.Order = order
 	if t := newTraceScale(order); t != nil {
 		t.draw(order)
-		view.Start, view.Ticks, view.Gaps = t.start, t.ticks(), t.gaps()
+		view.Ticks, view.Gaps = t.ticks(), t.gaps()
 	}
 }
 

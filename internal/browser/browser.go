@@ -137,14 +137,6 @@ func (p *Page) Go(address string) {
 	p.do("open "+address, chromedp.Navigate(address))
 }
 
-// URL is where the page is.
-func (p *Page) URL() string {
-	p.tb.Helper()
-	var at string
-	p.do("read the address", chromedp.Location(&at))
-	return at
-}
-
 // Click clicks what a CSS selector finds, as soon as it can be seen.
 func (p *Page) Click(selector string) {
 	p.tb.Helper()

@@ -76,10 +76,9 @@ func (a Ask) spec() executions.Spec {
 
 // begun is a turn that has begun.
 type begun struct {
-	exec   executions.Execution
-	feed   *feed
-	leave  func()
-	repeat bool // it was begun by an earlier request with the same key
+	exec  executions.Execution
+	feed  *feed
+	leave func()
 }
 
 // begin stores the message together with its turn, or with the relay of what the execution says that the message is for, and lets
@@ -195,7 +194,7 @@ func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
 	}
 	f, leave := c.feeds.join(x.ID)
 	f.finish(x)
-	return begun{exec: x, feed: f, leave: leave, repeat: true}, nil
+	return begun{exec: x, feed: f, leave: leave}, nil
 }
 
 // opened makes sure that the thread is there, and the visitor's.
