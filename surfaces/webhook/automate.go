@@ -27,7 +27,7 @@ func (s *Surface) automate(ctx context.Context, c webhooks.Content, t task) (res
 	x, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (result, error) {
 		run, err := begin(ctx, tx, AutomationRequest{
-			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number), ExecutionID: x.ID,
+			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number),
 			TraceID: x.TraceID, Payload: payload,
 		})
 		return result{Run: run}, err

@@ -65,11 +65,10 @@ type Surface struct {
 
 // AutomationRequest is what an action asks of an automation.
 type AutomationRequest struct {
-	Automation  string // its name
-	Key         string // names this request: the same whenever the same action of the same execution asks
-	ExecutionID string
-	TraceID     string
-	Payload     json.RawMessage
+	Automation string // its name
+	Key        string // names this request: the same whenever the same action of the same execution asks
+	TraceID    string
+	Payload    json.RawMessage
 }
 
 // Register tells the engine how to handle deliveries.
