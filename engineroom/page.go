@@ -155,7 +155,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		s.parts[one.name] = template.HTML(text) //nolint:gosec // made by a template of this package
+		s.parts[one.name] = template.HTML(text) // made by a template of this package
 		if one.every > 0 {
 			seen = append(seen, digest(text))
 		}
@@ -167,7 +167,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.Arrangement = template.HTML(arranged) //nolint:gosec // made by a template of this package
+	s.Arrangement = template.HTML(arranged) // made by a template of this package
 	return room.execute("layout", s)
 }
 

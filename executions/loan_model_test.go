@@ -115,7 +115,7 @@ func (m *model) round(t *testing.T, seed uint64, round int) {
 	t.Helper()
 	group, ctx := errgroup.WithContext(t.Context())
 	for n := range loanClients {
-		c := &client{model: m, rand: rand.New(rand.NewPCG(seed, uint64(round*loanClients+n)))} //nolint:gosec // not a secret
+		c := &client{model: m, rand: rand.New(rand.NewPCG(seed, uint64(round*loanClients+n)))} // not a secret
 		group.Go(func() error { return c.play(ctx) })
 	}
 	if err := group.Wait(); err != nil {

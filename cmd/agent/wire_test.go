@@ -89,7 +89,7 @@ func (w *wire) cut() {
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	for range 1000 {
-		at := net.JoinHostPort("127.0.0.1", strconv.Itoa(20000+rand.IntN(12000))) //nolint:gosec // any will do
+		at := net.JoinHostPort("127.0.0.1", strconv.Itoa(20000+rand.IntN(12000))) // any will do
 		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", at); err == nil {
 			_ = l.Close()
 			return at

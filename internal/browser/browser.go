@@ -44,7 +44,7 @@ type Look struct {
 // for one goroutine at a time.
 type Page struct {
 	tb  testing.TB
-	ctx context.Context //nolint:containedctx // chromedp keeps the tab in it
+	ctx context.Context // chromedp keeps the tab in it
 
 	mu       sync.Mutex
 	problems []string
@@ -225,7 +225,7 @@ func (p *Page) Screenshot(path string, whole bool) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		p.tb.Fatal(err)
 	}
-	if err := os.WriteFile(path, picture, 0o644); err != nil { //nolint:gosec // a picture for everybody
+	if err := os.WriteFile(path, picture, 0o644); err != nil { // a picture for everybody
 		p.tb.Fatal(err)
 	}
 }

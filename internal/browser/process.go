@@ -17,7 +17,7 @@ import (
 // whose death its debugging pipe shows.
 var started struct {
 	once sync.Once
-	ctx  context.Context //nolint:containedctx // chromedp keeps the process in it
+	ctx  context.Context // chromedp keeps the process in it
 	stop func()
 	err  error
 }

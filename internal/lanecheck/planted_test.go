@@ -50,7 +50,7 @@ func (g *stage) session(url, name string) *session {
 		g.t.Fatal(err)
 	}
 	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })                                    // its database is dropped next
-	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} //nolint:gosec // not a secret
+	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
 }
 
 func (g *stage) exec(sql string, args ...any) {

@@ -93,7 +93,7 @@ func act(raw string) error {
 }
 
 func (p part) random(n int) *rand.Rand {
-	return rand.New(rand.NewPCG(p.Seed, uint64(n))) //nolint:gosec // not a secret
+	return rand.New(rand.NewPCG(p.Seed, uint64(n))) // not a secret
 }
 
 func (p part) sessions(ctx context.Context, tape *tape) {

@@ -200,7 +200,7 @@ func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 	t.Helper()
 	c := &scene{
 		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(), round: round, seed: seed + uint64(round),
-		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, //nolint:gosec // not a secret
+		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, // not a secret
 	}
 	for n := range 5 {
 		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))

@@ -38,7 +38,7 @@ func skew(seconds int64) error {
 	}
 	for _, s := range symbols {
 		if s.Name == "__vdso_clock_gettime" {
-			if _, err := mem.WriteAt(clockGettime(seconds), base+int64(s.Value)); err != nil { //nolint:gosec // an offset in an image of some pages
+			if _, err := mem.WriteAt(clockGettime(seconds), base+int64(s.Value)); err != nil { // an offset in an image of some pages
 				return fmt.Errorf("change the vDSO: %w", err)
 			}
 			return nil
@@ -58,7 +58,7 @@ func clockGettime(seconds int64) []byte {
 		0x75, 15, // jnz out
 		0x48, 0xb8, // mov rax, seconds
 	}
-	code = binary.LittleEndian.AppendUint64(code, uint64(seconds)) //nolint:gosec // two's complement
+	code = binary.LittleEndian.AppendUint64(code, uint64(seconds)) // two's complement
 	return append(
 		code,
 		0x48, 0x01, 0x06, // add [rsi], rax
