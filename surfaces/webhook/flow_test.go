@@ -191,8 +191,10 @@ func TestDoubleClicksReplayOnce(t *testing.T) {
 	}
 	w.work(t)
 	w.until(t, "msg_1", webhooks.Done)
-	if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, strings.NewReader(`{"replays":-1}`)); got.status != http.StatusBadRequest {
-		t.Errorf("replay by who saw less than none: %d %s", got.status, got.body)
+	for _, bad := range []string{`{"replays":-1}`, `{"Replays":9}`, `{"replays":0} more`, `[]`} {
+		if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, strings.NewReader(bad)); got.status != http.StatusBadRequest {
+			t.Errorf("a replay with %s: %d, %s", bad, got.status, got.body)
+		}
 	}
 	var again, refused atomic.Int32
 	var group sync.WaitGroup

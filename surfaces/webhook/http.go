@@ -1,6 +1,7 @@
 package webhook
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -176,10 +177,15 @@ func (s *Surface) ReplayDelivery() http.Handler {
 
 // wantsReplay reads how many replays the caller saw; -1 when it does not say.
 func wantsReplay(w http.ResponseWriter, r *http.Request) (int, error) {
-	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxShown))
-	decoder.DisallowUnknownFields()
 	var wanted ReplayRequest
-	if err := decoder.Decode(&wanted); err != nil && !errors.Is(err, io.EOF) {
+	stray := ""
+	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxShown))
+	if err == nil && len(bytes.TrimSpace(raw)) > 0 {
+		if err = json.Unmarshal(raw, &wanted); err == nil {
+			stray, err = problem.Stray(raw, &wanted)
+		}
+	}
+	if err != nil || stray != "" {
 		return 0, problem.New(http.StatusBadRequest, "the body is no {\"replays\": n}")
 	}
 	if wanted.Replays == nil {
