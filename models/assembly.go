@@ -112,9 +112,19 @@ func (a *assembly) addPart(p *part) {
 	}
 }
 
+// mostTokens is more than any model takes or gives.
+const mostTokens = 10_000_000
+
+// possible reports whether a server can have counted so. Less than none, or more than there can be, is what one says that
+// does not know (-1, also as the largest number); taken at its word it would give a budget back, or have every later
+// prompt reckoned at more than all budgets.
+func (u wireUsage) possible() bool {
+	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= mostTokens && u.Total <= 2*mostTokens
+}
+
 // count keeps the latest usage: servers that report it with every chunk report the sum so far.
 func (a *assembly) count(u *wireUsage) {
-	if u == nil || u.Prompt+u.Completion+u.Total == 0 {
+	if u == nil || !u.possible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
 	}
 	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}

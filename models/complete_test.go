@@ -229,6 +229,26 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	}
 }
 
+func TestUsageThatCannotBeIsEstimated(t *testing.T) {
+	for name, reply := range map[string]modeltest.Reply{
+		"-1 for unknown":  modeltest.Text("ok").WithUsage(-1, -1, 0),
+		"a negative part": modeltest.Text("ok").WithUsage(-5, 10, 0),
+		"the largest":     modeltest.Text("ok").WithUsage(1<<32-1, 1, 0),
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := client(t, modeltest.New(t, reply))
+			resp := complete(t, c, ask(strings.Repeat("word", 10)))
+			want := models.Usage{PromptTokens: 10 + 4, CompletionTokens: 1, TotalTokens: 15, Estimated: true}
+			if diff := cmp.Diff(want, resp.Usage); diff != "" {
+				t.Errorf("usage (-want +got):\n%s", diff)
+			}
+			if c.Learn(14, resp.Usage); c.Density() != 1 {
+				t.Errorf("every later prompt is reckoned at %v times as much", c.Density())
+			}
+		})
+	}
+}
+
 func TestDialectIsLearntOnce(t *testing.T) {
 	refusal := func(message string) modeltest.Reply {
 		return modeltest.Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0)
