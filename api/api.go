@@ -108,4 +108,6 @@ type server struct {
 	pages    Pages // nil for none
 	brake    *brake
 	log      *slog.Logger
+
+	unsettled unsettled
 }

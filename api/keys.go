@@ -76,14 +76,28 @@ func (id *identity) renew(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// settle keeps the answer, or gives the key up when the answer does not settle the request. An attempt
-// whose lease was lost to another changes nothing.
-func (id *identity) settle(ctx context.Context, db postgres.DB, held *holding, whole bool) error {
-	state := "answered"
-	if held.through {
-		state = "unkept"
+// settlement is what becomes of a key: the answer that is kept under it, or nothing when state is empty.
+type settlement struct {
+	state  string
+	status int
+	header map[string]string
+	body   []byte
+}
+
+// settlementOf gives the key up when the answer does not settle the request.
+func settlementOf(held *holding, whole bool) settlement {
+	switch {
+	case !whole && !held.through, !final(held.code()):
+		return settlement{}
+	case held.through:
+		return settlement{"unkept", held.code(), held.headers(), held.kept()}
 	}
-	if (!whole && !held.through) || !final(held.code()) {
+	return settlement{"answered", held.code(), held.headers(), held.kept()}
+}
+
+// settle keeps the answer, or gives the key up. An attempt whose lease was lost to another changes nothing.
+func (id *identity) settle(ctx context.Context, db postgres.DB, as settlement) error {
+	if as.state == "" {
 		_, err := db.Exec(ctx, `
 			delete from agent_idempotency
 			 where scope = @scope and key = @key and attempt = @attempt and state = 'running'`,
@@ -93,7 +107,7 @@ func (id *identity) settle(ctx context.Context, db postgres.DB, held *holding, w
 	_, err := db.Exec(ctx, `
 		update agent_idempotency set state = @state, status = @status, header = @header, body = @body
 		 where scope = @scope and key = @key and attempt = @attempt and state = 'running'`, postgres.Strict{
-		"state": state, "status": held.code(), "header": held.headers(), "body": held.kept(),
+		"state": as.state, "status": as.status, "header": as.header, "body": as.body,
 		"scope": id.scope, "key": id.key, "attempt": id.attempt,
 	})
 	return err

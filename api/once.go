@@ -24,6 +24,7 @@ import (
 //     handled with 409;
 //   - a first attempt whose process died is over when its lease is, and the next one takes its place. What
 //     it had committed by then is not undone: a route for which that matters makes it an effect of its key;
+//   - what the database could not be told, because it went away, it is told with the next key that this process is given;
 //   - what may turn out otherwise next time is not remembered: failures of ours (5xx), conflicts, limits;
 //   - an answer that is a stream, or larger than maxKept, is not kept; the same request again is told so
 //     with 409 and the trace of the first.
@@ -65,14 +66,18 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 }
 
 // claim hears whether the key was taken also when the client has left: one of which nobody knows would be in the way of the same
-// request until its lease ends.
+// request until its lease ends. One that may have been taken, though the answer was lost, is given up.
 func (s *server) claim(ctx context.Context, id *identity) (first *kept, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
 	defer cancel()
+	s.unsettled.settle(ctx, s.pool)
 	err = postgres.Again(ctx, func() (err error) {
 		first, err = id.claim(ctx, s.pool)
 		return err
 	})
+	if err != nil && !postgres.Unchanged(err) {
+		s.unsettled.add(id, settlement{})
+	}
 	return first, err
 }
 
@@ -121,8 +126,10 @@ func (s *server) attempt(w http.ResponseWriter, r *http.Request, id *identity, n
 		stop()
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), settleLimit)
 		defer cancel()
-		err := postgres.Again(ctx, func() error { return id.settle(ctx, s.pool, held, whole) })
+		as := settlementOf(held, whole)
+		err := postgres.Again(ctx, func() error { return id.settle(ctx, s.pool, as) })
 		if err != nil {
+			s.unsettled.add(id, as)
 			s.log.WarnContext(ctx, "answer to an idempotency key is not kept", "path", problem.Path(r), "error", err)
 		}
 		if whole {
