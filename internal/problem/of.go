@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 
@@ -104,6 +105,9 @@ func Away(err error) bool {
 		return true
 	}
 	if _, broken := errors.AsType[net.Error](err); broken {
+		return true
+	}
+	if strings.HasPrefix(postgres.Code(err), "08") { // what a pooler says whose server is away
 		return true
 	}
 	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says

@@ -50,6 +50,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},
+		"pooler":        {&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503, "urn:lanekeeper:problem:database-away"},
 		"broken":        {fmt.Errorf("roll back: %w", pgconn.ErrConnClosed), 503, "urn:lanekeeper:problem:database-away"},
 		"anything else": {errors.New("relation agent_x at 10.0.0.7"), 500, "about:blank"},
 	} {
