@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
 )
 
 const (
@@ -119,7 +121,8 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if err != nil {
 		return nil, failure(ClassSQL, "%s", err)
 	}
-	result, err := h.readOnly(ctx, r, timeout, query, values)
+	// A query leaves nothing behind, so one that a restart of the database has broken off is made again.
+	result, err := executions.Persist(ctx, func(ctx context.Context) (sqlResult, error) { return h.readOnly(ctx, r, timeout, query, values) })
 	if err != nil {
 		return nil, sqlFailure(timeout, err)
 	}
