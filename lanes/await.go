@@ -35,7 +35,7 @@ func (k *Keeper) AwaitAs(ctx context.Context, owner Owner, lane string, opts ...
 	began := time.Now()
 	defer func() { k.observer.LaneWaited(lane, time.Since(began), err == nil) }()
 	if k.listener != nil && k.enabled {
-		freed, cancel := k.listener.Subscribe(channel)
+		freed, cancel := k.listener.SubscribeTo(channel, w.concerned)
 		defer cancel()
 		w.freed = freed
 	}
@@ -81,6 +81,12 @@ func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, erro
 			return nil, busy.err(w.lane)
 		}
 	}
+}
+
+// concerned reports whether a notification is about the lane, and not of a hand-over to another: who looks at each change of each
+// lane writes as often, and has no time to read.
+func (w *waiter) concerned(payload string) bool {
+	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
 
 // pause returns the lane when it is handed over, and true when it is time to look again.

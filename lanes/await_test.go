@@ -236,3 +236,38 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	}
 	queued(t, db, "x", 0)
 }
+
+// Much that happens in other lanes, or is handed to others in this one, makes nobody look, who would write each time.
+func TestOtherLanesWakeNobody(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &wire{DB: db}
+	listener := hears(t, db)
+	k := lanes.NewKeeper(w, lanes.Options{Enabled: true, Listener: listener})
+	mustTry(t, db, "x", "a", 600)
+	ctx, cancel := context.WithCancel(t.Context())
+	var waiting sync.WaitGroup
+	waiting.Go(func() {
+		if _, err := k.AcquireWait(ctx, "x"); !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	})
+	settled(t, db, "x")
+	heard, stop := listener.Subscribe("agent_lanes")
+	defer stop()
+	before, began := w.count("queue_for_agent_lock"), time.Now()
+	for range 30 {
+		exec(t, db, `
+			select pg_notify('agent_lanes', concat_ws(E'\t', 'x', 'b', n, 1)), pg_notify('agent_lanes', 'y' || n) from generate_series(1, 20) n`)
+		for payload := ""; payload != "y20"; {
+			exec(t, db, `select pg_notify('agent_lanes', 'y20')`)
+			payload = <-heard
+		}
+	}
+	looks, most := w.count("queue_for_agent_lock")-before, int64(2+time.Since(began)/(750*time.Millisecond))
+	if looks > most {
+		t.Errorf("the waiter looked %d times in %s, want %d at most", looks, time.Since(began), most)
+	}
+	cancel()
+	waiting.Wait()
+}

@@ -41,7 +41,10 @@ type Listener struct {
 	changed chan struct{} // has room for one: the set of channels is not the one listened to
 }
 
-type subscriber struct{ payloads chan string }
+type subscriber struct {
+	payloads chan string
+	wanted   func(payload string) bool // nil for all of them
+}
 
 // NewListener returns a listener that gets its connections from connect; see [Dialer].
 func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *slog.Logger) *Listener {
@@ -57,7 +60,13 @@ func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *s
 // moment is itself announced by an empty payload. cancel ends the subscription and closes the
 // returned channel; it may be called more than once.
 func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel func()) {
-	s := &subscriber{payloads: make(chan string, subscriberBuffer)}
+	return l.SubscribeTo(channel, nil)
+}
+
+// SubscribeTo is Subscribe to the payloads that are wanted, and the empty one: where many are others', none of these has to fit.
+// wanted must return at once.
+func (l *Listener) SubscribeTo(channel string, wanted func(payload string) bool) (payloads <-chan string, cancel func()) {
+	s := &subscriber{payloads: make(chan string, subscriberBuffer), wanted: wanted}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.subs[channel] == nil {
@@ -243,6 +252,9 @@ func (l *Listener) deliver(channel, payload string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for s := range l.subs[channel] {
+		if payload != "" && s.wanted != nil && !s.wanted(payload) {
+			continue
+		}
 		select {
 		case s.payloads <- payload:
 		default:

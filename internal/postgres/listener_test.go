@@ -141,6 +141,22 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 	}
 }
 
+// What is others' does not push out what is one's own, nor wake anybody.
+func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	l, _ := listen(t, db)
+	mine, _ := l.SubscribeTo("busy", func(payload string) bool { return payload == "mine" })
+	want(t, mine, "")
+	notify(t, db, "busy", "mine")
+	if _, err := db.Exec(t.Context(), "select pg_notify('busy', n::text) from generate_series(1, 100) n"); err != nil {
+		t.Fatal(err)
+	}
+	notify(t, db, "busy", "mine")
+	want(t, mine, "mine")
+	want(t, mine, "mine")
+}
+
 func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 	t.Parallel()
 	pool, err := postgres.Open(t.Context(), throughPooler(t, pgtest.EmptyURL(t)), postgres.Options{})
