@@ -246,7 +246,7 @@ key says which wait is meant: of MESSAGE_RECEIVED the thread, of DOCUMENT_UPLOAD
 			})(cmd, args)
 		},
 	}
-	cmd.Flags().StringVar(&data, "data", "{}", "what the event says: a JSON object, @file, or - for standard input")
+	cmd.Flags().StringVar(&data, "data", "{}", "what the event says: JSON, @file, or - for standard input")
 	cmd.Flags().StringVar(&id, "id", "", "makes it count once, however often it is raised")
 	return cmd
 }
