@@ -172,6 +172,24 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 	mustTry(t, db, "x", "d", 60)
 }
 
+// Who waited and then takes the lane by a plain try is not waited for when it has given it back.
+func TestATryEndsTheWaitOfItsOwner(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	mustTry(t, db, "x", "a", 60)
+	get[bool](t, db, `select acquired from await_agent_lock('x', 'b', 60, 3600)`)
+	get[bool](t, db, `select acquired from await_agent_lock('x', 'c', 60, 3600)`)
+	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	mustTry(t, db, "x", "b", 60)
+	get[bool](t, db, `select release_agent_lock('x', 'b')`)
+	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "c" {
+		t.Errorf("a newcomer got %+v, want busy by c, who waits", g)
+	}
+	mustTry(t, db, "x", "c", 60)
+	get[bool](t, db, `select release_agent_lock('x', 'c')`)
+	mustTry(t, db, "x", "d", 60)
+}
+
 func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
