@@ -39,19 +39,28 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 	return c.print(story, func(w io.Writer) error { return activity.WriteStory(w, story, c.colour()) })
 }
 
+// newestTrace is the id of the newest trace of a surface, or of all when that is empty.
+func newestTrace(ctx context.Context, s *session, surface string) (string, error) {
+	newest, _, err := activity.Traces(ctx, s.pool, activity.TraceFilter{Surface: surface, Limit: 1})
+	if err != nil {
+		return "", err
+	}
+	if len(newest) == 0 {
+		return "", hint(errors.New("there is no such trace yet"), "`agent heartbeat` makes one")
+	}
+	return newest[0].TraceID, nil
+}
+
 func (c *cli) traceLastCommand() *cobra.Command {
 	var surface string
 	cmd := &cobra.Command{
 		Use: "last", Short: "Show the newest trace", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			newest, _, err := activity.Traces(cmd.Context(), s.pool, activity.TraceFilter{Surface: surface, Limit: 1})
+			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err
 			}
-			if len(newest) == 0 {
-				return hint(errors.New("there is no such trace yet"), "`agent heartbeat` makes one")
-			}
-			return c.showTrace(cmd.Context(), s, newest[0].TraceID)
+			return c.showTrace(cmd.Context(), s, newest)
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &surface)

@@ -45,14 +45,11 @@ func (c *cli) whyLastCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "last", Short: "Say why the newest run happened", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			newest, _, err := activity.Traces(cmd.Context(), s.pool, activity.TraceFilter{Surface: surface, Limit: 1})
+			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err
 			}
-			if len(newest) == 0 {
-				return hint(errors.New("there is no such trace yet"), "`agent heartbeat` makes one")
-			}
-			return c.showWhy(cmd, s, newest[0].TraceID)
+			return c.showWhy(cmd, s, newest)
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &surface)
