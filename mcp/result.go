@@ -10,6 +10,7 @@ import (
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -31,15 +32,15 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(strin
 	}
 	switch {
 	case result.StructuredContent != nil && len(others) == 0:
-		return hideIn(result.StructuredContent, hide), nil
+		return redact.Known(result.StructuredContent, hide), nil
 	case result.StructuredContent != nil:
-		return map[string]any{"structured": hideIn(result.StructuredContent, hide), "attached": hideIn(others, hide)}, nil
+		return map[string]any{"structured": redact.Known(result.StructuredContent, hide), "attached": redact.Known(others, hide)}, nil
 	case len(others) == 0:
 		return text, nil
 	case text == "":
-		return map[string]any{"attached": hideIn(others, hide)}, nil
+		return map[string]any{"attached": redact.Known(others, hide)}, nil
 	}
-	return map[string]any{"text": text, "attached": hideIn(others, hide)}, nil
+	return map[string]any{"text": text, "attached": redact.Known(others, hide)}, nil
 }
 
 // split takes the texts out of a result's content and describes the rest.

@@ -108,22 +108,3 @@ func hider(secrets []string) func(string) string {
 	}
 	return strings.NewReplacer(pairs...).Replace
 }
-
-// hideIn does so in a JSON value.
-func hideIn(value any, hide func(string) string) any {
-	switch v := value.(type) {
-	case string:
-		return hide(v)
-	case []any:
-		for i := range v {
-			v[i] = hideIn(v[i], hide)
-		}
-	case map[string]any:
-		hidden := make(map[string]any, len(v))
-		for key := range v {
-			hidden[hide(key)] = hideIn(v[key], hide)
-		}
-		return hidden
-	}
-	return value
-}

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -146,7 +147,7 @@ func readAnswer(contentType string, body []byte, hide func(string) string) (any,
 		d.UseNumber()
 		var value any
 		if err := d.Decode(&value); err == nil && !d.More() {
-			return hideIn(value, hide), nil
+			return redact.Known(value, hide), nil
 		}
 	}
 	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") || kind == "application/x-ndjson"
@@ -163,24 +164,6 @@ func hider(secrets []string) func(string) string {
 		pairs = append(pairs, secret, "[secret]")
 	}
 	return strings.NewReplacer(pairs...).Replace
-}
-
-func hideIn(value any, hide func(string) string) any {
-	switch v := value.(type) {
-	case string:
-		return hide(v)
-	case []any:
-		for i := range v {
-			v[i] = hideIn(v[i], hide)
-		}
-	case map[string]any:
-		hidden := make(map[string]any, len(v))
-		for key := range v {
-			hidden[hide(key)] = hideIn(v[key], hide)
-		}
-		return hidden
-	}
-	return value
 }
 
 func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[string]string, secrets []string, err error) {
