@@ -49,7 +49,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			return zero, r.written(ctx, s, ErrStale, activity.Outcome{Output: value})
 		case ctx.Err() != nil:
 			return zero, context.Cause(ctx)
-		case !transient(err):
+		case !passing(err): // of the transaction; what the function was told is its own
 			return keep(ctx, r, s, nil, zero, asStepError(s.key, err))
 		}
 		r.e.warnUnavailable(ctx, err, "step", s.key)

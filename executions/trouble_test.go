@@ -242,3 +242,36 @@ func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
 		})
 	}
 }
+
+// What a flow asks of the database may meet a slow moment, too; a query that is cancelled each time is meant to be.
+func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		cancels, tries int
+		ends           executions.Status
+	}{
+		"in a slow moment": {2, 3, executions.Completed},
+		"each time":        {9, 3, executions.Failed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			var tries atomic.Int32
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				_, err := executions.Step(ctx, "step", func(ctx context.Context) (bool, error) {
+					if int(tries.Add(1)) > test.cancels {
+						return true, nil
+					}
+					_, err := pool.Exec(ctx, `do $$ begin perform pg_cancel_backend(pg_backend_pid()), pg_sleep(60); end $$`)
+					return true, err
+				})
+				return executions.Result{}, err
+			}))
+			id := p.begin(t, "flow")
+			until(t, pool, id, test.ends)
+			if int(tries.Load()) != test.tries {
+				t.Errorf("%d tries", tries.Load())
+			}
+		})
+	}
+}

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 const (
@@ -122,7 +123,13 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 		return nil, failure(ClassSQL, "%s", err)
 	}
 	// A query leaves nothing behind, so one that a restart of the database has broken off is made again.
-	result, err := executions.Persist(ctx, func(ctx context.Context) (sqlResult, error) { return h.readOnly(ctx, r, timeout, query, values) })
+	result, err := executions.Persist(ctx, func(ctx context.Context) (sqlResult, error) {
+		result, err := h.readOnly(ctx, r, timeout, query, values)
+		if postgres.IsCode(err, "57014") {
+			err = sqlFailure(timeout, err) // the time is the skill's own, and is over
+		}
+		return result, err
+	})
 	if err != nil {
 		return nil, sqlFailure(timeout, err)
 	}
