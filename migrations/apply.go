@@ -45,8 +45,7 @@ func (m migration) apply(ctx context.Context, pool *pgxpool.Pool) error {
 		return fmt.Errorf("apply migration %s: others hold what it needs to lock (%w); end transactions that are open for long "+
 			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", m.name, err)
 	case postgres.IsCode(err, "42P07", "42710"): // a table, or another thing, of a name that this file is the first to use
-		return fmt.Errorf("apply migration %s: the database has something of another program (%w); "+
-			"give agent a database of its own: createdb agent, and name it in DATABASE_URL", m.name, err)
+		return fmt.Errorf("apply migration %s: the database has something of another program (%w); %s", m.name, err, ownDatabase)
 	case err != nil:
 		return fmt.Errorf("apply migration %s: %w", m.name, err)
 	}

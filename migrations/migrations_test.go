@@ -112,17 +112,33 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 	}
 }
 
-// The functions that other programs call, with their parameters; see DESIGN.md.
+// Nothing is written into a database that is another program's.
 func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
-	db := pgtest.Empty(t)
-	if _, err := db.Exec(t.Context(), `create table agent_activity (id int)`); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), "a database of its own") {
-		t.Errorf("got %v", err)
+	for name, theirs := range map[string]string{
+		"a table":    `create table agent_activity (id int)`,
+		"a view":     `create view agent_spend as select 1 as cost`,
+		"a sequence": `create sequence agent_events`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			db := pgtest.Empty(t)
+			if _, err := db.Exec(t.Context(), theirs); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), "a database of its own") {
+				t.Errorf("got %v", err)
+			}
+			var relations, schemas int
+			err := db.QueryRow(t.Context(), `
+				select (select count(*) from pg_class where relnamespace = 'public'::regnamespace),
+				       (select count(*) from pg_namespace where nspname = 'river')`).Scan(&relations, &schemas)
+			if err != nil || relations != 1 || schemas != 0 {
+				t.Errorf("%d relations and %d schemas are there (%v), want theirs alone", relations, schemas, err)
+			}
+		})
 	}
 }
 
+// The functions that other programs call, with their parameters; see DESIGN.md.
 func TestPublicFunctions(t *testing.T) {
 	db := pgtest.DB(t)
 	for name, arguments := range map[string]string{
