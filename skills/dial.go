@@ -3,6 +3,7 @@ package skills
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -15,6 +16,7 @@ import (
 
 const (
 	dialTimeout    = 10 * time.Second
+	redialEvery    = 50 * time.Millisecond
 	maxHeaderBytes = 64 << 10
 	maxRedirects   = 5
 )
@@ -88,7 +90,25 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	if !slices.Contains(g.names, strings.ToLower(host)) && !slices.Contains(g.names, strings.ToLower(address)) {
 		d.Control = g.control
 	}
-	return d.DialContext(ctx, network, address)
+	return whenPossible(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
+}
+
+// whenPossible dials again as long as the process, or the machine, is out of file descriptors: that is no fault of the service, for which
+// its skill would be taken out of service, and nothing was sent. It gives up when ctx ends, with the error of the last try.
+func whenPossible(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
+	ticker := time.NewTicker(redialEvery)
+	defer ticker.Stop()
+	for {
+		conn, err := dial()
+		if !errors.Is(err, syscall.EMFILE) && !errors.Is(err, syscall.ENFILE) {
+			return conn, err
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
 }
 
 func (g *guard) control(_, address string, _ syscall.RawConn) error {

@@ -1,8 +1,13 @@
 package skills
 
 import (
+	"context"
+	"errors"
+	"net"
 	"net/netip"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -37,5 +42,42 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	err = g.control("tcp", "10.1.2.3:80", nil)
 	if want := "10.1.2.3 is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP"; !strings.Contains(redact.Text(err.Error(), 0), want) {
 		t.Errorf("refused with %q, want %q", err, want)
+	}
+}
+
+// Descriptors come back, as when a burst of visitors has left.
+func TestADialWaitsForAFileDescriptor(t *testing.T) {
+	here, there := net.Pipe()
+	defer there.Close()
+	defer here.Close()
+	for name, test := range map[string]struct {
+		errs  []error
+		tries int
+		want  error
+	}{
+		"at once":           {errs: []error{nil}, tries: 1},
+		"of the process":    {errs: []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}, nil}, tries: 2},
+		"of the machine":    {errs: []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.ENFILE)}, nil}, tries: 2},
+		"to ask for a name": {errs: []error{&net.DNSError{UnwrapErr: os.NewSyscallError("socket", syscall.EMFILE)}, nil}, tries: 2},
+		"another error":     {errs: []error{syscall.ECONNREFUSED, nil}, tries: 1, want: syscall.ECONNREFUSED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tries := 0
+			conn, err := whenPossible(t.Context(), func() (net.Conn, error) {
+				tries++
+				return here, test.errs[tries-1]
+			})
+			if tries != test.tries || !errors.Is(err, test.want) || err == nil && conn != here {
+				t.Errorf("%d tries, %v", tries, err)
+			}
+		})
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err := whenPossible(ctx, func() (net.Conn, error) {
+		cancel()
+		return nil, syscall.EMFILE
+	})
+	if !errors.Is(err, syscall.EMFILE) {
+		t.Errorf("given up with %v", err)
 	}
 }
