@@ -109,7 +109,8 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	}
 	started := make(chan error)
 	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread() // or the thread would end with the goroutine, and what it had started before with it
 		err := cmd.Start()
 		started <- err
 		if err == nil {

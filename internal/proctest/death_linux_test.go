@@ -1,6 +1,11 @@
 package proctest_test
 
 import (
+	"errors"
+	"io/fs"
+	"os"
+	"runtime"
+	"strconv"
 	"syscall"
 	"testing"
 	"time"
@@ -17,5 +22,37 @@ func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 	}
 	if group == syscall.Getpgrp() {
 		t.Error("who ends the shell that began the tests wakes a process that a test has stopped")
+	}
+}
+
+// The kernel takes a thread for the parent, and Go ends one whose goroutine ends with a lock on it.
+func TestAProcessOutlivesTheThreadThatAskedForIt(t *testing.T) {
+	t.Parallel()
+	started, thread := make(chan *proctest.Process), 0
+	var ask func()
+	ask = func() {
+		runtime.LockOSThread()                                // and never unlocked
+		if thread = syscall.Gettid(); thread == os.Getpid() { // the first, which does not end
+			go ask()
+			runtime.UnlockOSThread()
+			return
+		}
+		started <- proctest.Start(t, time.Minute, t.TempDir(), proctest.Environ(), "sleep", "60")
+	}
+	go ask()
+	p := <-started
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		_, err := os.Stat("/proc/self/task/" + strconv.Itoa(thread))
+		if errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the thread does not end")
+		}
+	}
+	select {
+	case <-p.Ended():
+		t.Error("it ended with the thread")
+	case <-time.After(100 * time.Millisecond):
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -79,13 +80,21 @@ func Start(tb testing.TB, patience time.Duration, dir string, environ []string, 
 	p.Cmd.Dir, p.Cmd.Env = dir, environ
 	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
 	p.Cmd.SysProcAttr = DieWithUs()
-	if err := p.Cmd.Start(); err != nil {
+	started := make(chan error)
+	go func() {
+		// The kernel ends it when the thread that started it ends, so that thread waits for it.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := p.Cmd.Start()
+		started <- err
+		if err == nil {
+			defer close(p.ended)
+			_ = p.Cmd.Wait() // how it ended is in ProcessState
+		}
+	}()
+	if err := <-started; err != nil {
 		tb.Fatal(err)
 	}
-	go func() {
-		defer close(p.ended)
-		_ = p.Cmd.Wait() // how it ended is in ProcessState
-	}()
 	tb.Cleanup(func() {
 		if !tb.Failed() {
 			p.Kill()
