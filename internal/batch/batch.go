@@ -109,28 +109,26 @@ func (g *Group[In, Out]) come(in In) (*write[In, Out], *flight) {
 	w := &write[In, Out]{in: in, came: time.Now(), done: make(chan reply[Out], 1)}
 	g.waiting = append(g.waiting, w)
 	l.waiting++
-	l.goOnLocked()
+	if !l.restsLocked() {
+		l.goOnLocked()
+	}
 	return w, nil
 }
 
-// await waits for the reply, but not for ever to be sent.
+// await waits for the reply. The line sees to it that nobody waits for ever to be sent.
 func (g *Group[In, Out]) await(ctx context.Context, w *write[In, Out]) reply[Out] {
-	patience := time.NewTimer(cmp.Or(g.Patience, defaultPatience))
-	defer patience.Stop()
-	for {
-		select {
-		case got := <-w.done:
-			return got
-		case <-patience.C:
-			if g.withdraw(w) {
-				return reply[Out]{Answer: Answer[Out]{Alone: true}}
-			}
-		case <-ctx.Done():
-			if !g.withdraw(w) {
-				go g.discard(w)
-			}
-			return reply[Out]{err: context.Cause(ctx)}
+	gone := ctx.Done()
+	if gone == nil {
+		return <-w.done
+	}
+	select {
+	case got := <-w.done:
+		return got
+	case <-gone:
+		if !g.withdraw(w) {
+			go g.discard(w)
 		}
+		return reply[Out]{err: context.Cause(ctx)}
 	}
 }
 
@@ -165,6 +163,21 @@ func (g *Group[In, Out]) gatheredLocked() (n int, since time.Time) {
 		return 0, time.Time{}
 	}
 	return len(g.waiting), g.waiting[0].came
+}
+
+// giveUpLocked has those who have waited for too long write by themselves, and returns when the next one will have; zero when nobody waits.
+func (g *Group[In, Out]) giveUpLocked(now time.Time) time.Time {
+	patience := cmp.Or(g.Patience, defaultPatience)
+	for len(g.waiting) > 0 {
+		w := g.waiting[0]
+		if until := w.came.Add(patience); now.Before(until) {
+			return until
+		}
+		g.waiting = g.waiting[1:]
+		g.Line.waiting--
+		w.done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
+	}
+	return time.Time{}
 }
 
 // underwayLocked is what of it is under way.

@@ -48,6 +48,7 @@ type Line struct {
 // member is a Group of any kind.
 type member interface {
 	gatheredLocked() (n int, since time.Time)
+	giveUpLocked(now time.Time) time.Time
 	underwayLocked() underway
 	sendLocked()
 }
@@ -73,11 +74,28 @@ func (l *Line) sharedLocked() bool {
 	return slices.ContainsFunc(l.flying, func(f *flight) bool { return !f.alone })
 }
 
+// restsLocked reports that one more who has come changes nothing before the alarm: they gather while a batch is under way, or until those
+// are back who are waited for.
+func (l *Line) restsLocked() bool {
+	if l.alarmAt.IsZero() || l.waiting >= beside {
+		return false
+	}
+	until := l.landed.Add(cmp.Or(l.regroup, defaultRegroup))
+	if len(l.flying) > 0 {
+		until = l.flying[0].began.Add(cmp.Or(l.slow, defaultSlow))
+	}
+	return !l.alarmAt.After(until) && (l.sharedLocked() || l.owed > 0 && len(l.flying) == 0)
+}
+
 // goOnLocked sends what may go, and sees to it that the rest is looked at again.
 func (l *Line) goOnLocked() {
 	slow := cmp.Or(l.slow, defaultSlow)
 	for l.waiting > 0 {
 		now := time.Now()
+		tired := l.giveUpLocked(now)
+		if l.waiting == 0 {
+			return
+		}
 		l.dismissLocked(func(f *flight) bool { return now.Sub(f.began) >= slow })
 		regrouped := l.landed.Add(cmp.Or(l.regroup, defaultRegroup))
 		if !now.Before(regrouped) {
@@ -86,9 +104,10 @@ func (l *Line) goOnLocked() {
 		next := l.nextLocked(now)
 		switch {
 		case len(l.flying) >= most, len(l.flying) > 0 && next == nil, l.waiting < beside && l.sharedLocked():
-			l.wakeLocked(l.flying[0].began.Add(slow))
+			l.wakeLocked(earlier(tired, l.flying[0].began.Add(slow)))
 			return
-		case next == nil: // until one of those that are slow has landed
+		case next == nil: // until one of those that are slow has landed, or for as long as they have patience
+			l.wakeLocked(tired)
 			return
 		case l.owed > 0 && len(l.flying) == 0:
 			l.wakeLocked(regrouped)
@@ -96,6 +115,23 @@ func (l *Line) goOnLocked() {
 		}
 		next.sendLocked()
 	}
+}
+
+// giveUpLocked has those who have waited for too long write by themselves, and returns when the next one will have.
+func (l *Line) giveUpLocked(now time.Time) (next time.Time) {
+	for _, g := range l.groups {
+		if until := g.giveUpLocked(now); !until.IsZero() && (next.IsZero() || until.Before(next)) {
+			next = until
+		}
+	}
+	return next
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }
 
 // nextLocked is the group in which most have gathered, or the one that has waited longest if that is too long; nil when none may go.

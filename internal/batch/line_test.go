@@ -23,7 +23,7 @@ type crowd struct {
 
 func newCrowd(l *Line) *crowd {
 	c := &crowd{sizes: make(chan int, 100), let: make(chan struct{})}
-	c.Group = &Group[int, int]{Line: l, Patience: time.Hour, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+	c.Group = &Group[int, int]{Line: l, Patience: 1000 * time.Hour, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
 		c.sizes <- len(ins)
 		<-c.let
 		return make([]Answer[int], len(ins)), nil
@@ -275,6 +275,40 @@ func TestWhoWroteByItselfIsNotWaitedFor(t *testing.T) {
 		}
 		starts.end()
 		ends.end()
+	})
+}
+
+// Beside three batches that are held up the next ones wait no longer than they have patience for, though nothing lands.
+func TestBesideBatchesThatAreHeldUp(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		free := make(chan struct{})
+		g := &Group[int, int]{Line: &Line{}, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+			<-free
+			return make([]Answer[int], len(ins)), nil
+		}}
+		var under sync.WaitGroup
+		round := func(alone func() (int, error)) {
+			under.Go(func() { _, _ = g.Do(t.Context(), 0, func() (int, error) { <-free; return 0, nil }) }) // holds up the two
+			synctest.Wait()
+			for range 2 {
+				under.Go(func() { _, _ = g.Do(t.Context(), 0, alone) })
+			}
+			time.Sleep(2 * defaultSlow)
+		}
+		for range heldUp {
+			round(nil)
+		}
+		began := time.Now()
+		round(func() (int, error) {
+			if took := time.Since(began); took != defaultPatience {
+				t.Errorf("after %v", took)
+			}
+			return 0, nil
+		})
+		time.Sleep(time.Hour)
+		close(free)
+		under.Wait()
 	})
 }
 
