@@ -2,6 +2,7 @@ package executions_test
 
 import (
 	"context"
+	"encoding/json"
 	"strings"
 	"testing"
 
@@ -28,7 +29,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := worker(t, pool), worker(t, pool)
-	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "recorded", "twice", "twice", "stepless"}
+	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "twice", "twice", "stepless"}
 	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
 	for i, name := range names {
 		if name != "stepless" {
@@ -59,8 +60,6 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		case "reserved":
 			exec(t, pool, `
 				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id, 's', '{}', 1, 1, 0)`, args)
-		case "recorded":
-			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`, args)
 		}
 	}
 	expire(t, pool, ids[2])
@@ -74,17 +73,17 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 	for i, id := range ids {
 		before[i] = everything(t, pool, id)
 	}
-	if got := closeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 11 13" {
+	if got := closeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 12" {
 		t.Errorf("%s ended", got)
 	}
 	for i, name := range names {
 		x := get(t, pool, ids[i])
 		switch name {
-		case "live", "stepless", "twice", "recorded":
+		case "live", "stepless", "twice":
 			step := value[string](t, pool, `
 				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
 				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
-			want := map[string]string{"recorded": `lastfalse"earlier"`, "live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
+			want := map[string]string{"live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
 			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` || string(x.Variables) != `{"x": 2}` || step != want {
 				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
 			}
@@ -106,6 +105,66 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 			postgres.Strict{"status": status})
 		if !postgres.IsCode(err, "22023") {
 			t.Errorf("an end as %s: %v", status, err)
+		}
+	}
+}
+
+// A last step, or an event, that is on record takes the ends beside it out of their batch: they are written one by one.
+func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
+	t.Parallel()
+	for what, record := range map[string]string{
+		"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
+		"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			w := worker(t, pool)
+			ids, claims := make([]string, 2), make([]int64, 2)
+			for i := range ids {
+				ids[i] = pending(t, pool)
+				claims[i] = mustClaim(t, pool, ids[i], w)
+			}
+			exec(t, pool, record, postgres.Strict{"id": ids[1]})
+			before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
+			_, err := pool.Exec(t.Context(), `
+				select close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
+				postgres.Strict{"ids": ids, "claims": claims})
+			if !postgres.IsCode(err, "23505") {
+				t.Errorf("they ended: %v", err)
+			}
+			if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+				t.Errorf("before %s\nafter  %s", before, after)
+			}
+		})
+	}
+}
+
+// What is on record of an end already does not keep an execution from ending: the first result of a step counts, and somebody's event stays.
+func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	flows := map[string]executions.Func{}
+	for what, record := range map[string]string{
+		"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
+		"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
+	} {
+		flows[what] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Step(ctx, "last", func(ctx context.Context) (string, error) {
+				x, _ := executions.Current(ctx)
+				_, err := pool.Exec(ctx, record, postgres.Strict{"id": x.ID})
+				return "later", err
+			}))
+		}
+	}
+	p := start(t, pool, flows)
+	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
+		x := until(t, pool, p.begin(t, what), executions.Completed)
+		got := value[string](t, pool, `
+			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,
+			postgres.Strict{"id": x.ID})
+		if got != want {
+			t.Errorf("%s: %s", what, got)
 		}
 	}
 }

@@ -17,6 +17,9 @@ func encode(v any) (text json.RawMessage, mended bool, err error) {
 	if !utf8.Valid(text) { // of a json.RawMessage
 		text, mended = bytes.ToValidUTF8(text, []byte("\ufffd")), true
 	}
+	if !bytes.Contains(text, []byte(`\u`)) {
+		return text, mended, nil
+	}
 	if !bytes.Contains(text, []byte(`\u0000`)) && !bytes.Contains(bytes.ToLower(text), []byte(`\ud`)) {
 		return text, mended || bytes.Contains(text, []byte(`\ufffd`)), nil // which stands for bytes that are not UTF-8
 	}

@@ -60,11 +60,13 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 }
 
 // finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes, because what
-// holds any is left to be ended by itself, as is one whose claim is not live any more.
+// holds any is left to be ended by itself, as is one whose claim is not live any more. They go in the order in which the database locks them.
 func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.Answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
+	order := sorted(ends, func(x lastWrite) string { return x.id })
+	ends = inOrder(ends, order)
 	answers := batch.Unanswered[finished](n)
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
@@ -77,7 +79,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	var c closed
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
 	_, err = pgx.ForEachRow(rows, into, func() error {
-		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
+		answers[order[place-1]] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
 		c.result, c.variables = nil, nil
 		return nil
 	})
@@ -102,7 +104,7 @@ func endArguments(ends []lastWrite) postgres.Strict {
 		}
 	}
 	return postgres.Strict{
-		"ids": ids, "claims": claims, "statuses": statuses, "summaries": given(summaries), "results": given(results),
+		"ids": uuids(ids), "claims": claims, "statuses": statuses, "summaries": given(summaries), "results": given(results),
 		"failures": given(failures), "failed_steps": given(failedSteps), "variables": given(variables), "wanted": given(wanted),
 		"steps": given(steps), "prints": given(prints), "failed": given(failed), "outputs": given(outputs),
 	}

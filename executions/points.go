@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -29,10 +32,13 @@ func (p *point) queue(b *pgx.Batch) {
 		postgres.Strict{"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.print, "failed": p.failed, "output": p.output})
 }
 
-// keepPoint writes the result of a step, together with those of other runs that come at the same time.
-func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, failed bool) error {
+// keepPoint writes the result of a step, together with those of other runs that come at the same time, or by itself until then. Only
+// who is by itself sets a timer, which costs more than it seems to.
+func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output json.RawMessage, failed bool) error {
 	text := r.carry()
 	alone := func() (struct{}, error) {
+		ctx, cancel := context.WithDeadline(ctx, until)
+		defer cancel()
 		return struct{}{}, r.with(ctx, text, func(text json.RawMessage) error {
 			return r.e.write(ctx, func(b *pgx.Batch) {
 				r.queueVariables(b, text)
@@ -48,32 +54,69 @@ func (r *run) keepPoint(ctx context.Context, s spec, output json.RawMessage, fai
 }
 
 // recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be written
-// by itself, where it is refused or waits.
+// by itself, where it is refused or waits. They go in the order of their executions, in which the database locks them.
 func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(points)
 	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
-	for i, p := range points {
+	order := sorted(points, func(p point) string { return p.id })
+	for i, at := range order {
+		p := &points[at]
 		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
 		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
 		select n from record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
-		       (@variables::text[])::jsonb[]) where verdict = 'alone'`,
+		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
-			"ids": ids, "claims": claims, "steps": steps, "prints": given(prints), "failed": given(failed), "outputs": outputs,
+			"ids": uuids(ids), "claims": claims, "steps": steps, "prints": given(prints), "failed": given(failed), "outputs": outputs,
 			"variables": given(variables),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
-	answers, err := leftAlone[struct{}](rows, n)
+	answers := make([]batch.Answer[struct{}], n)
+	var place int
+	_, err = pgx.ForEachRow(rows, []any{&place}, func() error {
+		answers[order[place-1]].Alone = true
+		return nil
+	})
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
 	return answers, nil
+}
+
+// sorted are the places of writes in the order of their executions; those of one execution in the order in which they came.
+func sorted[T any](writes []T, id func(T) string) []int {
+	order := make([]int, len(writes))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return strings.Compare(id(writes[a]), id(writes[b])) })
+	return order
+}
+
+// inOrder are the writes of these places.
+func inOrder[T any](writes []T, places []int) []T {
+	moved := make([]T, len(places))
+	for i, at := range places {
+		moved[i] = writes[at]
+	}
+	return moved
+}
+
+// uuids is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the database refuses.
+func uuids(ids []string) any {
+	several := make(pgtype.FlatArray[pgtype.UUID], len(ids))
+	for i, id := range ids {
+		if several[i].Scan(id) != nil {
+			return ids
+		}
+	}
+	return several
 }
 
 // given is an argument of several writes; nil, which is less to send and to take apart, where all have the zero value.

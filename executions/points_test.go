@@ -14,9 +14,11 @@ import (
 // recordAll records a step of each execution, with variables where they are given, and returns the places of those that were kept.
 func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
 	err = db.QueryRow(ctx, `
-		select coalesce(string_agg(n::text, ' ' order by n) filter (where verdict = 'kept'), '')
-		  from record_agent_steps(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
-		       (@variables::text[])::jsonb[])`,
+		select coalesce(string_agg(i::text, ' ' order by i), '')
+		  from generate_series(1, @n::int) i
+		 where i not in (
+		   select n from record_agent_steps(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
+		          (@variables::text[])::jsonb[]) where verdict = 'alone')`,
 		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&kept)
 	return kept, err
 }
@@ -142,5 +144,58 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 		update agent_executions x set claim = x.claim + 1 from briefly where x.id = @id`, postgres.Strict{"id": id})
 	if !postgres.IsCode(err, "55P03") {
 		t.Errorf("the claim was taken: %v", err)
+	}
+}
+
+// One whose claim is not live is told from its neighbour also where every row could be locked, in the order of the batch.
+func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
+		for _, ends := range []bool{false, true} {
+			t.Run(name+map[bool]string{true: ", ends"}[ends], func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				live, dead := worker(t, pool), worker(t, pool)
+				ids, claims := []string{pending(t, pool), pending(t, pool)}, make([]int64, 2)
+				slices.Sort(ids)
+				claims[0] = mustClaim(t, pool, ids[0], live)
+				if name != "pending" {
+					claims[1] = mustClaim(t, pool, ids[1], map[bool]string{true: dead, false: live}[name == "dead"])
+				}
+				args := postgres.Strict{"id": ids[1]}
+				switch name {
+				case "stale":
+					claims[1]--
+				case "ahead":
+					claims[1]++
+				case "dead":
+					expire(t, pool, ids[1])
+				case "cancelled":
+					exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+					claims[1]++
+				case "parked":
+					exec(t, pool, `select park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+					claims[1]++
+				case "nobody's":
+					exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
+				}
+				before := everything(t, pool, ids[1])
+				want, got := "1", ""
+				if name == "live" {
+					want = "1 2"
+				}
+				if ends {
+					got = closeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
+				} else {
+					var err error
+					if got, err = recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if after := everything(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
+					t.Errorf("%s were written:\nbefore %s\nafter  %s", got, before, after)
+				}
+			})
+		}
 	}
 }

@@ -31,7 +31,6 @@ type putOff struct {
 	value   any
 	output  json.RawMessage
 	failure *StepError
-	timer   *time.Timer
 }
 
 // point is the result as it is written; nil for none.
@@ -72,7 +71,11 @@ func (r *run) putOff(ctx context.Context, p *putOff) error {
 		return err
 	}
 	r.put = p
-	p.timer = time.AfterFunc(putOffFor, func() {
+	if r.putTimer != nil {
+		r.putTimer.Reset(putOffFor)
+		return nil
+	}
+	r.putTimer = time.AfterFunc(putOffFor, func() {
 		_ = r.caughtUp(context.WithoutCancel(ctx)) // an error has stopped the run
 	})
 	return nil
@@ -92,7 +95,7 @@ func (r *run) takePutOff() *putOff {
 	p := r.put
 	r.put = nil
 	if p != nil {
-		p.timer.Stop()
+		r.putTimer.Stop()
 	}
 	return p
 }
@@ -104,7 +107,7 @@ func (r *run) recordPutOff(ctx context.Context) error {
 		return nil
 	}
 	r.put = nil
-	p.timer.Stop()
+	r.putTimer.Stop()
 	return r.recordTaken(ctx, p)
 }
 

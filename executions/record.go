@@ -147,13 +147,12 @@ func (r *run) recordNow(ctx context.Context, s spec, effect *Effect, value any, 
 			out.Output = effect.Output
 		}
 	}
-	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
-	defer cancel()
-	err := r.writeResult(bounded, s, effect, out, output, failure != nil)
+	until := time.Now().Add(r.e.opts.LeaseTTL)
+	err := r.writeResult(context.WithoutCancel(ctx), until, s, effect, out, output, failure != nil)
 	failed := r.written(ctx, s, err, out)
 	switch {
 	case failed == nil:
-	case bounded.Err() != nil && passing(err) && !errors.Is(failed, ErrStale):
+	case !time.Now().Before(until) && passing(err) && !errors.Is(failed, ErrStale):
 		// The database could not be written to for as long as a lease lasts. That is no result of the step: the run
 		// ends here, and its claim, which then has no run, is handed on.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
@@ -175,11 +174,13 @@ func (r *run) recordNow(ctx context.Context, s spec, effect *Effect, value any, 
 	return nil
 }
 
-// writeResult is the commit of record. A step that is nothing but its result shares it with others.
-func (r *run) writeResult(ctx context.Context, s spec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
+// writeResult is the commit of record, tried until then. A step that is nothing but its result shares it with others.
+func (r *run) writeResult(ctx context.Context, until time.Time, s spec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
 	if s.entry == nil && (effect == nil || effect.Settle == nil) {
-		return r.keepPoint(ctx, s, output, failed)
+		return r.keepPoint(ctx, until, s, output, failed)
 	}
+	ctx, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
 	return r.write(ctx, func(b *pgx.Batch) {
 		if s.entry != nil && effect != nil {
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)

@@ -38,7 +38,8 @@ type run struct {
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
 	replay      *replaying           // the record of a replay, which does nothing new; nil in a real run
 
-	recording sync.Mutex // held while what was put off is written
+	recording sync.Mutex  // held while what was put off is written
+	putTimer  *time.Timer // of what is put off; nil before the first time
 	put       *putOff
 }
 
@@ -292,8 +293,7 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 	if err != nil {
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
 	}
-	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
-	defer cancel()
+	detached := context.WithoutCancel(ctx)
 	done, err := r.writeEnd(detached, last.point(r), status, plain(result.Summary), value, failure)
 	if refused(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
@@ -329,6 +329,8 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 
 // tellParent resumes who waits for an execution that has ended. The sweep does it where this cannot.
 func (e *Engine) tellParent(ctx context.Context, id string) {
+	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
+	defer cancel()
 	var woken int
 	err := e.pool.QueryRow(ctx, `select wake_agent_parents(@id)`, postgres.Strict{"id": id}).Scan(&woken)
 	if err != nil {
@@ -343,7 +345,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	}
 }
 
-// writeEnd writes the terminal row, and the last step where that was put off.
+// writeEnd writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
 func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
 	end := lastWrite{
 		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), row: r.wantedRow(),
@@ -352,10 +354,16 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 	if failure != nil {
 		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
 	}
-	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
-		return r.endAlone(ctx, end)
+	until := time.Now().Add(r.e.opts.LeaseTTL)
+	alone := func(write func(ctx context.Context, end lastWrite) (finished, error)) (finished, error) {
+		bounded, cancel := context.WithDeadline(ctx, until)
+		defer cancel()
+		return write(bounded, end)
 	}
-	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return r.endSingly(ctx, end) })
+	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
+		return alone(r.endAlone)
+	}
+	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
 	if done.row != nil {
 		r.over(done.row)
 	}

@@ -177,7 +177,10 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	if err := passGate(ctx, s); err != nil {
 		return zero, err
 	}
-	effect := &Effect{Key: r.idempotencyKey(s.key), began: time.Now()}
+	effect := &Effect{began: time.Now()}
+	if s.entry != nil { // else nobody is told
+		effect.Key = r.idempotencyKey(s.key)
+	}
 	if !s.again && r.interrupted[s.key] {
 		return keep(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process was lost while %s was called; nobody knows whether it took effect, and it is not safe to call it again", s.name)})

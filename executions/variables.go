@@ -58,12 +58,15 @@ func canonical(text json.RawMessage) (json.RawMessage, error) {
 func (r *run) unwritten() json.RawMessage {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.variables == nil {
+		return nil
+	}
 	if r.shown == nil && len(r.exec.Variables) > 0 {
 		if text, err := canonical(r.exec.Variables); err == nil {
 			r.shown = text
 		}
 	}
-	if r.variables == nil || bytes.Equal(r.variables, r.shown) {
+	if bytes.Equal(r.variables, r.shown) {
 		return nil
 	}
 	return r.variables
