@@ -26,11 +26,13 @@ import (
 	"os/signal"
 	"syscall"
 
+	"github.com/lanekeeper/lanekeeper/internal/heap"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
 
 func main() {
 	pgserver.GuardMain()
+	heap.Roomy()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

@@ -10,11 +10,13 @@ import (
 	"context"
 	"os"
 
+	"github.com/lanekeeper/lanekeeper/internal/heap"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
 
 func main() {
 	pgserver.GuardMain()
+	heap.Roomy()
 	ctx, stop := signals(context.Background())
 	code := run(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr)
 	stop()

@@ -1,0 +1,56 @@
+package heap
+
+import (
+	"runtime"
+	"runtime/debug"
+	"testing"
+	"time"
+)
+
+// collections counts them while so much garbage is made.
+func collections(bytes int) int {
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range bytes >> 12 {
+		garbage = make([]byte, 1<<12)
+	}
+	runtime.ReadMemStats(&after)
+	return int(after.NumGC - before.NumGC)
+}
+
+var garbage, kept []byte
+
+// set is what is set, which can only be read by setting it.
+func set() int {
+	p := debug.SetGCPercent(usual)
+	debug.SetGCPercent(p)
+	return p
+}
+
+func TestASmallHeapHasRoomAndALargeOneDoubles(t *testing.T) {
+	const much = 20 * Room
+	watch()
+	if few := collections(much); few > much/Room+10 { // else one for each four megabytes
+		t.Errorf("%d collections of %d MB", few, much>>20)
+	}
+	kept = make([]byte, 4*Room)
+	for range 100 { // the cleanup comes a moment after the collection
+		runtime.GC()
+		time.Sleep(10 * time.Millisecond)
+		if set() == usual {
+			break
+		}
+	}
+	if got := set(); got != usual {
+		t.Errorf("a heap of %d MB may grow by %d per cent", len(kept)>>20, got)
+	}
+	kept = nil
+	for range 100 {
+		runtime.GC()
+		time.Sleep(10 * time.Millisecond)
+		if set() > usual {
+			return
+		}
+	}
+	t.Error("a heap that has become small again has no room")
+}
