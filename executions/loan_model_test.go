@@ -142,7 +142,7 @@ func (m *model) end(t *testing.T) {
 	exec(t, m.pool, `select cancel_agent_execution(id, 'test', 'the end') from (
 		select id from agent_executions where completed_at is null order by id) x`)
 	m.quiet(t)
-	none(t, m.pool, "lanes of executions that have all ended", `select lane, locked_by from agent_locks where execution_id is not null`)
+	none(t, m.pool, "lanes of executions that have all ended", `select lane, locked_by from agent_locks where execution_id is not null and expires_at > clock_timestamp()`)
 	none(t, m.pool, "loans of executions that have all ended", `select lane, depth from agent_lock_loans`)
 	m.check(t, "at the end")
 }
@@ -177,7 +177,10 @@ func (m *model) check(t *testing.T, when string) {
 			 where not coalesce(x.status = 'waiting' and x.waiting_for = 'agent' and x.waiting_key = n.borrower::text
 			                    or x.status = 'running' and n.lane like 'thread:%' and c.inherits, false)`,
 		"a lane of an execution that has ended": `
-			select l.* from agent_locks l join agent_executions x on x.id = l.execution_id where x.completed_at is not null`,
+			select l.*, x.status, x.claim, x.error_message, x.cancelled_by, x.completed_at, w.waits
+			  from agent_locks l join agent_executions x on x.id = l.execution_id
+			  left join lateral (select string_agg(to_jsonb(c)::text, ', ') as waits from agent_claims_lost c where c.execution_id = x.id) w on true
+			 where x.completed_at is not null and l.expires_at > clock_timestamp()`, // who took it may hear of the end when it has expired
 		"a parked lane of an execution that does not wait": `
 			select l.*, x.status from agent_locks l left join agent_executions x on x.id = l.execution_id
 			 where l.parked and x.status is distinct from 'waiting'`,

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no longer waited for.
@@ -50,5 +51,52 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 	sweep()
 	if got := p.SweepPause(); got < time.Minute {
 		t.Errorf("sleeps for %s though nothing is due", got)
+	}
+}
+
+// A lost worker's executions are taken from it all at once, and each goes on, or ends, by its own rules.
+func TestWhatALostWorkerHad(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	lost, other := worker(t, pool), worker(t, pool)
+	has := func(by, set string) string {
+		id := pending(t, pool)
+		mustClaim(t, pool, id, by)
+		exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
+		return id
+	}
+	fresh, again := has(lost, `attempt = 0`), has(lost, `attempt = 3`)
+	recorded, spent, spentButRecorded := has(lost, `attempt = 3`), has(lost, `attempt = 4`), has(lost, `attempt = 4`)
+	fails, once, locked, others := has(lost, `on_lost = 'fail'`), has(lost, `max_attempts = 1`), has(lost, `attempt = 0`), has(other, `attempt = 0`)
+	for _, id := range []string{recorded, spentButRecorded} {
+		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`, postgres.Strict{"id": id})
+	}
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
+	if n := value[int](t, pool, `select lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
+		t.Errorf("%d were lost", n)
+	}
+	const gone = "running, nobody's, claim 2, wake 1, at once, noted lost, attempt "
+	const ended = "failed, nobody's, claim 2, wake 0, as before, noted lost, attempt "
+	const kept = "running, somebody's, claim 1, wake 0, as before, noted , attempt "
+	for id, want := range map[string]string{
+		fresh: gone + "1: ", again: gone + "4: ", recorded: gone + "1: ", spentButRecorded: gone + "1: ",
+		spent: ended + "5: given up after 5 workers were lost without a checkpoint between",
+		fails: ended + "1: the worker's lease expired", once: ended + "1: given up after 1 workers were lost without a checkpoint between",
+		locked: kept + "0: ", others: kept + "0: ",
+	} {
+		got := value[string](t, pool, `
+			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ', x.claim, ', wake ', x.wake,
+			       case when x.hinted_at = 'epoch' then ', at once' else ', as before' end,
+			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id and c.claim = 1 and c.worker_name <> ''),
+			       ', attempt ', x.attempt, ': ', x.error_message)
+			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
+		if got != want {
+			t.Errorf("%s\nwant %s", got, want)
+		}
 	}
 }

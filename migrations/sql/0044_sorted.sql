@@ -1,6 +1,5 @@
--- Steps cost less where all of a batch count, which is nearly always: their process sends them in the order of their executions, which is the
--- order in which rows are locked, and then one comparison does for all. Only those that are not written are answered.
-
+-- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its executions, which is the order
+-- in which rows are locked, and then one comparison does for all. Only those that are not written are answered.
 create or replace function record_agent_steps(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
                                               p_outputs jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
@@ -161,3 +160,37 @@ begin
 end $$;
 comment on function close_agent_executions is
   'Finish several executions, each under its claim and together with the result of its last step (none where p_steps is null), as finish_agent_execution does. Of one that is not in the answer nothing was written, because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself. Where a last step or an event is on record already nothing is written at all (SQLSTATE 23505): finish each by itself. The answer has what the caller does not know; result and variables where p_wanted. Cheapest in the order of p_ids.';
+
+-- What a lost worker had is taken from it all at once, where it goes on; what ends with that ends one by one, as before.
+
+create or replace function lose_agent_claims(p_worker uuid) returns int
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+declare
+  lost uuid[];
+  e record;
+begin
+  -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
+  lost := array(select x.id from agent_executions x where x.claimed_by = p_worker order by x.id for update skip locked);
+  if lost = '{}' then
+    return 0;
+  end if;
+  for e in
+    select x.id from agent_executions x
+     where x.id = any (lost)
+       and (x.on_lost = 'fail' or x.max_attempts <= case when exists (
+              select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end)
+     order by x.id
+  loop
+    perform lose_agent_claim(e.id, 'the worker''s lease expired');
+  end loop;
+  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
+  select x.id, x.claim, p_worker, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = p_worker), ''), 'lost'
+    from agent_executions x where x.id = any (lost) and x.claimed_by = p_worker
+      on conflict do nothing;
+  update agent_executions x
+     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
+         hinted_at = case when x.outside then timestamptz 'infinity' else 'epoch' end,
+         attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
+   where x.id = any (lost) and x.claimed_by = p_worker;
+  return cardinality(lost);
+end $$;
