@@ -127,6 +127,11 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 			t.Errorf("%s: got %s, want %s", step.args, got, step.want)
 		}
 	}
+	// What the caller has to say otherwise is no failure of the skill.
+	_, err := call(t, pool, "memory_write", `{"key":"long","value":"`+strings.Repeat("x", 70000)+`"}`)
+	if refused, ok := errors.AsType[*skills.CallError](err); !ok || refused.Class != "invalid_params" {
+		t.Errorf("a value that is too long: %v", err)
+	}
 	for _, want := range []bool{true, false} {
 		if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != want {
 			t.Errorf("forget: %v, %v", answer, err)

@@ -53,7 +53,7 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who acting, args mem
 		saved, err = written(ctx, db, note, err)
 	}
 	if err != nil {
-		return nil, mistake(err, memory.ErrConflict, memory.ErrSecret, memory.ErrFull)
+		return nil, mistake(err, memory.ErrConflict, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
 	}
 	return map[string]any{"category": saved.Category, "key": saved.Key, "revision": saved.Revision, "expires_at": saved.ExpiresAt}, nil
 }

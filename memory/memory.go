@@ -36,6 +36,8 @@ var (
 	ErrSecret = errors.New("this looks like a secret, and secrets are not remembered; keep where to find it instead")
 	// ErrFull reports a category that holds all it may.
 	ErrFull = errors.New("the category is full; forget something, or let entries expire")
+	// ErrInvalid reports a note that no category can hold; the error says what is wrong with it.
+	ErrInvalid = errors.New("invalid")
 )
 
 const (
@@ -75,7 +77,7 @@ type Note struct {
 
 // Save stores n in place of what its category and key hold, expiry included, and returns the entry. It
 // is [ErrConflict] when n names a revision and the entry is at another, or gone; [ErrSecret] when n is taken for
-// a secret; [ErrFull] when it would be one entry too many.
+// a secret; [ErrFull] when it would be one entry too many; [ErrInvalid] when n is not as [Note] says.
 func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	value, err := n.check()
 	if err != nil {
@@ -135,10 +137,14 @@ func (n *Note) check() (json.RawMessage, error) {
 		problems = append(problems, fmt.Errorf("value: has %d bytes of JSON; at most %d are kept", len(value), maxValue))
 	case strings.Contains(strings.ReplaceAll(string(value), `\\`, ""), `\u0000`):
 		problems = append(problems, errors.New("value: has a NUL character"))
-	case secret(n.Key, value):
-		problems = append(problems, ErrSecret)
 	}
-	return value, errors.Join(problems...)
+	if len(problems) > 0 {
+		return nil, fmt.Errorf("%w: %w", ErrInvalid, errors.Join(problems...))
+	}
+	if secret(n.Key, value) {
+		return nil, ErrSecret
+	}
+	return value, nil
 }
 
 // secret reports whether anything would be taken out of the value, or its key, where it is shown.

@@ -115,7 +115,7 @@ func TestSaveRefuses(t *testing.T) {
 	} {
 		_, err := memory.Save(t.Context(), pool, test.note)
 		for _, want := range test.want {
-			if err == nil || !strings.Contains(err.Error(), want) {
+			if !errors.Is(err, memory.ErrInvalid) || !strings.Contains(err.Error(), want) {
 				t.Errorf("%s: got %v, want %q", name, err, want)
 			}
 		}

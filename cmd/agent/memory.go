@@ -123,6 +123,9 @@ the revision you have read (-1: when there is one at all). What looks like a sec
 					saved, err = memory.Save(cmd.Context(), tx, note)
 					return err == nil, err
 				})
+			if errors.Is(err, memory.ErrInvalid) {
+				return &exitError{exitUsage, seeHelp(err, cmd)}
+			}
 			if err != nil {
 				return memoryHint(err)
 			}

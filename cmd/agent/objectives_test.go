@@ -98,6 +98,13 @@ func TestTheMemoryFromTheCommandLine(t *testing.T) {
 			t.Errorf("%v: %+v", refused, got)
 		}
 	}
+	for _, wrong := range [][]string{
+		{"", "x"}, {"plain", "x", "--category", " "}, {"plain", "x", "--expires", "-1s"}, {"plain", strings.Repeat("x", 70000)},
+	} {
+		if got := p.run(append([]string{"memory", "set"}, wrong...)...); got.code != exitUsage || !strings.Contains(got.err, "see agent memory set --help") {
+			t.Errorf("memory set %.40q: %+v", wrong, got)
+		}
+	}
 	contains(t, p.must("memory", "forget", "plain"), "forgotten")
 	contains(t, p.must("memory", "forget", "plain"), "was not remembered")
 }
