@@ -31,14 +31,10 @@ func approvalStatuses() []string {
 }
 
 func (s *server) listApprovals(r request) (answer, error) {
-	traceID, err := s.traceOf(r.Context(), r.query["trace_id"])
-	if err != nil {
-		return answer{}, err
-	}
 	got, err := paged("approvals", r.query, func(a approvals.Approval) string { return a.ID },
 		func(before string, limit int) ([]approvals.Approval, error) {
 			return approvals.List(r.Context(), s.pool, approvals.Filter{
-				Status: r.query["status"], Skill: r.query["skill"], TraceID: traceID, Before: before, Limit: limit,
+				Status: r.query["status"], Skill: r.query["skill"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
 			})
 		})
 	return answer{body: got}, err

@@ -1,7 +1,6 @@
 package api
 
 import (
-	"context"
 	"encoding/json"
 	"net/http"
 	"regexp"
@@ -9,7 +8,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // admin is who acts through this API, in the rows that name somebody.
@@ -41,14 +39,10 @@ type cancelled struct {
 }
 
 func (s *server) listExecutions(r request) (answer, error) {
-	traceID, err := s.traceOf(r.Context(), r.query["trace_id"])
-	if err != nil {
-		return answer{}, err
-	}
 	got, err := paged("executions", r.query, func(x executions.Execution) string { return x.ID },
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
-				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], TraceID: traceID,
+				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], TraceIDs: r.query.traceIDs(),
 				Before: before, Limit: limit,
 			})
 		})
@@ -56,24 +50,6 @@ func (s *server) listExecutions(r request) (answer, error) {
 		got.Items[i] = got.Items[i].Redacted()
 	}
 	return answer{body: got}, err
-}
-
-// traceOf is the one trace that an id in any form means; the first candidate when none has executions.
-func (s *server) traceOf(ctx context.Context, anyForm string) (string, error) {
-	if anyForm == "" {
-		return "", nil
-	}
-	ids, err := trace.ParseAny(anyForm)
-	if err != nil {
-		return "", err
-	}
-	for _, id := range ids[:len(ids)-1] {
-		found, err := executions.List(ctx, s.pool, executions.Filter{TraceID: string(id), Limit: 1})
-		if err != nil || len(found) > 0 {
-			return string(id), err
-		}
-	}
-	return string(ids[len(ids)-1]), nil
 }
 
 func (s *server) getExecution(r request) (answer, error) {

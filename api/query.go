@@ -152,6 +152,15 @@ func checkTrace(value string) error {
 	return nil
 }
 
+// traceIDs are those that the parameter can mean; nil when it is not given.
+func (q query) traceIDs() []trace.ID {
+	ids, err := trace.ParseAny(q["trace_id"])
+	if err != nil {
+		return nil
+	}
+	return ids
+}
+
 // time is a moment; zero when the parameter is not given.
 func (q query) time(name string) time.Time {
 	t, err := time.Parse(time.RFC3339, q[name])

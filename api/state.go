@@ -110,14 +110,10 @@ func (s *server) listMemory(r request) (answer, error) {
 		found, err := memory.Search(r.Context(), s.pool, q, r.query.limit())
 		return answer{body: pageOf(found, "")}, err
 	}
-	traceID, err := s.traceOf(r.Context(), r.query["trace_id"])
-	if err != nil {
-		return answer{}, err
-	}
 	got, err := paged("memory", r.query, func(e memory.Entry) string { return e.ID },
 		func(before string, limit int) ([]memory.Entry, error) {
 			return memory.List(r.Context(), s.pool, memory.Filter{
-				Category: r.query["category"], Prefix: r.query["prefix"], TraceID: traceID, Before: before, Limit: limit,
+				Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
 			})
 		})
 	return answer{body: got}, err

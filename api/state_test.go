@@ -375,6 +375,16 @@ func TestMemoryIsFilteredAndSearched(t *testing.T) {
 			t.Errorf("%s: %s", query, diff)
 		}
 	}
+	// What an admin keeps from the command line has a trace without executions.
+	op := trace.New(trace.Operate)
+	if _, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)}); err != nil {
+		t.Fatal(err)
+	}
+	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
+		if diff := cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)); diff != "" {
+			t.Errorf("%s: %s", form, diff)
+		}
+	}
 	a.refused(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "do not go together")
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Get reads one approval; ErrNotFound when there is none.
@@ -34,8 +35,9 @@ func collectOne(rows pgx.Rows, err error) (Approval, error) {
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id
 // after which the listing goes on, newest first.
 type Filter struct {
-	Status, Skill, TraceID, Before string
-	Limit                          int
+	Status, Skill, Before string
+	TraceIDs              []trace.ID // what [trace.ParseAny] makes of one id
+	Limit                 int
 }
 
 // List reads approvals, newest first. One whose time is over counts as expired.
@@ -50,11 +52,11 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 		        or (@status in ('pending', 'approved') and a.status = @status and a.expires_at > clock_timestamp())
 		        or (@status = 'expired' and (a.status = 'expired'
 		            or (a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp()))))
-		   and (@skill = '' or a.skill_name = @skill) and (@trace_id = '' or a.trace_id = @trace_id)
+		   and (@skill = '' or a.skill_name = @skill) and (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @limit`,
 		postgres.Strict{
-			"status": f.Status, "skill": f.Skill, "trace_id": f.TraceID, "before": f.Before, "limit": min(f.Limit, 500),
+			"status": f.Status, "skill": f.Skill, "trace_ids": f.TraceIDs, "before": f.Before, "limit": min(f.Limit, 500),
 		})
 	return collect(rows, err)
 }

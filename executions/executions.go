@@ -188,8 +188,9 @@ func missing(ctx context.Context, db postgres.DB, id string) error {
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before
 // is the id after which the listing goes on, newest first.
 type Filter struct {
-	Status, Surface, Flow, TraceID, Before string
-	Limit                                  int
+	Status, Surface, Flow, Before string
+	TraceIDs                      []trace.ID // what [trace.ParseAny] makes of one id
+	Limit                         int
 }
 
 // List reads executions, newest first.
@@ -200,11 +201,11 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
 		 where (@status = '' or status = @status) and (@surface = '' or surface = @surface)
-		   and (@flow = '' or flow = @flow) and (@trace_id = '' or trace_id = @trace_id)
+		   and (@flow = '' or flow = @flow) and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
 		postgres.Strict{
-			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "trace_id": f.TraceID, "before": f.Before,
+			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "trace_ids": f.TraceIDs, "before": f.Before,
 			"limit": min(f.Limit, 1000),
 		})
 	if err != nil {

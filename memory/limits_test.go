@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestSecretsAreNotKept(t *testing.T) {
@@ -124,7 +125,7 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	var keys []string
-	f := memory.Filter{Category: "c", Prefix: "k", TraceID: "hb_1", Limit: 2}
+	f := memory.Filter{Category: "c", Prefix: "k", TraceIDs: []trace.ID{"hb_1"}, Limit: 2}
 	for {
 		page, err := memory.List(t.Context(), pool, f)
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Search returns the entries that match query, the best first. The query is as one types it into a web
@@ -56,10 +57,10 @@ func matching(ctx context.Context, db postgres.DB, query string, anyWord bool, l
 // Filter narrows [List]; the zero value lists the newest 20.
 type Filter struct {
 	Category string
-	Prefix   string // of the key
-	TraceID  string // the work that wrote it last
-	Before   string // an id: only older entries
-	Limit    int    // 20 when 0, at most 1000
+	Prefix   string     // of the key
+	TraceIDs []trace.ID // the work that wrote it last: what [trace.ParseAny] makes of one id
+	Before   string     // an id: only older entries
+	Limit    int        // 20 when 0, at most 1000
 }
 
 // List returns entries, the newest first, by when their key was first kept; expired ones are left out.
@@ -68,11 +69,11 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
 		 where (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
-		   and (@trace_id = '' or trace_id = @trace_id) and (@before = '' or id < nullif(@before, '')::uuid)
+		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids)) and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by id desc limit @limit`,
 		pgx.StrictNamedArgs{
-			"category": f.Category, "prefix": f.Prefix, "trace_id": f.TraceID, "before": f.Before, "limit": bounded(f.Limit),
+			"category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": bounded(f.Limit),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)

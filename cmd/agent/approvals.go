@@ -23,7 +23,7 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 		Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := approvals.Pending(cmd.Context(), s.pool, 200)
-			if all || f.Status != "" || f.TraceID != "" {
+			if all || f.Status != "" || f.TraceIDs != nil {
 				f.Limit = 200
 				got, err = approvals.List(cmd.Context(), s.pool, f)
 			}
@@ -42,7 +42,7 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&all, "all", false, "decided and expired ones too")
 	statusFlag(cmd.Flags(), &f.Status, "only those that are", "pending", "approved", "rejected", "expired", "consumed")
-	traceFlag(cmd.Flags(), &f.TraceID)
+	traceFlag(cmd.Flags(), &f.TraceIDs)
 	return cmd
 }
 

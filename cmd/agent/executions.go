@@ -48,7 +48,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	statusFlag(cmd.Flags(), &f.Status, "only this state", statusWords()...)
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
-	traceFlag(cmd.Flags(), &f.TraceID)
+	traceFlag(cmd.Flags(), &f.TraceIDs)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd

@@ -62,11 +62,10 @@ func surfaceFlag(flags *pflag.FlagSet, into *string) {
 	}}, "surface", "only what began there: heartbeat, operate, chat, webhook, flow")
 }
 
-// traceFlag is a flag that takes a trace id.
-func traceFlag(flags *pflag.FlagSet, into *string) {
-	flags.Var(&option{kind: "id", parse: func(text string) error {
-		id, err := trace.Parse(text)
-		*into = string(id)
+// traceFlag is a flag that takes a trace id in any form.
+func traceFlag(flags *pflag.FlagSet, into *[]trace.ID) {
+	flags.Var(&option{kind: "id", parse: func(text string) (err error) {
+		*into, err = trace.ParseAny(text)
 		return err
 	}}, "trace", "only this trace")
 }

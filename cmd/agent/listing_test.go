@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // listings are the commands that list, with the headings a person sees and what they say when there is nothing.
@@ -266,5 +267,29 @@ func TestListingsAreSafeToLookAt(t *testing.T) {
 	got := on(t, url).must("executions", "ls")
 	if strings.Contains(got, "\x1b") || strings.Count(got, "\n") != 2 {
 		t.Errorf("got %q", got)
+	}
+}
+
+// A trace has several forms; whoever filters by it need not know which one a command takes.
+func TestListingsTakeATraceInAnyForm(t *testing.T) {
+	p := used(t)
+	p.must("memory", "set", "contact", "Ana")
+	for command, of := range map[string]string{
+		"activity ls": "activity ls", "executions ls": "executions ls", "approvals ls": "executions ls", "memory ls": "memory ls",
+	} {
+		var rows struct {
+			Items []struct {
+				TraceID trace.ID `json:"trace_id"`
+			} `json:"items"`
+		}
+		p.mustJSON(&rows, strings.Fields(of)...)
+		id := rows.Items[0].TraceID
+		for _, form := range []string{string(id), strings.ToLower(string(id)), id.OTel(), strings.ToUpper(id.OTel()), id.Suffix()} {
+			contains(t, p.must(append(strings.Fields(command), "--trace", form)...), string(id))
+		}
+		another := trace.New(trace.Heartbeat).OTel()
+		if got := p.must(append(strings.Fields(command), "--trace", another)...); strings.Contains(got, string(id)) {
+			t.Errorf("agent %s --trace %s: %s", command, another, got)
+		}
 	}
 }

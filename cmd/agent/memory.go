@@ -56,7 +56,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&f.Category, "category", "", "only this category")
 	cmd.Flags().StringVar(&f.Prefix, "prefix", "", "only keys that begin so")
-	traceFlag(cmd.Flags(), &f.TraceID)
+	traceFlag(cmd.Flags(), &f.TraceIDs)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd

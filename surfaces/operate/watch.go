@@ -47,7 +47,7 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 		if h.TraceID == "" {
 			return h, nil
 		}
-		turns, err := executions.List(ctx, o.Pool, executions.Filter{TraceID: h.TraceID, Flow: Flow, Limit: 1})
+		turns, err := executions.List(ctx, o.Pool, executions.Filter{TraceIDs: []trace.ID{trace.ID(h.TraceID)}, Flow: Flow, Limit: 1})
 		if err == nil && len(turns) > 0 {
 			h.SessionID = deref(turns[0].ThreadID)
 		}
@@ -134,7 +134,7 @@ func (w *watcher) look(ctx context.Context) error {
 		return err
 	}
 	for _, id := range traces {
-		turns, err := executions.List(ctx, w.o.Pool, executions.Filter{TraceID: id, Flow: Flow, Limit: 1})
+		turns, err := executions.List(ctx, w.o.Pool, executions.Filter{TraceIDs: []trace.ID{trace.ID(id)}, Flow: Flow, Limit: 1})
 		if err != nil {
 			return err
 		}
@@ -246,7 +246,7 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 	if x.Status != executions.Waiting || deref(x.WaitingFor) != "approval" {
 		return nil
 	}
-	waiting, err := approvals.List(ctx, w.o.Pool, approvals.Filter{TraceID: x.TraceID, Status: "pending"})
+	waiting, err := approvals.List(ctx, w.o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}, Status: "pending"})
 	if err != nil {
 		return err
 	}
