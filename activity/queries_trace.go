@@ -90,6 +90,23 @@ func assemble(roots []root, rows []Row) Trace {
 	return t
 }
 
+// Spent is what the model calls under a trace have used and cost so far.
+func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, costUSD float64, err error) {
+	err = db.QueryRow(ctx, `
+		select coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint,
+		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint,
+		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint,
+		       coalesce(bool_or(a.token_usage -> 'estimated' = 'true'), false), coalesce(sum(a.cost_usd), 0)::float8
+		  from agent_activity a
+		 where a.trace_id = @trace_id and a.kind = 'model'`,
+		perQuery, postgres.Strict{"trace_id": traceID}).
+		Scan(&used.PromptTokens, &used.CompletionTokens, &used.TotalTokens, &used.Estimated, &costUSD)
+	if err != nil {
+		return Usage{}, 0, fmt.Errorf("sum spend of trace %s: %w", traceID, err)
+	}
+	return used, costUSD, nil
+}
+
 // micros rounds a sum of money to what the table keeps, millionths of a dollar.
 func micros(usd float64) float64 { return float64(int64(usd*1e6+0.5)) / 1e6 }
 

@@ -51,6 +51,9 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil || used.TotalTokens != 42 || cost != 0.0126 {
+				t.Errorf("spent %+v, %v USD, %v", used, cost, err)
+			}
 			if got.FinishedAt == nil || got.FinishedAt.Sub(got.StartedAt) != 3*time.Second || len(got.Activities) != 2 {
 				t.Fatalf("trace is %+v", got)
 			}

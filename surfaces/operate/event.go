@@ -51,7 +51,8 @@ type Approval struct {
 }
 
 // Done is the last event of a turn that has an answer. Ended is as in reason.Outcome; a turn that was left while it
-// waits for an approval is WaitingApproval, and one that was left because the process shuts down is HandedOn.
+// waits for an approval is WaitingApproval, and one that was left because the process shuts down is HandedOn: Usage and
+// CostUSD are then those until it was left.
 type Done struct {
 	TraceID     string         `json:"trace_id"`
 	ExecutionID string         `json:"execution_id"`

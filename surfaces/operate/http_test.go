@@ -166,6 +166,10 @@ func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
 	if resp.StatusCode != http.StatusAccepted || got.Ended != operate.WaitingApproval || len(got.Approvals) != 1 {
 		t.Fatalf("%d, %+v", resp.StatusCode, got)
 	}
+	spent := value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity where trace_id = $1 and kind = 'model'`, got.TraceID)
+	if spent == 0 || got.Usage.TotalTokens != spent || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
+		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
+	}
 	w.decide(t, got.Approvals[0].ID, true)
 	if x := w.becomes(t, got.ExecutionID, executions.Completed); x.ResultSummary != "Later." {
 		t.Errorf("it ended with %q", x.ResultSummary)

@@ -166,12 +166,25 @@ func (s *Session) attend(ctx context.Context, x executions.Execution, emit func(
 		if text := strings.TrimSpace(done.Text); !strings.HasSuffix(strings.TrimSpace(l.streamed()), text) {
 			l.show(Event{"delta", Delta{done.Text}}) // it was said elsewhere, or by no model
 		}
+	} else {
+		done.Usage, done.CostUSD = s.spent(ctx, x)
 	}
 	if left == WaitingApproval && ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrLeave) {
 		s.report(ctx, s.release(ctx)) // the admin is gone
 	}
 	l.show(Event{"done", done})
 	return done, nil
+}
+
+// spent is what a turn that is left has used and cost so far. It is told to who leaves, who does not wait for it to be known.
+func (s *Session) spent(ctx context.Context, x executions.Execution) (activity.Usage, float64) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
+	defer cancel()
+	used, costUSD, err := activity.Spent(ctx, s.o.Pool, x.TraceID)
+	if err != nil {
+		s.o.log.WarnContext(ctx, "what a turn has used so far is not known", "execution", x.ID, "error", err)
+	}
+	return used, costUSD
 }
 
 // said is an error as the one who listens may see it.
