@@ -53,7 +53,8 @@ func (s Stdio) log() *slog.Logger {
 // signal n ended it. Signals that this process gets meanwhile are handed to the command. ttl 0 is
 // the lane's default.
 //
-// A busy lane is exit code 75 and no error, with a warning `already running, skipped` in the log. An
+// A busy lane is exit code 75 and no error, with a warning `already running, skipped` in the log. A release that
+// the database does not answer is a warning too: the command has run, and is not to be run again for that. An
 // error comes with exit code 1: the lane or the command is not valid, the database did not answer, the
 // lane was lost (lanes.ErrLost) or ctx ended, which ends the command.
 func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
@@ -74,8 +75,11 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 	}
 	code, err := runHeld(lease, argv, stdio)
 	released := lease.Release(ctx)
-	if err == nil && released != nil {
+	switch {
+	case err == nil && errors.Is(released, lanes.ErrLost): // the command may not have been alone
 		return code, fmt.Errorf("after %s: %w", argv[0], released)
+	case released != nil && !errors.Is(released, lanes.ErrLost):
+		stdio.log().WarnContext(ctx, "lane not released, it ends with its lease", "lane", lane, "error", released)
 	}
 	return code, err
 }

@@ -108,6 +108,24 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	}
 }
 
+// A command that has run has not failed because the database does not answer afterwards; whoever sees a failure runs it again.
+func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
+	db := pgtest.DB(t)
+	k := keeper(t, db)
+	leave := filepath.Join(t.TempDir(), "leave")
+	_, done := start(t.Context(), t, k, "while [ ! -e "+leave+" ]; do sleep 0.05; done; exit 7")
+	if _, err := db.Exec(t.Context(), `alter function free_agent_lock rename to away; alter function free_many_agent_locks rename to also_away`); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(leave, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got := await(t, done)
+	if got.code != 7 || got.err != nil || !strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
+		t.Errorf("%+v", got)
+	}
+}
+
 func TestBadInputRunsNothing(t *testing.T) {
 	k := keeper(t, pgtest.DB(t))
 	for name, got := range map[string]result{
