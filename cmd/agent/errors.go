@@ -123,6 +123,8 @@ func (c *cli) complain(code int, err error) {
 	fault := map[string]string{"code": errorWord(code), "message": err.Error()}
 	if known, ok := errors.AsType[*hinted](err); ok {
 		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), "; "+known.hint), known.hint
+	} else if todo := postgres.Todo(err); todo != "" {
+		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), ": "+todo), todo
 	}
 	if run, ok := errors.AsType[*traced](err); ok {
 		fault["trace_id"] = run.id
@@ -138,7 +140,7 @@ func advised(err error) error {
 	if postgres.IsCode(err, codeNUL) {
 		what, todo = "PostgreSQL stores no text with the character U+0000", `leave \u0000 out`
 	}
-	if _, known := errors.AsType[*hinted](err); known || what == "" || strings.Contains(err.Error(), todo) {
+	if _, known := errors.AsType[*hinted](err); known || what == "" || postgres.Todo(err) != "" || strings.Contains(err.Error(), todo) {
 		return err
 	}
 	return hint(err, "%s: %s", what, todo)
