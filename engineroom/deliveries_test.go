@@ -63,6 +63,11 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 			t.Errorf("the page has %s", secret)
 		}
 	}
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1 where id = $1`, id)
+	shows(t, server.URL+"/deliveries/"+id, "and 1 more time, which was not handled")
+	shows(t, server.URL+"/deliveries", "came 1 more time<")
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
+	shows(t, server.URL+"/deliveries/"+id, "and 2 more times, which were not handled")
 	if body := shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`)); strings.Contains(body, "/act/") {
 		t.Error("what is being handled can be replayed")
 	}
