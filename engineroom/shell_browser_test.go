@@ -176,6 +176,23 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Until("the button says so", `document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
 }
 
+func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/executions/" + execution(t, pool, "failed", "flow", "import"))
+	p.Type("#fork input[name=from]", "pay")
+	p.Eval(`document.querySelector("#fork textarea").value = ""`, nil)
+	p.Type("#fork textarea", `{"rows": 7`)
+	p.Click("#fork button[type=submit]")
+	p.Shows("input is not JSON")
+	const kept = `document.querySelector("#fork input[name=from]").value + " " + document.querySelector("#fork textarea").value`
+	p.Until("what was written stands there", kept+` === 'pay {"rows": 7'`)
+	p.Eval(`location.reload()`, nil)
+	p.Until("it is asked for anew", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
+	noComplaint(t, p)
+}
+
 func TestAPageWithoutScriptIsWhole(t *testing.T) {
 	t.Parallel()
 	l := listedPage(t)

@@ -251,13 +251,24 @@
     setTimeout(() => { button.textContent = word; }, 1500);
   });
 
-  // Levers: what is sent is sent once, Escape closes, and the page comes back where it was.
+  // Levers: what is sent is sent once, Escape closes, and the page comes back where it was. A long form that is refused
+  // has again what was written in it.
+  const fields = (form) => all("input[name]:not([type=hidden]),textarea[name]", form);
+  const written = (field) => field.type === "checkbox" ? field.checked : field.value;
+  const [refused, values] = JSON.parse(store.get(sessionStorage, "written") || "[]");
+  store.set(sessionStorage, "written", null);
+  if (refused && document.querySelector(".flash-bad")) {
+    for (const form of all("form.stacked").filter((f) => f.getAttribute("action") === refused)) {
+      fields(form).forEach((field, i) => { field[field.type === "checkbox" ? "checked" : "value"] = values[i]; });
+    }
+  }
   document.addEventListener("submit", (e) => {
     const form = e.target;
     if (form.method !== "post") return;
     if (form.dataset.sent) return e.preventDefault();
     form.dataset.sent = "yes";
     store.set(sessionStorage, "scroll", here() + " " + scrollY);
+    if (form.matches(".stacked")) store.set(sessionStorage, "written", JSON.stringify([form.getAttribute("action"), fields(form).map(written)]));
     setTimeout(() => { for (const b of all("button", form)) b.disabled = true; });
   });
   addEventListener("pageshow", () => {
