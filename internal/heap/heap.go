@@ -16,8 +16,12 @@ import (
 // Room is how much is allocated, in bytes, between two collections of a small heap.
 const Room = 48 << 20
 
-// usual is what Go does by itself: a heap is collected when it has grown by so many per cent.
-const usual = 100
+// By itself Go collects a heap when it has grown by the usual per cent, and none that is smaller than the least; with n times the per cent, none
+// that is smaller than n times the least.
+const (
+	usual = 100
+	least = 4 << 20
+)
 
 // Roomy gives the heap of this process room. It is for the life of the process and for its main function to call, once.
 func Roomy() {
@@ -28,18 +32,21 @@ func Roomy() {
 
 // watch looks after each collection how much is left, and sets how much may be added.
 func watch() {
-	debug.SetGCPercent(percent(live()))
+	debug.SetGCPercent(percent(counted()))
 	runtime.AddCleanup(new([64]byte), func(struct{}) { watch() }, struct{}{}) // when the next collection finds that nobody has it
 }
 
-// percent is by how much a heap of so many bytes may grow.
-func percent(live uint64) int {
-	return int(max(usual, Room*100/max(live, 1<<20)))
+// percent is by how much a heap of which so many bytes count may grow.
+func percent(counted uint64) int {
+	return int(max(usual, Room*100/max(counted, least)))
 }
 
-// live is what the last collection left, in bytes.
-func live() uint64 {
-	sample := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
-	metrics.Read(sample)
-	return sample[0].Value.Uint64()
+// counted is what Go takes the per cent of, in bytes: what the last collection left, and what it looked through beside that.
+func counted() (sum uint64) {
+	samples := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/scan/stack:bytes"}, {Name: "/gc/scan/globals:bytes"}}
+	metrics.Read(samples)
+	for _, s := range samples {
+		sum += s.Value.Uint64()
+	}
+	return sum
 }

@@ -27,6 +27,25 @@ func set() int {
 	return p
 }
 
+// A process takes no more than its room, however little it keeps in memory, nor before the first collection.
+func TestTheFirstCollectionComesWhenTheRoomIsTaken(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(usual))
+	for _, collect := range []bool{false, true} {
+		if collect {
+			runtime.GC()
+		}
+		debug.SetGCPercent(percent(counted()))
+		var now runtime.MemStats
+		runtime.ReadMemStats(&now)
+		if now.NextGC > Room+8<<20 {
+			t.Errorf("the next collection comes at %d MB", now.NextGC>>20)
+		}
+	}
+	if got := least * percent(0) / 100; got > Room {
+		t.Errorf("nothing is collected before %d MB are taken", got>>20)
+	}
+}
+
 func TestASmallHeapHasRoomAndALargeOneDoubles(t *testing.T) {
 	const much = 20 * Room
 	watch()
