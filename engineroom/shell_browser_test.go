@@ -193,6 +193,21 @@ func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
 	noComplaint(t, p)
 }
 
+func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	p := browser.Open(t, browser.Look{Width: 390, Height: 844})
+	for _, path := range []string{"/", "/deliveries", "/lanes"} {
+		p.Go(server.URL + path)
+		var seen bool
+		p.Eval(`(() => { const r = document.querySelector(".side nav a[aria-current]").getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth && scrollY === 0 })()`, &seen)
+		if !seen {
+			t.Errorf("%s: its word in the navigation is not to be seen", path)
+		}
+	}
+	noComplaint(t, p)
+}
+
 func TestAPageWithoutScriptIsWhole(t *testing.T) {
 	t.Parallel()
 	l := listedPage(t)

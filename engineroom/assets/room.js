@@ -35,6 +35,11 @@
     showTheme();
   });
 
+  // On a phone the pages are a line that is scrolled: the word of this one is in the middle of it.
+  const own = document.querySelector(".side nav a[aria-current]"), line = own?.closest("nav");
+  const middle = (element) => { const r = element.getBoundingClientRect(); return r.left + r.width / 2; };
+  if (own) line.scrollLeft += middle(own) - middle(line);
+
   // Clocks count by the server's time where this computer's is far from it.
   const skew = Number(page.now) - Date.now();
   const now = () => Date.now() + (Math.abs(skew) > 5000 ? skew : 0);
