@@ -5,8 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -36,17 +34,4 @@ func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
 	}
 	e.look()
 	return nil
-}
-
-// AdmissionLimits reads the limits, by kind and name.
-func AdmissionLimits(ctx context.Context, db postgres.DB) ([]Admission, error) {
-	rows, err := db.Query(ctx, `select kind, name, running from agent_limits order by kind, name`)
-	if err != nil {
-		return nil, fmt.Errorf("read limits of executions: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Admission])
-	if err != nil {
-		return nil, fmt.Errorf("read limits of executions: %w", err)
-	}
-	return got, nil
 }

@@ -249,7 +249,11 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 		if err := p.SetLimits(t.Context(), want); err != nil {
 			t.Fatal(err)
 		}
-		if got, err := executions.AdmissionLimits(t.Context(), pool); err != nil || !slices.Equal(got, want) {
+		rows, err := pool.Query(t.Context(), `select kind, name, running from agent_limits order by kind, name`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil || !slices.Equal(got, want) {
 			t.Errorf("the limits are %v, want %v, %v", got, want, err)
 		}
 	}

@@ -46,12 +46,11 @@ type answer struct {
 	FencingToken int64
 	ExpiresAt    time.Time
 	Holder       string
-	Remaining    float64   // seconds until ExpiresAt by the database's clock
-	WasHolder    string    // whose expired lease was taken over
-	StaleFor     float64   // seconds since that expired
-	Lender       string    // whose lane was borrowed
-	Soon         bool      // it will be lent when its holder waits
-	Now          time.Time // what the database's clock said then; zero when it was not asked
+	Remaining    float64 // seconds until ExpiresAt by the database's clock
+	WasHolder    string  // whose expired lease was taken over
+	StaleFor     float64 // seconds since that expired
+	Lender       string  // whose lane was borrowed
+	Soon         bool    // it will be lent when its holder waits
 }
 
 func (a *answer) err(lane string) *BusyError {
@@ -176,7 +175,7 @@ type told struct {
 
 // answer reckons with the times here, which costs less than in the statement.
 func (t *told) answer() answer {
-	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder, Now: t.Now}
+	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
 	if t.Holder != "" {
 		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
 	}
@@ -215,7 +214,7 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
-		       coalesce(a.lender::text, '') as lender, a.soon, clock_timestamp() as now
+		       coalesce(a.lender::text, '') as lender, a.soon
 		  from take_agent_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
