@@ -61,7 +61,7 @@ func (m *machine) called(ctx context.Context, r ready) (skills.Skill, json.RawMe
 		switch {
 		case errors.Is(err, skills.ErrNotFound):
 			err = failure("unknown_skill", "there is no skill %s", name)
-		case err == nil && !skill.Enabled:
+		case err == nil && !skill.Callable():
 			err = failure("disabled", "skill %s is disabled: %s", name, skill.DisabledReason)
 		}
 		return skill, err

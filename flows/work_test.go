@@ -90,6 +90,19 @@ func TestSkillsAreCalled(t *testing.T) {
 	}
 }
 
+// A flow is an occasion for the trial too: a skill that only flows use would not come back otherwise.
+func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
+	t.Parallel()
+	w := clever(t, mute, flow("f", `
+  - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
+	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
+	if x := until(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(deref(x.ErrorMessage), "double is disabled") {
+		t.Errorf("with a skill that rests the flow failed for %s", deref(x.ErrorMessage))
+	}
+	exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
+	until(t, w.pool, w.begin(t, "f", nil), executions.Completed)
+}
+
 // A skill that needs leave waits for an admin, however the flow came to it.
 func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 	t.Parallel()

@@ -241,7 +241,6 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
 	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
 	exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
-	w.turn.Also = []string{"off", "resting", "tried", "tried_outer", "removed"}
 	w.completed(t)
 	var offered []string
 	for _, tool := range w.model.Requests()[0].Tools {
@@ -280,7 +279,6 @@ func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
 	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
-	w.turn.Also = []string{"probe"}
 	x, got := w.completed(t)
 	if !slices.Equal(got.Calls, []string{"probe"}) {
 		t.Errorf("outcome is %+v", got)
@@ -302,7 +300,6 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 		return nil, errBroken
 	}
 	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
-	w.turn.Also = []string{"probe"}
 	w.completed(t)
 	added := w.since(t, 1)
 	if called != 1 || !strings.Contains(added[1].Content, "it broke") || !strings.Contains(added[2].Content, `"error":"disabled"`) {

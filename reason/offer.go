@@ -3,7 +3,6 @@ package reason
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -54,22 +53,14 @@ func (l *Loop) inScope(ctx context.Context, t Turn) ([]skills.Skill, error) {
 	return t.allowed(all), err
 }
 
-// trials are the disabled skills that may be tried.
-func (l *Loop) trials(ctx context.Context, t Turn) (list []skills.Skill, err error) {
-	for _, name := range t.Also {
-		s, err := skills.Get(ctx, l.Pool, name)
-		if errors.Is(err, skills.ErrNotFound) {
-			continue // removed since it was offered
-		}
-		if err != nil {
-			return nil, err
-		}
-		inScope := s.Scope == skills.ScopeBoth || slices.Contains(t.Scopes, s.Scope)
-		if !s.Enabled && s.TrialAt != nil && inScope && l.Skills.Runnable(s) == nil {
-			list = append(list, s)
-		}
+// trials are the skills out of service that may be tried once. Whoever may call a skill may try it: one that only
+// visitors have would not come back otherwise.
+func (l *Loop) trials(ctx context.Context, t Turn) ([]skills.Skill, error) {
+	if len(t.Scopes) == 0 {
+		return nil, nil
 	}
-	return list, nil
+	all, err := skills.OnTrial(ctx, l.Pool, t.Scopes...)
+	return slices.DeleteFunc(t.allowed(all), func(s skills.Skill) bool { return l.Skills.Runnable(s) != nil }), err
 }
 
 // skillSearch finds skills that were not offered at once. Its hits can be called for the rest of the turn.

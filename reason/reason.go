@@ -101,8 +101,7 @@ type Turn struct {
 	// History is what was said before, oldest first: it stands between System and Prompt.
 	History []openai.ChatCompletionMessage
 	Prompt  string
-	Scopes  []string // of the skills that are offered; none offers only Tools
-	Also    []string // names of disabled skills, offered if they are on trial and in scope
+	Scopes  []string // of the skills that are offered, with those on trial; none offers only Tools
 	Tools   []Tool
 	// Approvals says whether a call that needs leave is recorded for later or waited for.
 	Approvals ApprovalMode

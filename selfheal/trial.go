@@ -38,8 +38,8 @@ func offer(ctx context.Context, db postgres.DB, p Policy) error {
 	return nil
 }
 
-// Trials lists the skills that may be tried once, by name. The runtime offers those that are not taken
-// to a model beside the enabled ones.
+// Trials lists the skills that may be tried once, by name. To a model [skills.OnTrial] offers those that are
+// not taken.
 func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
 		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,

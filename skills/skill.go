@@ -82,6 +82,10 @@ type Skill struct {
 // Timeout is the longest a call may take.
 func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * time.Millisecond }
 
+// Callable reports whether what names the skill, and asks no model, may call it: it is in service, or on trial and nobody's
+// leave is needed. Of those who try it one is let through, by the call.
+func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
+
 // Parameters is the JSON Schema of the arguments; an empty object's schema when the row has none.
 func (s Skill) Parameters() json.RawMessage {
 	var tool toolDefinition

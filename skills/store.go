@@ -155,6 +155,26 @@ func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 	return all, nil
 }
 
+// OnTrial returns the disabled skills of the given scopes, and of [ScopeBoth], that may be tried once and that nobody
+// tries now, by name.
+func OnTrial(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
+	rows, err := db.Query(ctx, `
+		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
+		  from agent_skills
+		 where not enabled and trial_at is not null and (scope = 'both' or scope = any(@scopes::text[]))
+		   and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true
+		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
+	if err != nil {
+		return nil, fmt.Errorf("list skills on trial: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
+	if err != nil {
+		return nil, fmt.Errorf("list skills on trial: %w", err)
+	}
+	return all, nil
+}
+
 // marshalEvidence writes evidence as a JSON object; nil is the empty one.
 func marshalEvidence(evidence any) (json.RawMessage, error) {
 	if evidence == nil {

@@ -187,7 +187,7 @@ func startFlow(ctx context.Context, db postgres.DB, a automations.Automation, ru
 func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation) (json.RawMessage, error) {
 	skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, loop.Pool, a.SkillName)
-		if err == nil && !skill.Enabled && (skill.TrialAt == nil || skill.Trust == skills.TrustApprove) { // a trial is let through, once, by the call
+		if err == nil && !skill.Callable() {
 			err = fmt.Errorf("skill %s is disabled: %s", a.SkillName, skill.DisabledReason)
 		}
 		return skill, err

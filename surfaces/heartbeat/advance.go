@@ -142,7 +142,6 @@ func (b *beat) advance(ctx context.Context, o *planned) (piece, error) {
 		System: b.system("You pursue one objective. Use the tools to do its pending steps, one after the other, and report each with complete_step or fail_step before you begin the next. A step counts as done only when a call that you made for it succeeded; each call shows one step. Where it has no steps, plan a few with add_steps first."),
 		Prompt: objectivePrompt(o),
 		Scopes: []string{skills.ScopeInternal},
-		Also:   b.trials,
 		Tools:  []reason.Tool{b.completeStep(o, executions.StepKey(ctx), &steps), b.failStep(o), b.addSteps(o), remember(&noted)},
 	})
 	if err != nil {

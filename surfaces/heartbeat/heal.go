@@ -35,11 +35,6 @@ func (b *beat) selfHeal(ctx context.Context) (done, error) {
 	if n := len(report.Healed); n > 0 {
 		said.Summary = fmt.Sprintf("%d of %d skills taken out of service", n, report.Checked)
 	}
-	for _, t := range report.Trials {
-		if !t.Taken {
-			said.Trials = append(said.Trials, t.Skill)
-		}
-	}
 	return said, nil
 }
 

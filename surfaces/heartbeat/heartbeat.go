@@ -113,7 +113,6 @@ type done struct {
 	Summary  string   `json:"summary"`
 	Idle     bool     `json:"idle"` // there was nothing to do
 	Report   string   `json:"report,omitempty"`
-	Trials   []string `json:"trials,omitempty"` // skills out of service that may be tried once
 	Memories []memory `json:"memories,omitempty"`
 }
 
@@ -121,7 +120,6 @@ type done struct {
 type beat struct {
 	*Heartbeat
 	report   string // of self-heal, for the prompts
-	trials   []string
 	did      []string
 	used     reason.Outcome // of the phase's budget of tokens and money
 	memories []memory
@@ -332,7 +330,6 @@ func (b *beat) learn(said done) {
 	if said.Report != "" {
 		b.report = said.Report
 	}
-	b.trials = append(b.trials, said.Trials...)
 	if !said.Idle && said.Summary != "" {
 		b.did = append(b.did, said.Summary)
 	}
