@@ -77,14 +77,13 @@ func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Ans
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
-	answers := make([]batch.Answer[struct{}], n)
-	var place int
-	_, err = pgx.ForEachRow(rows, []any{&place}, func() error {
-		answers[order[place-1]].Alone = true
-		return nil
-	})
+	left, err := leftAlone[struct{}](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
+	}
+	answers := make([]batch.Answer[struct{}], n)
+	for i, at := range order {
+		answers[at] = left[i]
 	}
 	return answers, nil
 }
