@@ -109,13 +109,16 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 	}
 }
 
+// onRecord is what may be there of the end of @id before it ends.
+var onRecord = map[string]string{
+	"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
+	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
+}
+
 // A last step, or an event, that is on record takes the ends beside it out of their batch: they are written one by one.
 func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	t.Parallel()
-	for what, record := range map[string]string{
-		"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
-		"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
-	} {
+	for what, record := range onRecord {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
@@ -145,10 +148,7 @@ func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	flows := map[string]executions.Func{}
-	for what, record := range map[string]string{
-		"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
-		"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
-	} {
+	for what, record := range onRecord {
 		flows[what] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			return ends(executions.Step(ctx, "last", func(ctx context.Context) (string, error) {
 				x, _ := executions.Current(ctx)

@@ -32,6 +32,31 @@ type finished struct {
 	row   *Execution // as it ended, where it was wanted and the end was shared
 }
 
+// writeEnd writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
+func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
+	end := lastWrite{
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), row: r.wantedRow(),
+		last: last,
+	}
+	if failure != nil {
+		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
+	}
+	until := time.Now().Add(r.e.opts.LeaseTTL)
+	alone := func(write func(ctx context.Context, end lastWrite) (finished, error)) (finished, error) {
+		bounded, cancel := context.WithDeadline(ctx, until)
+		defer cancel()
+		return write(bounded, end)
+	}
+	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
+		return alone(r.endAlone)
+	}
+	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
+	if done.row != nil {
+		r.over(done.row)
+	}
+	return done, err
+}
+
 // endSingly writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by itself.
 func (r *run) endSingly(ctx context.Context, end lastWrite) (finished, error) {
 	got, err := r.e.finishSeveral(ctx, []lastWrite{end})
@@ -60,13 +85,11 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 }
 
 // finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes, because what
-// holds any is left to be ended by itself, as is one whose claim is not live any more. They go in the order in which the database locks them.
+// holds any is left to be ended by itself, as is one whose claim is not live any more.
 func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.Answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
-	order := sorted(ends, func(x lastWrite) string { return x.id })
-	ends = inOrder(ends, order)
 	answers := batch.Unanswered[finished](n)
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
@@ -79,7 +102,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	var c closed
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
 	_, err = pgx.ForEachRow(rows, into, func() error {
-		answers[order[place-1]] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
+		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
 		c.result, c.variables = nil, nil
 		return nil
 	})

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -113,8 +114,13 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 // share sets how writes of executions go together.
 func (e *Engine) share() {
 	line := &batch.Line{}
-	e.ends = &batch.Group[lastWrite, finished]{Line: line, Send: e.finishSeveral}
-	e.points = &batch.Group[point, struct{}]{Line: line, Send: e.recordSeveral}
+	// Where a batch comes in the order in which its rows are locked, one comparison tells that all of it counts.
+	e.ends = &batch.Group[lastWrite, finished]{
+		Line: line, Send: e.finishSeveral, Compare: func(a, b lastWrite) int { return strings.Compare(a.id, b.id) },
+	}
+	e.points = &batch.Group[point, struct{}]{
+		Line: line, Send: e.recordSeveral, Compare: func(a, b point) int { return strings.Compare(a.id, b.id) },
+	}
 	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
 	// stale: they are sent again only where the database has said no.
 	e.events = &batch.Group[occurrence, Delivered]{Line: line, Send: e.handSeveral, Unchanged: postgres.Unchanged}

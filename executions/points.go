@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -54,16 +53,14 @@ func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output jso
 }
 
 // recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be written
-// by itself, where it is refused or waits. They go in the order of their executions, in which the database locks them.
+// by itself, where it is refused or waits.
 func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(points)
 	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
-	order := sorted(points, func(p point) string { return p.id })
-	for i, at := range order {
-		p := &points[at]
+	for i, p := range points {
 		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
 		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
 	}
@@ -77,34 +74,11 @@ func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Ans
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
-	left, err := leftAlone[struct{}](rows, n)
+	answers, err := leftAlone[struct{}](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
-	answers := make([]batch.Answer[struct{}], n)
-	for i, at := range order {
-		answers[at] = left[i]
-	}
 	return answers, nil
-}
-
-// sorted are the places of writes in the order of their executions; those of one execution in the order in which they came.
-func sorted[T any](writes []T, id func(T) string) []int {
-	order := make([]int, len(writes))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortStableFunc(order, func(a, b int) int { return strings.Compare(id(writes[a]), id(writes[b])) })
-	return order
-}
-
-// inOrder are the writes of these places.
-func inOrder[T any](writes []T, places []int) []T {
-	moved := make([]T, len(places))
-	for i, at := range places {
-		moved[i] = writes[at]
-	}
-	return moved
 }
 
 // uuids is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the database refuses.

@@ -345,31 +345,6 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	}
 }
 
-// writeEnd writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
-func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
-	end := lastWrite{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), row: r.wantedRow(),
-		last: last,
-	}
-	if failure != nil {
-		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
-	}
-	until := time.Now().Add(r.e.opts.LeaseTTL)
-	alone := func(write func(ctx context.Context, end lastWrite) (finished, error)) (finished, error) {
-		bounded, cancel := context.WithDeadline(ctx, until)
-		defer cancel()
-		return write(bounded, end)
-	}
-	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
-		return alone(r.endAlone)
-	}
-	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
-	if done.row != nil {
-		r.over(done.row)
-	}
-	return done, err
-}
-
 // finishStale tells an end that was refused, or came too late, from one whose answer was lost.
 func (r *run) finishStale(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)

@@ -13,6 +13,7 @@ package batch
 import (
 	"cmp"
 	"context"
+	"slices"
 	"time"
 )
 
@@ -26,8 +27,10 @@ const (
 type Group[In, Out any] struct {
 	// Line is where its writes wait, with those of other groups. It has to be set.
 	Line *Line
-	// Send writes several at once and returns their answers, in their order. Its ctx is no caller's.
+	// Send writes several at once and returns their answers, in the order of ins. Its ctx is no caller's.
 	Send func(ctx context.Context, ins []In) ([]Answer[Out], error)
+	// Compare is the order in which writes are sent, which those of equal rank keep; nil for the order in which they came.
+	Compare func(a, b In) int
 	// Unchanged reports that a batch that failed with err has certainly changed nothing, so that its writes may be made again; nil
 	// when they may be in any case.
 	Unchanged func(err error) bool
@@ -220,6 +223,9 @@ func (g *Group[In, Out]) send(writes []*write[In, Out]) ([]Answer[Out], error) {
 		limited, cancel := context.WithTimeout(ctx, g.Limit)
 		defer cancel()
 		ctx = limited
+	}
+	if g.Compare != nil {
+		slices.SortStableFunc(writes, func(a, b *write[In, Out]) int { return g.Compare(a.in, b.in) })
 	}
 	ins := make([]In, len(writes))
 	for i, w := range writes {

@@ -274,6 +274,25 @@ func TestPatienceIsForTheLine(t *testing.T) {
 	})
 }
 
+// A batch goes in the order that its group asks for, and each caller has its own answer.
+func TestABatchGoesInItsOrder(t *testing.T) {
+	t.Parallel()
+	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+		if !slices.IsSorted(in) {
+			return nil, nil, errBroken
+		}
+		return in, make([]bool, len(in)), nil
+	}, nil)
+	b.Patience, b.Compare = time.Hour, func(a, b int) int { return a - b }
+	b.Unchanged = func(error) bool { return false }
+	answers, errs := gatherer(t, b, 30, func(i int) (int, error) { return i, nil })
+	for i := range answers {
+		if answers[i] != i || errs[i] != nil {
+			t.Errorf("write %d: %d, %v", i, answers[i], errs[i])
+		}
+	}
+}
+
 // Where nobody has said what an error of a batch means, its writes may be made again.
 func TestABatchThatFailsAndIsHarmless(t *testing.T) {
 	t.Parallel()

@@ -1,7 +1,7 @@
 // Package heap says how often garbage is collected in a process that serves.
 //
-// Go collects whenever the heap has doubled. What an agent keeps in memory is small, often some ten megabytes, so under load it would
-// collect thirty times a second, which is a fifth of its processor time. Roomy leaves a small heap Room to grow before it is collected, and changes
+// Go collects whenever the heap has doubled. What an agent keeps in memory is small, often some megabytes, so under load it would
+// collect some twenty times a second, which is a tenth of its processor time and more. Roomy leaves a small heap Room to grow before it is collected, and changes
 // nothing for one that is larger than that: the process takes Room more memory at most. GOGC in the environment goes before, and GOMEMLIMIT
 // limits the heap as ever.
 package heap
