@@ -122,7 +122,7 @@ func (b *engineBench) more(ctx context.Context, t *strings.Builder, floor func(c
 	if err != nil {
 		return err
 	}
-	if err := untilTrue(ctx, b.pool, `select not exists (select from agent_executions where completed_at is null)`); err != nil {
+	if err := untilTrue(ctx, b.pool, `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`); err != nil {
 		return err
 	}
 	queued := float64(b.queued) / time.Since(began).Seconds()
@@ -153,6 +153,6 @@ func (b *engineBench) recover(ctx context.Context) (time.Duration, error) {
 	if err := b.engine.Sweep(ctx); err != nil {
 		return 0, err
 	}
-	err = untilTrue(ctx, b.pool, `select not exists (select from agent_executions where completed_at is null)`)
+	err = untilTrue(ctx, b.pool, `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`)
 	return time.Since(began), err
 }

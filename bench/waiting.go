@@ -169,7 +169,7 @@ func (b *waitBench) warm(ctx context.Context, f *floor) error {
 	if _, err := f.run(ctx, atOnce, warmup); err != nil {
 		return err
 	}
-	return b.until(ctx, `select count(*) = 0 from agent_executions where completed_at is null`)
+	return b.until(ctx, `select count(*) = 0 from agent_executions where status in ('pending', 'running', 'waiting')`)
 }
 
 // memory begins the executions and measures by how much the process has grown when all wait.
@@ -291,7 +291,7 @@ func (b *waitBench) awake(ctx context.Context, began time.Time, n int) (resumed,
 		}
 	}
 	resumed = time.Since(began)
-	err = b.until(ctx, `select count(*) = 0 from agent_executions where completed_at is null`)
+	err = b.until(ctx, `select count(*) = 0 from agent_executions where status in ('pending', 'running', 'waiting')`)
 	return resumed, time.Since(began), err
 }
 
