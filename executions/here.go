@@ -11,7 +11,8 @@ import (
 
 // RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
 // until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
-// for. When ctx ends first, the execution is cancelled. If the process dies, another resumes it. ErrPaused when the
+// for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease lasts. If the
+// process dies, another resumes it. ErrPaused when the
 // agent is paused and the surface is not an attended one: then nothing was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.standing)
@@ -20,9 +21,7 @@ func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 // RunHere is RunNow for work that is worth finishing when the caller has left: when ctx ends, the run is
 // handed back and goes on elsewhere.
 func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, func(ctx context.Context, id string) (Execution, error) {
-		return Get(context.WithoutCancel(ctx), e.pool, id)
-	})
+	return e.insertAndRun(ctx, s, e.left)
 }
 
 // insertAndRun reads the row with read where its end is not known.
@@ -110,13 +109,30 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 
 // standing reads a row after its run, and cancels what a caller who has left will not see to its end.
 func (e *Engine) standing(ctx context.Context, id string) (Execution, error) {
-	detached := context.WithoutCancel(ctx)
-	if ctx.Err() != nil {
-		if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
-			return Execution{}, err
-		}
+	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
+		return x, err
+	}
+	detached, cancel := e.lingering(ctx)
+	defer cancel()
+	if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
+		return Execution{}, err
 	}
 	return Get(detached, e.pool, id)
+}
+
+// left reads a row as its run has left it, also for a caller who has left.
+func (e *Engine) left(ctx context.Context, id string) (Execution, error) {
+	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
+		return x, err
+	}
+	detached, cancel := e.lingering(ctx)
+	defer cancel()
+	return Get(detached, e.pool, id)
+}
+
+// lingering is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database that hangs keeps nobody.
+func (e *Engine) lingering(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
 
 // Attend claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -152,5 +153,54 @@ func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
 	}
 	if value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 		t.Error("the lease goes on")
+	}
+}
+
+// lefts calls a function when a run is over.
+type lefts func()
+
+func (f lefts) Left(executions.Execution)                            { f() }
+func (lefts) Began(executions.Execution)                             {}
+func (lefts) Lost(executions.Execution)                              {}
+func (lefts) Ended(executions.Execution, executions.Status)          {}
+func (lefts) Closed(activity.Entry, activity.Outcome, time.Duration) {}
+
+// What remains to be done for a caller who has left is given up when the database does not answer.
+func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
+	t.Parallel()
+	for _, here := range []bool{false, true} {
+		name := map[bool]string{false: "RunNow", true: "RunHere"}[here]
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			ctx, leave := context.WithCancel(t.Context())
+			var locked pgx.Tx
+			hang := lefts(func() {
+				leave()
+				var err error
+				if locked, err = pool.Begin(t.Context()); err == nil {
+					_, err = locked.Exec(t.Context(), `lock table agent_executions in access exclusive mode`)
+				}
+				if err != nil {
+					t.Error(err)
+				}
+			})
+			p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
+				return executions.Result{}, err
+			}), func(o *executions.Options) { o.LeaseTTL, o.Observer = time.Second, hang })
+			run := map[bool]func(context.Context, executions.Spec) (executions.Execution, error){false: p.RunNow, true: p.RunHere}[here]
+			returned := make(chan error, 1)
+			go func() {
+				_, err := run(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
+				returned <- err
+			}()
+			if err := receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("returned %v", err)
+			}
+			if err := locked.Rollback(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }
