@@ -76,12 +76,25 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 	return tag.RowsAffected() > 0, nil
 }
 
+// columns are those of a [Skill].
+const columns = `id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at`
+
+// collect reads the skills that a query has found, whose error is err.
+func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {
+	var all []Skill
+	if err == nil {
+		all, err = pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	return all, nil
+}
+
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
-	rows, err := db.Query(ctx, `
-		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
-		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
-		  from agent_skills where name = @name`, pgx.StrictNamedArgs{"name": name})
+	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`, pgx.StrictNamedArgs{"name": name})
 	if err != nil {
 		return Skill{}, fmt.Errorf("get skill %q: %w", name, err)
 	}
@@ -108,9 +121,7 @@ type Filter struct {
 // List returns skills, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
-		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
-		  from agent_skills
+		select `+columns+` from agent_skills
 		 where (@enabled::boolean is null or enabled = @enabled)
 		   and (@scope = '' or scope = @scope)
 		   and (@source = '' or source = @source)
@@ -121,14 +132,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 			"enabled": f.Enabled, "scope": f.Scope, "source": f.Source, "disabled_by": f.DisabledBy,
 			"before": f.Before, "limit": pageSize(f.Limit),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list skills: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
-	if err != nil {
-		return nil, fmt.Errorf("list skills: %w", err)
-	}
-	return all, nil
+	return collect(rows, err, "list skills")
 }
 
 func pageSize(limit int) int {
@@ -140,39 +144,21 @@ func pageSize(limit int) int {
 
 func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
-		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
-		  from agent_skills
+		select `+columns+` from agent_skills
 		 where enabled and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
 		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
-	if err != nil {
-		return nil, fmt.Errorf("list available skills: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
-	if err != nil {
-		return nil, fmt.Errorf("list available skills: %w", err)
-	}
-	return all, nil
+	return collect(rows, err, "list available skills")
 }
 
 // OnTrial returns the disabled skills of the given scopes, and of [ScopeBoth], that may be tried once and that nobody
 // tries now, by name.
 func OnTrial(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
-		       disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at
-		  from agent_skills
+		select `+columns+` from agent_skills
 		 where not enabled and trial_at is not null and (scope = 'both' or scope = any(@scopes::text[]))
 		   and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true
 		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
-	if err != nil {
-		return nil, fmt.Errorf("list skills on trial: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
-	if err != nil {
-		return nil, fmt.Errorf("list skills on trial: %w", err)
-	}
-	return all, nil
+	return collect(rows, err, "list skills on trial")
 }
 
 // marshalEvidence writes evidence as a JSON object; nil is the empty one.
