@@ -34,8 +34,8 @@ func LoadDir(dir string) (Workspace, error) {
 
 // Load reads every .yaml and .yml file of a folder and of the folders in it, those whose name begins
 // with a dot left out. The error of files that are wrong is [Problems], which names every one, and then
-// the workspace is empty. A folder without any such file, or with no document in any of them, is an error too, since to
-// apply it would be to remove everything.
+// the workspace is empty. A folder without any such file is an error too, since to apply it would be to
+// remove everything.
 func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }
 
 func load(fsys fs.FS, dir string) (Workspace, error) {
@@ -52,9 +52,6 @@ func load(fsys fs.FS, dir string) (Workspace, error) {
 	}
 	if err := l.problems.err(); err != nil {
 		return Workspace{}, err
-	}
-	if l.documents == 0 {
-		return Workspace{}, fmt.Errorf("load workspace: the .yaml files of %s are empty; a document begins with kind: %s", filepath.Join(dir, "."), kindList())
 	}
 	return l.workspace, nil
 }
@@ -88,7 +85,6 @@ func find(fsys fs.FS) ([]string, error) {
 // loader gathers documents and problems.
 type loader struct {
 	workspace Workspace
-	documents int
 	problems  Problems
 	first     map[string]Position // where "kind name" was declared
 }
@@ -113,7 +109,6 @@ func (l *loader) file(fsys fs.FS, name, shown string) {
 			return
 		}
 		if node := root.Content[0]; node.ShortTag() != "!!null" {
-			l.documents++
 			l.document(shown, node)
 		}
 	}

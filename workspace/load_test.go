@@ -175,17 +175,6 @@ func TestLoadRefusesAFolderWithoutFiles(t *testing.T) {
 	}
 }
 
-func TestLoadRefusesAFolderOfEmptyFiles(t *testing.T) {
-	for _, text := range []string{"", "# all of it\n# is a comment\n", "---\n---\n", "null\n"} {
-		if got, err := workspace.Load(files("a.yaml", text)); err == nil || !strings.Contains(err.Error(), "are empty; a document begins with kind: ") {
-			t.Errorf("%q: %+v, error %v", text, got, err)
-		}
-	}
-	if _, err := workspace.Load(files("a.yaml", "# later\n", "b.yaml", good)); err != nil {
-		t.Errorf("an empty file beside another: %v", err)
-	}
-}
-
 func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "a.yaml")

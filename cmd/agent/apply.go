@@ -18,7 +18,8 @@ func (c *cli) applyCommand() *cobra.Command {
 		Use:   "apply DIR",
 		Short: "Make the database match a workspace folder",
 		Long: `Make skills, automations and objectives in the database match the YAML files in DIR, in one transaction, and show
-what changes. Applying twice changes nothing the second time. What the agent learned and what an admin decided stays.`,
+what changes. Applying twice changes nothing the second time. What the agent learned and what an admin decided stays.
+What an earlier apply declared and no file declares now is removed: files that are all empty remove everything.`,
 		Example: "  agent apply ./workspace --dry-run",
 		Args:    args(1, 1, "a folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
