@@ -76,6 +76,9 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 	if err := alone(ctx, lock); err != nil {
 		return nil, err
 	}
+	if err := refusePlace(ctx, pool); err != nil {
+		return nil, err
+	}
 	if err := refuseStrangers(ctx, pool, all); err != nil {
 		return nil, err
 	}

@@ -24,7 +24,7 @@ func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, all []migration) e
 	var met string
 	err := pool.QueryRow(ctx, `
 		select coalesce(min(c.relname), '') from pg_class c
-		 where c.relnamespace = to_regnamespace(current_schema()) and c.relname = any (@names) and to_regclass('agent_migrations') is null`,
+		 where c.relnamespace = (select n.oid from pg_namespace n where n.nspname = current_schema()) and c.relname = any (@names) and to_regclass('agent_migrations') is null`,
 		postgres.Strict{"names": names}).Scan(&met)
 	if err != nil {
 		return fmt.Errorf("look for another program's tables: %w", err)

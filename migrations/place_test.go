@@ -1,0 +1,93 @@
+package migrations_test
+
+import (
+	"net/url"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// along is a pool on a new database whose sessions have a search path, after some statements of its owner.
+func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
+	t.Helper()
+	at := pgtest.EmptyURL(t)
+	open := func(at string) *pgxpool.Pool {
+		pool, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 4})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(pool.Close)
+		return pool
+	}
+	owner = open(at)
+	exec(t, owner, before)
+	u, err := url.Parse(at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	query := u.Query()
+	query.Set("search_path", path)
+	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
+	return open(u.String()), owner
+}
+
+const written = `
+	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
+
+// What cannot be made where the search path leads to is not begun, and is said before anything is written.
+func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
+	for name, c := range map[string]struct{ path, before, says string }{
+		"none":     {"nowhere", `select 1`, "no schema of the search path is there"},
+		"capitals": {`"App"`, `create schema "App"; create schema app`, `"App"`},
+		"a space":  {`"my app"`, `create schema "my app"`, `"my app"`},
+		"an agent's tables are in another": {
+			"mine, public", `create schema mine; create table agent_migrations (version int)`, "add search_path=public to DATABASE_URL",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			db, owner := along(t, c.path, c.before)
+			there := get[int](t, owner, written)
+			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), c.says) {
+				t.Errorf("got %v, want %q", err, c.says)
+			}
+			if got := get[int](t, owner, written); got != there || get[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
+				t.Errorf("%d relations are there, want %d and no schema of River's", got, there)
+			}
+		})
+	}
+}
+
+func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
+	db, owner := along(t, "nowhere, mine", `create schema mine; create schema another; create table another.agent_locks (id int)`)
+	for range 2 {
+		if _, err := migrations.Up(t.Context(), db); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := migrations.Check(t.Context(), db); err != nil {
+		t.Error(err)
+	}
+	if got := get[int](t, owner, `select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
+		t.Errorf("%d relations are in public", got)
+	}
+}
+
+// Who may not make tables is told how they may.
+func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
+	db, _ := along(t, "public", `revoke create on schema public from public`)
+	weak := db.Config()
+	weak.ConnConfig.RuntimeParams["role"] = "pg_monitor"
+	pool, err := pgxpool.NewWithConfig(t.Context(), weak)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	if _, err := migrations.Up(t.Context(), pool); err == nil || !strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
+		t.Errorf("got %v", err)
+	}
+}
