@@ -4,13 +4,24 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"strings"
 	"unicode/utf8"
 )
 
 // encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair, and no text bytes that
-// are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v.
+// are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v, as also JSON does that v keeps as it was written.
 func encode(v any) (text json.RawMessage, mended bool, err error) {
+	text, mended, err = holdable(v)
+	if err != nil || !verbatim(reflect.TypeOf(v)) {
+		return text, mended, err
+	}
+	text, err = asStored(text)
+	return text, true, err
+}
+
+// holdable is JSON that jsonb can hold.
+func holdable(v any) (text json.RawMessage, mended bool, err error) {
 	if text, err = json.Marshal(v); err != nil {
 		return nil, false, err
 	}

@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"time"
 
@@ -60,3 +61,6 @@ func ReadBoth(ctx context.Context, db postgres.DB, mode pgx.QueryExecMode) (ours
 
 // Scan is how a row of any query is read.
 func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }
+
+// AsStored is JSON as jsonb gives it back.
+func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }

@@ -53,7 +53,11 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 		}
 		at.Next++
 		if at.Done || at.Next%snapshotEvery == 0 {
-			if err := r.snapshot(ctx, s, at); err != nil {
+			stored, mended, err := r.snapshot(ctx, s, at)
+			if err == nil && mended { // what goes on from the snapshot has no other state
+				at, err = decode[snapshot[S]](stored)
+			}
+			if err != nil {
 				return at.State, err
 			}
 		}
@@ -63,16 +67,15 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 
 // snapshot records a loop's state in place of the steps of its iterations, in one transaction. The fence
 // is the checkpoint's own.
-func (r *run) snapshot(ctx context.Context, s spec, at any) error {
+func (r *run) snapshot(ctx context.Context, s spec, at any) (output json.RawMessage, mended bool, err error) {
 	if r.replay != nil {
-		return r.replay.beyond(r, s.key)
+		return nil, false, r.replay.beyond(r, s.key)
 	}
 	if err := r.caughtUp(ctx); err != nil { // lest a record comes after those that the state stands for
-		return err
+		return nil, false, err
 	}
-	output, _, err := encode(at)
-	if err != nil {
-		return fmt.Errorf("loop %s: encode state: %w", s.key, err)
+	if output, mended, err = encode(at); err != nil {
+		return nil, false, fmt.Errorf("loop %s: encode state: %w", s.key, err)
 	}
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
 	defer cancel()
@@ -85,5 +88,5 @@ func (r *run) snapshot(ctx context.Context, s spec, at any) error {
 		b.Queue(`delete from agent_checkpoints where execution_id = @id and starts_with(step, @prefix)`,
 			postgres.Strict{"id": r.exec.ID, "prefix": s.key + "@"})
 	})
-	return r.written(ctx, s, err, activity.Outcome{Output: at})
+	return output, mended, r.written(ctx, s, err, activity.Outcome{Output: at})
 }
