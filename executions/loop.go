@@ -85,7 +85,9 @@ func (r *run) snapshot(ctx context.Context, s spec, at any) (output json.RawMess
 			on conflict (execution_id, step) do update
 			   set claim = excluded.claim, output = excluded.output, created_at = clock_timestamp()`,
 			postgres.Strict{"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "output": output})
-		b.Queue(`delete from agent_checkpoints where execution_id = @id and starts_with(step, @prefix)`,
+		b.Queue(`
+			delete from agent_checkpoints
+			 where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'`,
 			postgres.Strict{"id": r.exec.ID, "prefix": s.key + "@"})
 	})
 	return output, mended, r.written(ctx, s, err, activity.Outcome{Output: at})

@@ -7,6 +7,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"strconv"
 	"strings"
 	"time"
 
@@ -35,7 +37,7 @@ const ClassUnknown = "unknown"
 type scopeKey struct{}
 
 // Scope names a branch: steps in it have keys of their own. Branches that run at the same time must each
-// have one, because the order of their steps differs from run to run.
+// have one, because the order of their steps differs from run to run. A slash in the name counts as an underscore.
 func Scope(ctx context.Context, name string) context.Context {
 	return context.WithValue(ctx, scopeKey{}, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
 }
@@ -227,13 +229,8 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	base := scopeOf(ctx) + s.name
 	r.begun++
-	r.seen[base]++
-	s.key = base
-	if n := r.seen[base]; n > 1 {
-		s.key = fmt.Sprintf("%s#%d", base, n)
-	}
+	s.key = r.keyOf(scopeOf(ctx) + s.name)
 	if r.poison != nil {
 		return nil, r.poison
 	}
@@ -241,6 +238,33 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 		return nil, context.Cause(ctx)
 	}
 	return r, nil
+}
+
+// keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3" must not
+// have the same. The caller holds r.mu.
+func (r *run) keyOf(base string) string {
+	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.seen[base] == 0 {
+		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.seen[base[:at]] {
+			r.seen[base] = 1
+		}
+	}
+	for {
+		r.seen[base]++
+		n := r.seen[base]
+		if n == 1 {
+			return base
+		}
+		if key := base + "#" + strconv.Itoa(n); r.seen[key] == 0 {
+			return key
+		}
+	}
+}
+
+// forget has the steps within a step get the keys again that they had, because it is begun anew.
+func (r *run) forget(step string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	maps.DeleteFunc(r.seen, func(key string, _ int) bool { return strings.HasPrefix(key, step+"/") })
 }
 
 // Now is the database's time, recorded: the same in every run of the execution.

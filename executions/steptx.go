@@ -115,22 +115,30 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 	return value, err
 }
 
-// reread looks whether a step has been recorded meanwhile; errRecorded then.
+// reread looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before has recorded are not
+// made again.
 func (r *run) reread(ctx context.Context, tx pgx.Tx, step string) error {
+	r.forget(step)
+	if err := r.caughtUp(ctx); err != nil {
+		return err
+	}
 	rows, err := tx.Query(ctx, `
 		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
-		 where execution_id = @id and step = @step`, postgres.Strict{"id": r.exec.ID, "step": step})
+		 where execution_id = @id and (step = @step or starts_with(step, @step || '/'))`, postgres.Strict{"id": r.exec.ID, "step": step})
 	if err != nil {
 		return err
 	}
-	point, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Checkpoint])
-	if errors.Is(err, pgx.ErrNoRows) {
-		return nil
-	} else if err != nil {
+	points, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
+	if err != nil {
 		return err
 	}
 	r.mu.Lock()
-	r.checkpoints[step] = point
-	r.mu.Unlock()
-	return errRecorded
+	defer r.mu.Unlock()
+	for _, point := range points {
+		r.checkpoints[point.Step] = point
+	}
+	if _, done := r.checkpoints[step]; done {
+		return errRecorded
+	}
+	return nil
 }
