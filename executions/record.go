@@ -79,13 +79,25 @@ func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
 		s.entry.IdempotencyKey = effect.Key
 	}
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
-	err := r.write(ctx, func(b *pgx.Batch) {
+	lasting, end := r.lasting(ctx)
+	defer end()
+	err := r.write(lasting, func(b *pgx.Batch) {
 		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
 		if s.also != nil {
 			s.also(b)
 		}
 	})
 	return r.written(ctx, s, err, activity.Outcome{Status: activity.Running})
+}
+
+// lasting is ctx without the limits that the code has set: a write that they cut off might be there, and nobody would know of it.
+func (r *run) lasting(ctx context.Context) (context.Context, func()) {
+	if ctx.Done() == r.life.Done() {
+		return ctx, func() {}
+	}
+	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(r.life, func() { end(context.Cause(r.life)) })
+	return longer, func() { stop(); end(nil) }
 }
 
 // keep records how a step ended and returns what every later run will get: the value, or the error. A

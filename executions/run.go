@@ -23,6 +23,7 @@ type run struct {
 	exec   Execution
 	worker string
 	began  time.Time
+	life   context.Context // ends when the run is stopped, or its caller leaves
 	cancel context.CancelCauseFunc
 
 	mu          sync.Mutex
@@ -119,7 +120,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	defer cancel(nil)
 	claimed := took.Execution
 	r := &run{
-		e: e, exec: claimed, worker: worker, began: time.Now(), cancel: cancel,
+		e: e, exec: claimed, worker: worker, began: time.Now(), life: ctx, cancel: cancel,
 		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
 	ctx = trace.With(context.WithValue(ctx, runKey{}, r), claimed.span())

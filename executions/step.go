@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 // StepError is the recorded error of a step. The first run and every replay return it alike, so a flow
@@ -98,8 +99,9 @@ type spec struct {
 }
 
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a
-// result too and comes back as *StepError. fn may run again when the process dies before the record is
-// written, so effects on the world belong into Call. T must survive encoding/json.
+// result too and comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn. fn may
+// run again when the process dies before the record is written, so effects on the world belong into Call. T must survive
+// encoding/json; JSON that it holds as json.RawMessage is given back, from the first run on, as the database writes it.
 //
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
 // end, with which it shares a write where that follows at once. A small one may be yet to be written when Step returns, for a
@@ -194,18 +196,34 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	if effect.ActivityID != "" {
 		inner = withActivity(inner, effect.ActivityID)
 	}
-	value, err := protect(inner, effect, fn)
+	value, err := zero, ctx.Err() // which may have ended while the intent was written
+	if err == nil {
+		value, err = protect(inner, effect, fn)
+	}
 	stop := r.poisoned()
 	if errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
 		return zero, stop
 	}
-	if err != nil && (stop != nil || ctx.Err() != nil) { // the context of a hold hears of a stop a moment later
+	if err != nil && (stop != nil || r.interrupts(ctx)) {
 		return zero, r.abandon(ctx, s, effect, err)
+	}
+	if ctx.Err() != nil && r.life.Err() == nil { // the code's own limit, or another branch, has ended the step and not the run
+		ctx = context.WithoutCancel(ctx)
 	}
 	if err != nil {
 		return keep(ctx, r, s, effect, zero, asStepError(s.key, err))
 	}
 	return keep(ctx, r, s, effect, value, nil)
+}
+
+// interrupts reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its error is no result of
+// it. What the code ends itself, by a timeout or because another branch has failed, has its error for a result.
+func (r *run) interrupts(ctx context.Context) bool {
+	if r.life.Err() != nil { // first: the context of a hold hears of it a moment later
+		return true
+	}
+	cause := context.Cause(ctx)
+	return errors.Is(cause, lanes.ErrLost) || IsControl(cause) && !errors.Is(cause, context.Canceled)
 }
 
 // inside is the scope of the steps within a step.
@@ -234,7 +252,7 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	if r.poison != nil {
 		return nil, r.poison
 	}
-	if ctx.Err() != nil {
+	if _, recorded := r.checkpoints[s.key]; ctx.Err() != nil && (!recorded || r.life.Err() != nil) {
 		return nil, context.Cause(ctx)
 	}
 	return r, nil
