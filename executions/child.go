@@ -85,6 +85,9 @@ func depth(ctx context.Context, tx pgx.Tx, id string) error {
 // result, not an error. While the parent waits the child may act in the lanes that the parent holds.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 	r, err := runOf(ctx)
+	if err == nil && c.Wait {
+		err = mayWait(ctx, name)
+	}
 	if err != nil {
 		return Triggered{}, err
 	}

@@ -193,6 +193,9 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 		return zero, err
 	}
 	inner := inside(ctx, s)
+	if !s.again {
+		inner = withoutWaits(inner, "the call "+s.key+", which is not idempotent, so that it cannot be begun again after the wait")
+	}
 	if effect.ActivityID != "" {
 		inner = withActivity(inner, effect.ActivityID)
 	}

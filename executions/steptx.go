@@ -80,8 +80,11 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		}
 		var mended bool
 		var out []byte
-		if value, err = callTx(inside(ctx, s), tx, fn); err != nil {
+		if value, err = callTx(withoutWaits(inside(ctx, s), "the transaction of step "+s.key), tx, fn); err != nil {
 			return err
+		}
+		if tx.Conn().PgConn().IsBusy() { // whatever is sent now is refused, and looks as if it could be tried again
+			return asStepError("", errors.New("the transaction is still being read from: close the rows of its queries"))
 		}
 		if out, mended, err = encode(value); err != nil {
 			return fmt.Errorf("encode result: %w", err)

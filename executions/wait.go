@@ -119,8 +119,12 @@ type Outcome struct {
 
 // Wait waits durably. The first time it normally returns ErrParked, which the flow returns in turn: the
 // execution is waiting and holds no process. When the wait has ended, the flow runs again and Wait
-// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it.
+// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it. There are no waits within a StepTx, nor
+// within a Do that is not idempotent.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
+	if err := mayWait(ctx, name); err != nil {
+		return Outcome{}, err
+	}
 	s := spec{name: name}
 	standard, longest := Limits(w.kind)
 	if w.timeout == 0 {
@@ -171,6 +175,21 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	r.stop(ErrParked)
 	r.e.soon(w.timeout)
 	return Outcome{}, ErrParked
+}
+
+type noWaitsKey struct{}
+
+// withoutWaits is the context within a step that has to end in the run in which it has begun.
+func withoutWaits(ctx context.Context, within string) context.Context {
+	return context.WithValue(ctx, noWaitsKey{}, within)
+}
+
+// mayWait refuses a wait that would leave a step which cannot be left.
+func mayWait(ctx context.Context, name string) error {
+	if within, ok := ctx.Value(noWaitsKey{}).(string); ok {
+		return fmt.Errorf("wait %s: there are no waits within %s: wait before or after it", name, within)
+	}
+	return nil
 }
 
 // waited notes how a wait ended, for the record of the run's end.
