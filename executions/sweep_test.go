@@ -5,6 +5,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -98,5 +101,96 @@ func TestWhatALostWorkerHad(t *testing.T) {
 		if got != want {
 			t.Errorf("%s\nwant %s", got, want)
 		}
+	}
+}
+
+// lostWork is what a worker has that is dead: twenty executions, of which every fourth ends with its worker.
+func lostWork(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	dead := worker(t, pool)
+	for i := range 20 {
+		id := pending(t, pool)
+		mustClaim(t, pool, id, dead)
+		if i%4 == 0 {
+			exec(t, pool, `update agent_executions set on_lost = 'fail' where id = @id`, postgres.Strict{"id": id})
+		}
+	}
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+}
+
+// became counts what has become of the work of a dead worker.
+const became = `
+	select format('%s its still, %s ready, %s ended, %s told, %s noted', count(*) filter (where x.claim = 1 and x.claimed_by is not null),
+	         count(*) filter (where x.status = 'running' and x.claim = 2 and x.wake = 1 and x.attempt = 1 and x.claimed_by is null),
+	         count(*) filter (where x.status = 'failed' and x.claim = 2 and x.completed_at is not null),
+	         (select count(*) from agent_events where event = 'AGENT_COMPLETED'), (select count(*) from agent_claims_lost))
+	  from agent_executions x`
+
+// However many look at once, what a dead worker had is taken from it once.
+func TestManySweepsTakeLostWorkOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	lostWork(t, pool)
+	p := prepare(t, pool, flow(nothing))
+	barrier := held(t, pool) // lets them all begin, and meet
+	exec(t, barrier, `lock table agent_workers in access exclusive mode`)
+	var group errgroup.Group
+	for range 4 {
+		group.Go(func() error { return p.Sweep(t.Context()) })
+		group.Go(func() error { // as who asks for the run of a lost worker does
+			_, err := pool.Exec(t.Context(), `select lose_agent_claims(w.id) from agent_workers w`)
+			return err
+		})
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `
+			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
+	}, "several sweep")
+	if err := barrier.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got := value[string](t, pool, became); got != "0 its still, 15 ready, 5 ended, 5 told, 20 noted" {
+		t.Error(got)
+	}
+}
+
+// A sweep whose connection is lost in the middle has taken nothing, and the next one takes all.
+func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	lostWork(t, pool)
+	p := prepare(t, pool, flow(nothing))
+	exec(t, pool, `
+		create function stall() returns trigger language plpgsql as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
+	exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
+	stall := held(t, pool)
+	exec(t, stall, `select pg_advisory_xact_lock(42)`)
+	var group errgroup.Group
+	group.Go(func() error { return p.Sweep(t.Context()) })
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `
+			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
+			 where datname = current_database() and wait_event = 'advisory'`)
+	}, "a sweep is cut off")
+	if err := group.Wait(); err == nil {
+		t.Error("the sweep does not say that it was cut off")
+	}
+	if got := value[string](t, pool, became); got != "20 its still, 0 ready, 0 ended, 0 told, 0 noted" {
+		t.Error(got)
+	}
+	if err := stall.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got := value[string](t, pool, became); got != "0 its still, 15 ready, 5 ended, 5 told, 20 noted" {
+		t.Error(got)
 	}
 }
