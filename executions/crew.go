@@ -3,6 +3,7 @@ package executions
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"reflect"
 	"sync"
 	"time"
@@ -222,7 +223,7 @@ func (c *crew) begin(living context.Context, x claimed, worker string) {
 	go func() {
 		free := sync.OnceValue(c.returned)
 		err := c.e.perform(living, x, worker, func() { free() })
-		if err != nil {
+		if err != nil && !errors.Is(err, errUnnumbered) {
 			c.e.log.WarnContext(living, "execution not run to its end here", "execution", x.ID, "error", err)
 		}
 		c.settled(free())

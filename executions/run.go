@@ -102,7 +102,9 @@ func (e *Engine) attend(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	_, err = e.execute(ctx, claimed, worker)
+	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
+		return e.attend(ctx, id)
+	}
 	return err
 }
 
@@ -139,6 +141,9 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	}
 	if err := r.catchUp(ctx, took.held); err != nil {
 		e.giveUp(ctx, r)
+		if errors.Is(err, errUnnumbered) {
+			e.ready(claimed.Queue, 1)
+		}
 		return err
 	}
 	if !e.enter(r) {
@@ -182,8 +187,19 @@ func (r *run) catchUp(ctx context.Context, held bool) error {
 	if r.exec.Claim == 1 || known && !held {
 		return nil
 	}
-	return r.load(ctx, held)
+	if err := r.load(ctx, held); err != nil {
+		return err
+	}
+	if len(r.interrupted) > 0 && r.exec.Claim <= 2*int64(r.exec.WaitNumber)+1 {
+		return errUnnumbered
+	}
+	return nil
 }
+
+// errUnnumbered hands a claim back so that the next one has a higher number. Whoever claims looks for interrupted calls only where the
+// number is higher than waits alone make it, which is so once a claim was lost; but a call is interrupted as well when another branch
+// begins to wait beside it, and may be waited beside again before its branch comes to it.
+var errUnnumbered = errors.New("the claim's number does not tell of an interrupted call")
 
 // load reads, in one round trip, what earlier claims have recorded. Of a run that is held, lanes and calls are still
 // those of an earlier claim.
