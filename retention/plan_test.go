@@ -37,6 +37,7 @@ const much = `
 	insert into agent_budgets (scope, created_at) select 'run:' || n, at from n;
 	insert into agent_activity (id, trace_id, execution_id, skill_name, created_at) select id, trace, id, 's', at from n;
 	insert into agent_activity_counts (span, start, kind, skill, surface, model) select 'hour', at, 'call', n, '', '' from n;
+	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds) select 'thread:' || n, 'nobody', n, at, at, 60 from n;
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`
 

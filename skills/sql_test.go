@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -236,7 +237,11 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	if _, err := invokeSQL(t, pool, "select 1", `{}`, map[string]any{"statement_timeout_ms": 1234}, nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false), lo_create(0)::text", `{}`, nil, nil); err != nil {
+	if _, err := invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	// Before 16, a transaction that only reads may make a large object.
+	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && postgres.Code(err) != "25006" {
 		t.Fatal(err)
 	}
 	var objects int

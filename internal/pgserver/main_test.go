@@ -100,7 +100,7 @@ func launchUser(t *testing.T, binary string, credential *syscall.Credential, con
 	cmd := exec.Command(binary, userArg, string(arg))
 	cmd.Stderr = os.Stderr
 	cmd.Dir = "/"
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "AGENT_PG_BIN=" + os.Getenv("AGENT_PG_BIN")}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: credential}
 	input, err := cmd.StdinPipe()
 	if err != nil {
