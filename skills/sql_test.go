@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -241,7 +240,7 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Before 16, a transaction that only reads may make a large object.
-	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && postgres.Code(err) != "25006" {
+	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && !strings.Contains(err.Error(), "25006") {
 		t.Fatal(err)
 	}
 	var objects int
