@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's comes to it.
@@ -70,5 +71,40 @@ func TestACallThatIsWaitedBesideIsNotMadeAgain(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	if calls.Load() != 1 || class.Load() != executions.ClassUnknown {
 		t.Errorf("called %d times, and the call ended %v", calls.Load(), class.Load())
+	}
+}
+
+// A connection that breaks in a step is no result of it, also when another branch has come to further steps meanwhile.
+func TestABrokenConnectionBesideAnotherBranchIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var tries atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		group, ctx := errgroup.WithContext(ctx)
+		begun, beside := make(chan struct{}), make(chan struct{})
+		group.Go(func() error {
+			_, err := executions.Step(executions.Scope(ctx, "one"), "read", func(ctx context.Context) (int, error) {
+				if tries.Add(1) > 1 {
+					return 0, nil
+				}
+				close(begun)
+				<-beside
+				_, err := pool.Exec(ctx, `select pg_terminate_backend(pg_backend_pid())`, postgres.Strict{})
+				return 0, err
+			})
+			return err
+		})
+		group.Go(func() error {
+			defer close(beside)
+			<-begun
+			_, err := executions.Step(executions.Scope(ctx, "other"), "step", func(context.Context) (int, error) { return 0, nil })
+			return err
+		})
+		return ends("done", group.Wait())
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
+	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
+		t.Errorf("%s after %d tries", got.Status, tries.Load())
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net/url"
+	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -34,7 +35,7 @@ func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)
 		switch {
 		case err == nil, ctx.Err() != nil, !away(err), cancelled > mostCancelled, time.Now().After(deadline), r.poisoned() != nil:
 			return value, err
-		case r.steps() != begun: // called again, it would take its own steps for others
+		case r.stepped(scopeOf(ctx), begun): // called again, it would take its own steps for others
 			return value, err
 		}
 		r.e.warnUnavailable(ctx, err)
@@ -56,4 +57,16 @@ func (r *run) steps() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.begun
+}
+
+// stepped reports whether code in a scope has come to further steps, be they within it or around it. Those of other branches do not count.
+func (r *run) stepped(scope string, since int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for other, last := range r.latest {
+		if last > since && (strings.HasPrefix(other, scope) || strings.HasPrefix(scope, other)) {
+			return true
+		}
+	}
+	return false
 }

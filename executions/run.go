@@ -31,6 +31,7 @@ type run struct {
 	interrupted map[string]bool // steps whose call an earlier claim left in flight
 	seen        map[string]int  // occurrences of scope + name
 	begun       int             // steps that the code has come to
+	latest      map[string]int  // which of them was the last, by scope
 	variables   json.RawMessage // as the code set them last; nil when it has not
 	shown       json.RawMessage // those that the row has
 	carrying    bool            // a write under way takes them along

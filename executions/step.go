@@ -251,6 +251,10 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.begun++
+	if r.latest == nil {
+		r.latest = map[string]int{}
+	}
+	r.latest[scopeOf(ctx)] = r.begun
 	s.key = r.keyOf(scopeOf(ctx) + s.name)
 	if r.poison != nil {
 		return nil, r.poison
