@@ -20,11 +20,12 @@ const (
 	connectRetryEvery      = 250 * time.Millisecond
 	idleInTransaction      = time.Minute // then the server ends the session: a process that was paused holds nobody up for longer
 	readCommitted          = "read committed"
+	utf8                   = "UTF8"
 )
 
 // Options tune [Open]; the zero value is right for a server process. What the connection string
 // says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode,
-// idle_in_transaction_session_timeout, jit, pool_ping_timeout) wins.
+// idle_in_transaction_session_timeout, pool_ping_timeout, and what a session is asked to be like) wins.
 type Options struct {
 	MaxConns        int32         // most connections of the pool; 16 when 0
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
@@ -113,11 +114,18 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 type route struct {
 	pooled    bool   // another process than the announced one answers: a pooler is in between
 	isolation string // the isolation level a statement gets when nobody asks
+	encoding  string // of the database
 }
 
-// adapt makes config fit the way to the server. An isolation level, the end of idle transactions and no just-in-time
-// compilation, which costs short statements far more than it saves, are startup parameters that PgBouncer refuses, so they are only
-// sent when no pooler is there.
+// asked is what a session is to be like where no pooler is in between, whatever the server, the database and the role set: no just-in-time compilation,
+// which costs short statements far more than it saves; times, spans and texts that are written, and read again, in one way alone.
+var asked = map[string]string{
+	"jit": "off", "timezone": "UTC", "datestyle": "ISO", "intervalstyle": "postgres", "client_encoding": utf8,
+	"standard_conforming_strings": "on", "array_nulls": "on",
+}
+
+// adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which PgBouncer refuses some,
+// so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{moved: &moved{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
@@ -126,19 +134,31 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 			config.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
 		}
 	}
-	for name, value := range map[string]string{"idle_in_transaction_session_timeout": strconv.FormatInt(idle.Milliseconds(), 10), "jit": "off"} {
-		if _, given := config.RuntimeParams[name]; !given && !r.pooled {
+	switch {
+	case r.encoding != utf8:
+		return &openError{
+			target(config), fmt.Sprintf("its encoding is %q and must be %q", r.encoding, utf8),
+			"make another with createdb --encoding=UTF8 --template=template0 agent, and name it in DATABASE_URL", nil,
+		}
+	case r.pooled && r.isolation != readCommitted:
+		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set default_transaction_isolation = 'read committed'",
+			r.isolation, readCommitted, pgx.Identifier{config.Database}.Sanitize())
+	case r.pooled:
+		return nil
+	}
+	given := make(map[string]bool)
+	for name := range config.RuntimeParams {
+		given[strings.ToLower(name)] = true
+	}
+	for name, value := range asked {
+		if !given[name] {
 			config.RuntimeParams[name] = value
 		}
 	}
-	switch {
-	case r.isolation == readCommitted:
-		return nil
-	case r.pooled:
-		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set default_transaction_isolation = 'read committed'",
-			r.isolation, readCommitted, pgx.Identifier{config.Database}.Sanitize())
+	if !given["idle_in_transaction_session_timeout"] {
+		config.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt(idle.Milliseconds(), 10)
 	}
-	config.RuntimeParams["default_transaction_isolation"] = readCommitted
+	config.RuntimeParams["default_transaction_isolation"] = readCommitted // also where the default is changed later
 	return nil
 }
 
@@ -166,7 +186,8 @@ func probe(ctx context.Context, config *pgx.ConnConfig) (r route, err error) {
 	if r.pooled, err = pooled(ctx, conn); err != nil {
 		return route{}, err
 	}
-	err = conn.QueryRow(ctx, "select current_setting('default_transaction_isolation')", pgx.QueryExecModeExec).Scan(&r.isolation)
+	err = conn.QueryRow(ctx, "select current_setting('default_transaction_isolation'), current_setting('server_encoding')", pgx.QueryExecModeExec).
+		Scan(&r.isolation, &r.encoding)
 	return r, err
 }
 

@@ -110,8 +110,12 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	}
 	defer pool.Close()
 	const level = "select current_setting('transaction_isolation')"
-	var alone, within string
+	var alone, before, within string
 	if err := pool.QueryRow(t.Context(), level).Scan(&alone); err != nil {
+		t.Fatal(err)
+	}
+	admin.Reset() // a pool that was opened before the default was changed opens other connections
+	if err := admin.QueryRow(t.Context(), level).Scan(&before); err != nil {
 		t.Fatal(err)
 	}
 	// A connection opened by hand keeps the default; InTx does not.
@@ -124,8 +128,8 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if alone != "read committed" || within != "read committed" {
-		t.Errorf("isolation of a statement %q, of InTx %q", alone, within)
+	if alone != "read committed" || before != "read committed" || within != "read committed" {
+		t.Errorf("isolation of a statement %q, of one of a pool from before %q, of InTx %q", alone, before, within)
 	}
 	if _, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{}); err == nil || !strings.Contains(err.Error(), "alter database") {
 		t.Errorf("behind a pooler, where it cannot be set: %v", err)

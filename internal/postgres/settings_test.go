@@ -1,0 +1,71 @@
+package postgres_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// opened is a pool of [postgres.Open], closed at the end.
+func opened(t *testing.T, at string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// A database, or a role, may be set up for others; what a session writes and reads is the same.
+func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
+	for _, setting := range []string{
+		"timezone = 'Asia/Kolkata'", "datestyle = 'German, DMY'", "intervalstyle = 'sql_standard'", "client_encoding = 'latin1'",
+		"standard_conforming_strings = off", "array_nulls = off", "jit = on",
+	} {
+		if _, err := admin.Exec(t.Context(), "alter database "+name+" set "+setting); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const texts = `
+		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'), ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
+		       current_setting('jit'))`
+	var got string
+	if err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got); err != nil || got != "2026-07-01 00:00:00+00 30 days 2 t 2 off" {
+		t.Errorf("got %q, %v", got, err)
+	}
+	const zone = `select current_setting('TimeZone')`
+	if err := opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got); err != nil || got != "Europe/Madrid" {
+		t.Errorf("with a zone in the connection string the zone is %q, %v", got, err)
+	}
+}
+
+// A server that was made for the locale C has databases of no encoding at all, unless one says otherwise.
+func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := admin.Config().ConnConfig.Database + "_ascii"
+	if _, err := admin.Exec(t.Context(), "create database "+pgx.Identifier{name}.Sanitize()+" template template0 encoding 'SQL_ASCII' locale 'C'"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if _, err := admin.Exec(context.WithoutCancel(t.Context()), "drop database "+pgx.Identifier{name}.Sanitize()); err != nil {
+			t.Error(err)
+		}
+	})
+	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1), postgres.Options{})
+	if err == nil || !strings.Contains(err.Error(), `"SQL_ASCII"`) || !strings.Contains(err.Error(), "createdb --encoding=UTF8") {
+		t.Errorf("got %v", err)
+	}
+}
