@@ -98,10 +98,13 @@ func drop(ctx context.Context, db postgres.DB, partition string) (string, error)
 	for try := 1; ; try++ {
 		var said string
 		err := db.QueryRow(ctx, `select drop_agent_activity_partition(@partition)`, postgres.Strict{"partition": partition}).Scan(&said)
-		if !postgres.IsCode(err, "55P03", "40P01") {
+		switch {
+		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // the last: who had begun to detach it has done so in this very moment
 			return said, err
-		}
-		if try == dropTries {
+		case try < dropTries:
+		case postgres.IsCode(err, "42P01"):
+			return "", err
+		default:
 			return "others have it locked", nil
 		}
 		if err := rest(ctx, time.Duration(try)*50*time.Millisecond); err != nil {
