@@ -165,7 +165,7 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *repl
 	defer cancel(nil)
 	r := &run{
 		e: e, exec: x, life: ctx, cancel: cancel, replay: p,
-		seen: map[string]int{}, checkpoints: p.points, interrupted: map[string]bool{},
+		seen: map[string]int{}, latest: map[string]int{}, checkpoints: p.points, interrupted: map[string]bool{},
 	}
 	sealed, seal := postgres.Sealed(trace.With(context.WithValue(ctx, runKey{}, r), x.span()))
 	result, err := r.call(sealed, flow)

@@ -124,7 +124,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	claimed := took.Execution
 	r := &run{
 		e: e, exec: claimed, worker: worker, began: time.Now(), life: ctx, cancel: cancel,
-		seen: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
+		seen: map[string]int{}, latest: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
 	ctx = trace.With(context.WithValue(ctx, runKey{}, r), claimed.span())
 	flow, err := e.flow(ctx, claimed.Flow)

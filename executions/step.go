@@ -250,19 +250,20 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	scope := scopeOf(ctx)
 	r.begun++
-	if r.latest == nil {
-		r.latest = map[string]int{}
-	}
-	r.latest[scopeOf(ctx)] = r.begun
-	s.key = r.keyOf(scopeOf(ctx) + s.name)
+	r.latest[scope] = r.begun
+	s.key = r.keyOf(scope + s.name)
 	if r.poison != nil {
 		return nil, r.poison
 	}
-	if _, recorded := r.checkpoints[s.key]; ctx.Err() != nil && (!recorded || r.life.Err() != nil) {
-		return nil, context.Cause(ctx)
+	if ctx.Err() == nil {
+		return r, nil
 	}
-	return r, nil
+	if _, recorded := r.checkpoints[s.key]; recorded && r.life.Err() == nil { // only the code's own limit is over, as when it was recorded
+		return r, nil
+	}
+	return nil, context.Cause(ctx)
 }
 
 // keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3" must not
