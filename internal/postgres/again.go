@@ -47,5 +47,5 @@ func Broken(err error) bool {
 			return true
 		}
 	}
-	return IsCode(err, codeTerminated, codeIdle)
+	return IsCode(err, codeTerminated, codeIdle, codeSession)
 }

@@ -118,10 +118,11 @@ type route struct {
 }
 
 // asked is what a session is to be like where no pooler is in between, whatever the server, the database and the role set: no just-in-time compilation,
-// which costs short statements far more than it saves; times, spans and texts that are written, and read again, in one way alone.
+// which costs short statements far more than it saves; times, spans and texts that are written, and read again, in one way alone; no end for being idle,
+// which listening is.
 var asked = map[string]string{
 	"jit": "off", "timezone": "UTC", "datestyle": "ISO", "intervalstyle": "postgres", "client_encoding": utf8,
-	"standard_conforming_strings": "on", "array_nulls": "on",
+	"standard_conforming_strings": "on", "array_nulls": "on", "idle_session_timeout": "0",
 }
 
 // adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which PgBouncer refuses some,

@@ -4,6 +4,7 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -47,6 +48,32 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 	const zone = `select current_setting('TimeZone')`
 	if err := opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got); err != nil || got != "Europe/Madrid" {
 		t.Errorf("with a zone in the connection string the zone is %q, %v", got, err)
+	}
+}
+
+// Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both, again and again.
+func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
+	if _, err := admin.Exec(t.Context(), "alter database "+name+" set idle_session_timeout = '50ms'"); err != nil {
+		t.Fatal(err)
+	}
+	db := opened(t, at)
+	var set string
+	if err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set); err != nil || set != "0" {
+		t.Errorf("a session of the pool is ended after %q: %v", set, err)
+	}
+	listening, err := postgres.Dialer(db)(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listening.Close(context.WithoutCancel(t.Context()))
+	waiting, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := listening.WaitForNotification(waiting); waiting.Err() == nil {
+		t.Errorf("a session that listens: %v", err)
 	}
 }
 

@@ -13,6 +13,7 @@ const (
 	codeTerminated = "57P01"
 	codeCrashed    = "57P02"
 	codeIdle       = "25P03" // the session was idle in a transaction for too long
+	codeSession    = "57P05" // the session was idle for too long
 )
 
 // Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when
