@@ -19,6 +19,11 @@ const (
 	lockPatience = "2s"
 	// lockTries is how often it does so before it gives up: some minutes.
 	lockTries = 60
+	// unhurried lifts the limits that the database, or the role, sets for the time of everybody's statements: what a file does takes as long as the
+	// tables are large, and would be cut off at the same place each time. Those that this server knows, for a transaction or for the session.
+	unhurried = `
+		select set_config(s.name, '0', $1) from pg_settings s
+		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
 	// letPass is how long those who stood behind it may pass between two tries.
 	letPass = time.Second
 	// askEvery is the pause of a process that waits for another one to have migrated.
@@ -58,6 +63,12 @@ func (m migration) inTransaction(ctx context.Context, pool *pgxpool.Pool) error 
 		if _, err := tx.Exec(ctx, `set local lock_timeout = '`+lockPatience+`'`); err != nil {
 			return err
 		}
+		if _, err := tx.Exec(ctx, unhurried, true); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // which refuse what is no error, for developers
+			return err
+		}
 		if _, err := tx.Exec(ctx, m.sql); err != nil {
 			return err
 		}
@@ -78,15 +89,38 @@ func (m migration) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 			return err
 		}
 	}
-	for statement := range strings.SplitSeq(strings.TrimPrefix(m.sql, outside), ";\n") {
-		if strings.TrimSpace(statement) == "" {
-			continue
+	err := alongside(ctx, pool, func(conn *pgxpool.Conn) error {
+		for statement := range strings.SplitSeq(strings.TrimPrefix(m.sql, outside), ";\n") {
+			if strings.TrimSpace(statement) == "" {
+				continue
+			}
+			if _, err := conn.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
 		}
-		if _, err := pool.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
-			return err
-		}
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	return m.record(ctx, pool)
+}
+
+// alongside lends fn a session without limits of time, which is closed afterwards. Behind a pooler a session is not ours, so its limits stay.
+func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
+	conn, err := pool.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release()
+	if postgres.Pooled(pool) {
+		return fn(conn)
+	}
+	defer func() { _ = conn.Conn().Close(context.WithoutCancel(ctx)) }()
+	if _, err := conn.Exec(ctx, unhurried, false); err != nil {
+		return err
+	}
+	return fn(conn)
 }
 
 var built = regexp.MustCompile(`(?i)create\s+(?:unique\s+)?index\s+concurrently\s+if\s+not\s+exists\s+([a-z0-9_]+)`)

@@ -110,9 +110,9 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 // alone takes the lock under which one process migrates, or waits for it. An index that is built concurrently waits for
 // all who have a snapshot. So the lock is asked for again and again, since a session that stands in a queue has one, and
 // by the simple protocol, since that of the other's last statement lives on in its portal. The session does nothing else
-// while migrations run, for however long: the server must not end it for that.
+// while migrations run, for however long: the server must not end it, or its transaction, for that.
 func alone(ctx context.Context, lock pgx.Tx) error {
-	if _, err := lock.Exec(ctx, `set local idle_in_transaction_session_timeout = 0`); err != nil {
+	if _, err := lock.Exec(ctx, unhurried, true); err != nil {
 		return fmt.Errorf("lock migrations: %w", err)
 	}
 	for {

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"testing/fstest"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -192,5 +193,32 @@ func TestFilesCanBeAppliedOneAtATime(t *testing.T) {
 	}
 	if err := migrations.Check(t.Context(), db); err != nil {
 		t.Error(err)
+	}
+}
+
+// A limit for everybody's statements would cut a long migration off at the same place each time.
+func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
+	if pgtest.Pooled() {
+		t.Skip("behind a pooler the limits of a session are the database's")
+	}
+	t.Parallel()
+	db := pgtest.DB(t)
+	insertExecution(t, db)
+	exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.3); return $1; end $$`)
+	name := pgx.Identifier{get[string](t, db, `select current_database()`)}.Sanitize()
+	limits := []string{"statement_timeout = '100ms'", "plpgsql.extra_errors = 'all'"}
+	if get[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
+		limits = append(limits, "transaction_timeout = '250ms'")
+	}
+	for _, limit := range limits {
+		exec(t, db, "alter database "+name+" set "+limit)
+	}
+	db.Reset()
+	ended(t, upgrade(t, db, next(t, map[string]string{
+		"9001_long.sql":  `select pg_sleep(0.3); create function f(x int) returns void language plpgsql as $$ declare x int; begin end $$`,
+		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions (slowly(flow));\n",
+	})))
+	if got := get[string](t, db, `select current_setting('statement_timeout')`); got != "100ms" {
+		t.Errorf("after a migration the pool's statements may take %s", got)
 	}
 }
