@@ -90,7 +90,7 @@ func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Du
 	before := time.Now()
 	a, err := k.answer(ctx, ask, lane, owner, ttl)
 	switch {
-	case postgres.IsCode(err, codeInvalid):
+	case refused(err):
 		return nil, nil, invalid("acquire", lane, err)
 	case err != nil:
 		if !nested {
@@ -225,7 +225,12 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
 }
 
-// invalid makes ErrInvalid of SQLSTATE 22023, with the database's words.
+// refused reports that the database refuses what it was given.
+func refused(err error) bool {
+	return postgres.IsCode(err, codeInvalid) || postgres.IsCode(err, codeNoText)
+}
+
+// invalid makes ErrInvalid of an error that is refused, with the database's words.
 func invalid(verb, lane string, err error) error {
 	text := err.Error()
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {

@@ -53,10 +53,11 @@ var (
 	ErrInvalid = errors.New("invalid")
 )
 
-// SQLSTATEs that the lane functions raise.
+// SQLSTATEs that the lane functions raise, and that of a text which does not come as far as to them.
 const (
 	codeStale   = "LK001"
 	codeInvalid = "22023"
+	codeNoText  = "22021"
 )
 
 // BusyError says who holds a lane. It matches ErrBusy.

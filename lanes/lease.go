@@ -81,10 +81,13 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 }
 
 // Renew prolongs the lease by its TTL from now. Only lanes that Run does not renew, those of threads, need
-// it. ErrLost once the lane is lost; nil also when the row was being changed and the lease goes on as it was.
+// it. ErrLost once the lane is lost or given back; nil also when the row was being changed and the lease goes on as it was.
 func (l *Lease) Renew(ctx context.Context) error {
 	if l.off {
 		return nil
+	}
+	if l.over() {
+		return fmt.Errorf("renew %s: %w: it was given back", l.hold.lane, ErrLost)
 	}
 	if err := l.hold.keeper.renew(ctx, []*hold{l.hold}); err != nil {
 		return fmt.Errorf("renew %s: %w", l.hold.lane, err)
@@ -95,6 +98,15 @@ func (l *Lease) Renew(ctx context.Context) error {
 	default:
 		return nil
 	}
+}
+
+// over reports that the lease was given back, or forgotten with its owner.
+func (l *Lease) over() bool {
+	k := l.hold.keeper
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	_, counts := l.hold.leases[l]
+	return l.hold.state == gone || l.hold.state != lost && !counts
 }
 
 // Release cancels Context and gives the lane back. An inner hold only ends itself. It works with a ctx

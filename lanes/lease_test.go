@@ -140,9 +140,13 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 		"long ttl":     second(k.Acquire(t.Context(), "x", lanes.WithTTL(31*24*time.Hour))),
 		"endless ttl":  second(k.Acquire(t.Context(), "x", lanes.WithTTL(1<<62))),
 		"waiting":      second(k.AcquireWait(t.Context(), "a\nb")),
+		"no text":      second(k.Acquire(t.Context(), "a\x00b")),
+		"no UTF-8":     second(k.AcquireWait(t.Context(), "a\xffb")),
 		"reason":       second(lanes.Break(t.Context(), db, "x", " ")),
+		"no reason":    second(lanes.Break(t.Context(), db, "x", "\x00")),
 	} {
-		if !errors.Is(err, lanes.ErrInvalid) || !strings.Contains(err.Error(), "is not valid: ") && name != "reason" {
+		ours := !strings.HasPrefix(name, "no ") && name != "reason"
+		if !errors.Is(err, lanes.ErrInvalid) || ours && !strings.Contains(err.Error(), "is not valid: ") {
 			t.Errorf("%s: %v, want ErrInvalid with the database's words", name, err)
 		}
 	}
@@ -181,6 +185,31 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	}
 	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || held {
 		t.Errorf("after the outer release: held %v, %v", held, err)
+	}
+}
+
+func TestALeaseThatWasGivenBackIsNotRenewed(t *testing.T) {
+	t.Parallel()
+	k, _ := keeper(t, pgtest.DB(t))
+	owner := lanes.ClaimOwner("01890000-0000-7000-8000-000000000009", 1)
+	var outer, inner, other *lanes.Lease
+	for _, lease := range []**lanes.Lease{&outer, &inner, &other} {
+		var err error
+		if *lease, err = k.AcquireAs(t.Context(), owner, "thread:nested"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := inner.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if gone, err := inner.Renew(t.Context()), outer.Renew(t.Context()); !errors.Is(gone, lanes.ErrLost) || err != nil {
+		t.Errorf("the inner, given back: %v; the outer: %v", gone, err)
+	}
+	if err := errors.Join(outer.Release(t.Context()), other.Release(t.Context())); err != nil {
+		t.Fatal(err)
+	}
+	if err := outer.Renew(t.Context()); !errors.Is(err, lanes.ErrLost) {
+		t.Errorf("a lane that is held no longer was renewed: %v", err)
 	}
 }
 

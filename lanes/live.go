@@ -58,7 +58,7 @@ func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, erro
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,
 		postgres.Strict{"lane": lane, "reason": reason}).Scan(&broken)
-	if postgres.IsCode(err, codeInvalid) {
+	if refused(err) {
 		return false, invalid("break", lane, err)
 	}
 	if err != nil {
