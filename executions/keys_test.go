@@ -46,11 +46,22 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 // What a transaction has called stays called when its connection breaks and it is tried again.
 func TestACallWithinATransactionIsMadeOnce(t *testing.T) {
 	t.Parallel()
+	for _, name := range []string{"write", "table/write"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			callWithin(t, name)
+		})
+	}
+}
+
+// callWithin makes a call in a transaction of a name, whose connection breaks.
+func callWithin(t *testing.T, name string) {
+	t.Helper()
 	pool := pgtest.DB(t)
 	effects(t, pool)
 	var calls, tries atomic.Int32
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int32, error) {
+		return ends(executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (int32, error) {
 			n, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
 			if err == nil && tries.Add(1) == 1 {
@@ -89,5 +100,44 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 	})
 	if steps.Load() != 1 || string(got.Result) != "1" {
 		t.Errorf("the step beside the loop ran %d times, result %s", steps.Load(), got.Result)
+	}
+}
+
+// What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for what is in it, a
+// loop's snapshot takes its place, and a replay comes to all of it.
+func TestWhatAStepIsMadeOfHasItsKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	inner := func(ctx context.Context) (string, error) {
+		return executions.Step(ctx, "in/ner", func(ctx context.Context) (string, error) { return executions.StepKey(ctx), nil })
+	}
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		gated := executions.Gate(ctx, func(ctx context.Context) error {
+			_, err := executions.Step(ctx, "gate", func(context.Context) (int, error) { return 1, nil })
+			return err
+		})
+		key, err := executions.Phase(gated, "pha/se", func(ctx context.Context, _ *executions.Effect) (string, error) {
+			return inner(executions.Gate(ctx, nil))
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Loop(ctx, "lo/op", key, func(ctx context.Context, all string) (string, bool, error) {
+			key, err := inner(ctx)
+			return all + " " + key, key == "lo/op@16/in/ner", err
+		}))
+	}))
+	id := p.begin(t, "flow")
+	got := until(t, pool, id, executions.Completed)
+	var keys string
+	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
+		t.Errorf("keys of the steps: %s, %v", got.Result, err)
+	}
+	steps := value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
+	if want := "pha/before se/gate pha/se/in/ner pha/se lo/op"; steps != want {
+		t.Errorf("recorded %s, want %s", steps, want)
+	}
+	if replay, err := p.Replay(t.Context(), id); err != nil || !replay.Equal {
+		t.Errorf("the replay: %+v, %v", replay.Divergence, err)
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -45,9 +44,8 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 			return state, r.changed(s.key, fmt.Errorf("loop %s: its record does not fit %T (%w): %w", s.key, state, err, ErrChanged))
 		}
 	}
-	iterations := strings.TrimPrefix(s.key, scopeOf(ctx)) + "@"
 	for !at.Done {
-		at.State, at.Done, err = body(Scope(ctx, fmt.Sprint(iterations, at.Next)), at.State)
+		at.State, at.Done, err = body(under(ctx, fmt.Sprintf("%s@%d/", s.key, at.Next)), at.State)
 		if err != nil {
 			return at.State, err
 		}

@@ -40,7 +40,12 @@ type scopeKey struct{}
 // Scope names a branch: steps in it have keys of their own. Branches that run at the same time must each
 // have one, because the order of their steps differs from run to run. A slash in the name counts as an underscore.
 func Scope(ctx context.Context, name string) context.Context {
-	return context.WithValue(ctx, scopeKey{}, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
+	return under(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
+}
+
+// under is a scope whose keys begin so. What a step is made of has the step's own key before it, slashes and all.
+func under(ctx context.Context, prefix string) context.Context {
+	return context.WithValue(ctx, scopeKey{}, prefix)
 }
 
 // StepKey is the key of the step that ctx is inside of; empty outside of steps.
@@ -61,7 +66,7 @@ func passGate(ctx context.Context, s spec) error {
 	if gate == nil {
 		return nil
 	}
-	inner := Scope(Gate(ctx, nil), "before "+strings.TrimPrefix(s.key, scopeOf(ctx)))
+	inner := under(Gate(ctx, nil), beforeStep(s.key))
 	_, err := Persist(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
 	return err
 }
@@ -230,9 +235,7 @@ func (r *run) interrupts(ctx context.Context) bool {
 }
 
 // inside is the scope of the steps within a step.
-func inside(ctx context.Context, s spec) context.Context {
-	return Scope(ctx, strings.TrimPrefix(s.key, scopeOf(ctx)))
-}
+func inside(ctx context.Context, s spec) context.Context { return under(ctx, s.key+"/") }
 
 // begin finds the run, refuses steps of one that is over, and gives the step its key.
 func (s *spec) begin(ctx context.Context) (*run, error) {
