@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -39,6 +41,21 @@ func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
 			_, err := executions.Do(ctx, "slow", call, untilOver)
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a transaction with a limit": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, tx pgx.Tx) (int, error) {
+				_, err := tx.Exec(ctx, `select pg_sleep(60)`)
+				return 0, err
+			})
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a transaction whose function looks at its limit alone": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, _ pgx.Tx) (int, error) { return untilOver(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call beside one that fails": {func(ctx context.Context) (err error) {
@@ -80,6 +97,59 @@ func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 			}
 			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call' and status <> 'error'`); n != 0 {
 				t.Errorf("%d rows of the call do not say that it failed", n)
+			}
+		})
+	}
+}
+
+// A step to which the code comes when its own limit is over does not begin, and that is its result: a later run, which is
+// there in time because it has everything before on record, would otherwise do what this one did without.
+func TestAStepThatItsLimitKeepsFromBeginningIsRecorded(t *testing.T) {
+	t.Parallel()
+	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
+		"step": func(ctx context.Context, made *atomic.Int64) error {
+			_, err := executions.Step(ctx, "late", func(context.Context) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"call": func(ctx context.Context, made *atomic.Int64) error {
+			call := executions.Call{Entry: activity.Entry{Skill: "call"}}
+			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"transaction": func(ctx context.Context, made *atomic.Int64) error {
+			_, err := executions.StepTx(ctx, "late", func(context.Context, pgx.Tx) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"wait": func(ctx context.Context, _ *atomic.Int64) error {
+			_, err := executions.Wait(ctx, "late", executions.Event("key", time.Hour))
+			return err
+		},
+	}
+	for name, fn := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var made atomic.Int64
+			var seen []string
+			got, pool := replayed(t, func(ctx context.Context, again bool) (any, error) {
+				if !again {
+					ended, cancel := context.WithTimeout(ctx, 0)
+					defer cancel()
+					ctx = ended
+				}
+				err := fn(ctx, &made)
+				failure, ok := errors.AsType[*executions.StepError](err)
+				if !ok {
+					return nil, fmt.Errorf("not a StepError: %w", err)
+				}
+				seen = append(seen, failure.Step+": "+failure.Class+", "+failure.Message)
+				return nil, nil
+			})
+			const late = "late: timeout, context deadline exceeded"
+			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed || made.Load() != 0 {
+				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
+				t.Errorf("%d rows of a call that was not made", n)
 			}
 		})
 	}

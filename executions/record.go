@@ -37,6 +37,10 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 			r.stop(ErrDraining)
 			return true, value, ErrDraining
 		}
+		if ctx.Err() != nil {
+			value, err := tooLate[T](ctx, r, s)
+			return true, value, err
+		}
 		if err := r.heldBack(ctx); err != nil {
 			r.stop(err)
 			return true, value, err
@@ -59,6 +63,16 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	}
 	r.noteFailure("")
 	return true, value, nil
+}
+
+// tooLate is a step that does not begin because its context has ended. Where the code has ended it, that is its result: a later run
+// may come to it in time, and do what this one does without.
+func tooLate[T any](ctx context.Context, r *run, s spec) (T, error) {
+	var zero T
+	if r.interrupts(ctx) {
+		return zero, context.Cause(ctx)
+	}
+	return keep(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
 // changed ends a run whose record does not belong to its code. That cannot be handled by the flow: what

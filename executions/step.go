@@ -104,8 +104,8 @@ type spec struct {
 }
 
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a
-// result too and comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn. fn may
-// run again when the process dies before the record is written, so effects on the world belong into Call. T must survive
+// result too and comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn or was
+// there before it: then fn is not called. fn may run again when the process dies before the record is written, so effects on the world belong into Call. T must survive
 // encoding/json; JSON that it holds as json.RawMessage is given back, from the first run on, as the database writes it.
 //
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
@@ -260,10 +260,10 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	if r.poison != nil {
 		return nil, r.poison
 	}
-	if ctx.Err() == nil {
+	if ctx.Err() == nil || !r.interrupts(ctx) { // the code's own limit is no reason to have no result
 		return r, nil
 	}
-	if _, recorded := r.checkpoints[s.key]; recorded && r.life.Err() == nil { // only the code's own limit is over, as when it was recorded
+	if _, recorded := r.checkpoints[s.key]; recorded && r.life.Err() == nil {
 		return r, nil
 	}
 	return nil, context.Cause(ctx)

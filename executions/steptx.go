@@ -45,6 +45,12 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			r.stop(ErrStale)
 			r.reject(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}, activity.Outcome{Output: value})
 			return zero, ErrStale
+		case ctx.Err() != nil && !r.interrupts(ctx): // the code's own limit: what it has come to shows when the server has done with it
+			over := asStepError(s.key, ctx.Err())
+			longer, end := r.lasting(ctx)
+			defer end()
+			ctx, fn = longer, func(context.Context, pgx.Tx) (T, error) { return zero, over }
+			continue
 		case ctx.Err() != nil && r.unheard(ctx, s, err, activity.Outcome{}):
 			return zero, r.written(ctx, s, ErrStale, activity.Outcome{Output: value})
 		case ctx.Err() != nil:
