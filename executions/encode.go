@@ -22,7 +22,7 @@ func encode(v any) (text json.RawMessage, mended bool, err error) {
 
 // holdable is JSON that jsonb can hold.
 func holdable(v any) (text json.RawMessage, mended bool, err error) {
-	if text, err = json.Marshal(v); err != nil {
+	if text, err = marshal(v); err != nil {
 		return nil, false, err
 	}
 	if !utf8.Valid(text) { // of a json.RawMessage
@@ -42,6 +42,16 @@ func holdable(v any) (text json.RawMessage, mended bool, err error) {
 	}
 	text, err = json.Marshal(withoutNUL(tree))
 	return text, true, err
+}
+
+// marshal makes JSON of what the code has made; a method of it that panics is an error.
+func marshal(v any) (text []byte, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("panic: %v", p)
+		}
+	}()
+	return json.Marshal(v)
 }
 
 func withoutNUL(tree any) any {

@@ -310,8 +310,25 @@ func protect[T any](ctx context.Context, effect *Effect, fn func(context.Context
 			err = &StepError{Class: "panic", Message: fmt.Sprintf("panic: %v", p)}
 		}
 	}()
-	return fn(ctx, effect)
+	value, err = fn(ctx, effect)
+	return value, examined(err)
 }
+
+// examined asks an error what it will be asked where nothing catches a panic. One that panics, as a nil pointer of the code's own type
+// does, is a panic of the code.
+func examined(err error) error {
+	if err != nil {
+		_, _ = err.Error(), errors.Is(err, errNever)
+		var classed interface{ ErrorClass() string }
+		if errors.As(err, &classed) {
+			_ = classed.ErrorClass()
+		}
+	}
+	return err
+}
+
+// errNever is no error's cause, so that all of them are asked.
+var errNever = errors.New("never")
 
 // asStepError reduces an error to what is recorded.
 func asStepError(key string, err error) *StepError {
@@ -319,7 +336,7 @@ func asStepError(key string, err error) *StepError {
 	var classed interface{ ErrorClass() string }
 	switch {
 	case errors.As(err, &classed):
-		failure.Class = classed.ErrorClass()
+		failure.Class = plain(classed.ErrorClass())
 	case errors.Is(err, context.DeadlineExceeded):
 		failure.Class = "timeout"
 	}

@@ -261,7 +261,8 @@ func (r *run) call(ctx context.Context, flow Func) (result Result, err error) {
 			err = &StepError{Class: "panic", Message: fmt.Sprintf("flow %s panicked: %v", r.exec.Flow, p)}
 		}
 	}()
-	return flow(ctx, r.exec.Input)
+	result, err = flow(ctx, r.exec.Input)
+	return result, examined(err)
 }
 
 // settle decides what the end of the function means for the execution.
