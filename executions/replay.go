@@ -16,7 +16,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // ErrRunning reports a replay of an execution that this process is running at this moment.
@@ -167,7 +166,7 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *repl
 		e: e, exec: x, life: ctx, cancel: cancel, replay: p,
 		seen: map[string]int{}, latest: map[string]int{}, checkpoints: p.points, interrupted: map[string]bool{},
 	}
-	sealed, seal := postgres.Sealed(trace.With(context.WithValue(ctx, runKey{}, r), x.span()))
+	sealed, seal := postgres.Sealed(r.within(ctx))
 	result, err := r.call(sealed, flow)
 	got := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,

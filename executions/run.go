@@ -56,6 +56,17 @@ func runOf(ctx context.Context) (*run, error) {
 	return r, nil
 }
 
+// within is the context that the function is called with. Where a step of another run has called for this one, what is that
+// step's stays there: keys that began with its own would be others when this run goes on in a worker.
+func (r *run) within(ctx context.Context) context.Context {
+	if _, err := runOf(ctx); err == nil {
+		for _, key := range []any{scopeKey{}, gateKey{}, noWaitsKey{}} {
+			ctx = context.WithValue(ctx, key, nil)
+		}
+	}
+	return trace.With(context.WithValue(ctx, runKey{}, r), r.exec.span())
+}
+
 // Current returns the execution that ctx belongs to, as it was claimed; false outside executions.
 func Current(ctx context.Context) (Execution, bool) {
 	r, err := runOf(ctx)
@@ -126,7 +137,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 		e: e, exec: claimed, worker: worker, began: time.Now(), life: ctx, cancel: cancel,
 		seen: map[string]int{}, latest: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
-	ctx = trace.With(context.WithValue(ctx, runKey{}, r), claimed.span())
+	ctx = r.within(ctx)
 	flow, err := e.flow(ctx, claimed.Flow)
 	if err != nil || flow == nil {
 		e.crews[claimed.Queue].leave(claimed.Flow)

@@ -2,8 +2,11 @@ package executions_test
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -11,6 +14,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Whoever waits is called again from the top, which neither a transaction nor a call that must not be repeated can be.
@@ -60,5 +65,54 @@ func TestRowsThatAreLeftOpenAreAnErrorOfTheTransaction(t *testing.T) {
 	})
 	if want := `"the transaction is still being read from: close the rows of its queries"`; string(got.Result) != want {
 		t.Errorf("%s", got.Result)
+	}
+}
+
+// A run that a step has called for goes on elsewhere with the keys that it has there, and waits where the step may not.
+func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var effects atomic.Int32
+	var p *process
+	p = start(t, pool, map[string]executions.Func{
+		"outer": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			closed := executions.Gate(executions.Scope(ctx, "branch"), func(ctx context.Context) error {
+				if x, _ := executions.Current(ctx); x.Flow != "outer" {
+					return errors.New("the gate is that of the outer run")
+				}
+				return nil
+			})
+			return ends(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+				func(ctx context.Context, _ *executions.Effect) (string, error) {
+					x, err := p.RunHere(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
+					return x.ID, err
+				}))
+		},
+		"inner": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			n, err := executions.Step(ctx, "effect", func(context.Context) (int32, error) { return effects.Add(1), nil })
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+				return executions.Result{}, err
+			}
+			return ends(n, nil)
+		},
+	})
+	outer, err := p.RunNow(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
+	if err != nil || outer.Status != executions.Completed {
+		t.Fatalf("%s, %v, %v", outer.Status, outer.ErrorMessage, err)
+	}
+	var id string
+	if err := json.Unmarshal(outer.Result, &id); err != nil {
+		t.Fatal(err)
+	}
+	var inner executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		inner, err = executions.Get(t.Context(), pool, id)
+		return err == nil && inner.Status.Ended()
+	}, "the inner run ends")
+	if inner.Status != executions.Completed || string(inner.Result) != "1" || effects.Load() != 1 {
+		t.Errorf("%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
 	}
 }
