@@ -25,6 +25,9 @@ func holdable(v any) (text json.RawMessage, mended bool, err error) {
 	if text, err = marshal(v); err != nil {
 		return nil, false, err
 	}
+	if unsigned := withoutMinusZero(text); len(unsigned) < len(text) {
+		text, mended = unsigned, true
+	}
 	if !utf8.Valid(text) { // of a json.RawMessage
 		text, mended = bytes.ToValidUTF8(text, []byte("\ufffd")), true
 	}
@@ -52,6 +55,32 @@ func marshal(v any) (text []byte, err error) {
 		}
 	}()
 	return json.Marshal(v)
+}
+
+// withoutMinusZero takes the sign from zeros, as jsonb does.
+func withoutMinusZero(text []byte) []byte {
+	if !bytes.Contains(text, []byte("-0")) {
+		return text
+	}
+	var kept []byte
+	quoted, from := false, 0
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case !quoted && c == '-' && zeroAt(text[i+1:]) && (i == 0 || text[i-1]|0x20 != 'e'):
+			kept, from = append(kept, text[from:i]...), i+1
+		}
+	}
+	return append(kept, text[from:]...)
+}
+
+// zeroAt reports that the number with which a text begins is zero.
+func zeroAt(text []byte) bool {
+	rest := bytes.TrimLeft(text, "0.")
+	return len(rest) < len(text) && (len(rest) == 0 || rest[0] < '1' || rest[0] > '9')
 }
 
 func withoutNUL(tree any) any {

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
+	"math"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -59,5 +61,31 @@ func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 		if got, err := executions.AsStored(json.RawMessage(text)); err != nil || string(got) != want {
 			t.Errorf("%s\nis  %s (%v)\nnot %s", text, got, err, want)
 		}
+	}
+}
+
+// jsonb has no zero below zero, which is what rounding a small negative number gives.
+func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
+	t.Parallel()
+	type rounded struct {
+		Text  string
+		Value float64 `json:"-0"`
+		More  []any
+	}
+	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		v, err := executions.Step(ctx, "round", func(context.Context) (rounded, error) {
+			zero := math.Round(-0.3)
+			return rounded{Text: `-0, "-0" \`, Value: zero, More: []any{zero, -0.5, 1e-07, -1e-07, "-0", json.Number("-0.0")}}, nil
+		})
+		if err != nil {
+			return nil, err
+		}
+		if math.Signbit(v.Value) {
+			return nil, errors.New("it has a sign")
+		}
+		return executions.Step(ctx, "use", func(context.Context) (rounded, error) { return v, nil }, executions.Input(v))
+	})
+	if want := `{"-0": 0, "More": [0, -0.5, 0.0000001, -0.0000001, "-0", 0], "Text": "-0, \"-0\" \\"}`; string(got.Result) != want {
+		t.Errorf("%s: %s\nnot %s", got.Status, got.Result, want)
 	}
 }
