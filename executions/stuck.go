@@ -2,9 +2,12 @@ package executions
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 )
 
 const (
@@ -48,8 +51,13 @@ func (e *Engine) warnOfStuck(ctx context.Context) error {
 		          from pg_stat_activity s
 		         where s.datname = current_database() and s.pid <> pg_backend_pid()
 		           and s.xact_start < clock_timestamp() - interval '1 second')
-		  from (select k.* from agent_workers k order by k.expires_at limit 1) w`).Scan(&worker, &seconds, &n, &sessions)
-	if err != nil {
+		  from (select k.* from agent_workers k
+		         where k.expires_at < clock_timestamp() and exists (select from agent_executions x where x.claimed_by = k.id)
+		         order by k.expires_at limit 1) w`).Scan(&worker, &seconds, &n, &sessions)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows): // another sweep has just taken them
+		return nil
+	case err != nil:
 		return fmt.Errorf("look at what is not taken over: %w", err)
 	}
 	e.log.WarnContext(ctx, "lost executions not taken over yet, their rows are locked", "worker", worker, "executions", n,

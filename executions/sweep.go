@@ -158,29 +158,39 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		e.ready(r.Queue, r.N)
 	}
 	e.announceEnds(ctx, ends)
-	return e.lookAhead(ctx)
+	left, err := e.lookAround(ctx)
+	if err == nil && left > stuckAfter {
+		err = e.warnOfStuck(ctx)
+	}
+	return err
 }
 
-// lookAhead learns when the next timer and the next schedule are due, and whether lost work is left. What is asked is how long until
-// then, by the database's clock, so this process's clock may be wrong.
+// lookAhead is lookAround for who has not swept.
 func (e *Engine) lookAhead(ctx context.Context) error {
+	_, err := e.lookAround(ctx)
+	return err
+}
+
+// lookAround learns when the next timer and the next schedule are due, and for how long the worker that was lost first is left. What is asked is
+// how long until then, by the database's clock, so this process's clock may be wrong.
+func (e *Engine) lookAround(ctx context.Context) (left time.Duration, err error) {
 	var schedule, timer, lost *float64
 	var first float64
-	err := e.pool.QueryRow(ctx, `
+	err = e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
 		       extract(epoch from w.first - clock_timestamp())::float8,
 		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
 		       coalesce(extract(epoch from w.first), 0)::float8
 		  from (select min(waiting_until) as first from agent_executions where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
 	if err != nil {
-		return fmt.Errorf("look ahead: %w", err)
+		return 0, fmt.Errorf("look ahead: %w", err)
 	}
 	e.due.set(after(schedule), after(timer), first)
 	signal(e.alarm) // the sweep may be asleep until a later time
-	if lost != nil && *lost > stuckAfter.Seconds() {
-		return e.warnOfStuck(ctx)
+	if lost != nil {
+		left = time.Duration(min(*lost, 1e6) * float64(time.Second))
 	}
-	return nil
+	return left, nil
 }
 
 // after is the local time that is some seconds away; zero for none.
