@@ -1,0 +1,106 @@
+//go:build unix
+
+package flowcheck_test
+
+import (
+	"math/rand/v2"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+)
+
+// patience is how long anything may take on a busy machine before the test gives up.
+const patience = 2 * time.Minute
+
+// workers are how many processes run flows at once.
+const workers = 3
+
+// trouble is what happens to the processes.
+type trouble struct {
+	t       testing.TB
+	pool    *pgxpool.Pool
+	sink    string
+	proxies [workers]*proxy
+	slots   [workers]*proctest.Process
+
+	kills, stops, ends, cuts, pauses int
+}
+
+func newTrouble(w *world, database string) *trouble {
+	t := w.t
+	t.Helper()
+	x := &trouble{t: t, pool: w.pool, sink: w.url}
+	for i := range workers {
+		x.proxies[i] = newProxy(t, database)
+		x.launch(i)
+	}
+	return x
+}
+
+// launch starts a process in a slot.
+func (x *trouble) launch(i int) {
+	x.t.Helper()
+	program, err := os.Executable()
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	environ := proctest.Environ(workerURL+"="+x.proxies[i].url(), workerSink+"="+x.sink)
+	x.slots[i] = proctest.Start(x.t, patience, x.t.TempDir(), environ, program, "worker")
+}
+
+// make makes trouble for so long.
+func (x *trouble) make(lasts time.Duration) {
+	for end := time.Now().Add(lasts); time.Now().Before(end); rest(500 * time.Millisecond) {
+		i := rand.IntN(workers)
+		p := x.slots[i]
+		if !p.Running() { // its connection broke as it began
+			x.launch(i)
+			continue
+		}
+		switch rand.IntN(7) {
+		case 0:
+			p.Kill()
+			x.launch(i)
+			x.kills++
+		case 1:
+			p.Signal(syscall.SIGSTOP)
+			rest(lease)
+			p.Signal(syscall.SIGCONT)
+			x.stops++
+		case 2:
+			if code := p.Terminate(); code != 0 {
+				x.t.Logf("a process that was asked to end ended with %d: %s", code, p.Err.Tail(5))
+			}
+			x.launch(i)
+			x.ends++
+		case 3:
+			x.pause()
+		default:
+			x.cuts += x.proxies[i].cut()
+		}
+	}
+	for i, p := range x.slots {
+		if !p.Running() {
+			x.launch(i)
+		}
+	}
+}
+
+// pause pauses the agent for a while.
+func (x *trouble) pause() {
+	ctx := x.t.Context()
+	if _, err := executions.PauseAll(ctx, x.pool, "somebody", "to see what is in the way"); err != nil {
+		x.t.Errorf("pause: %v", err)
+	}
+	rest(500 * time.Millisecond)
+	if _, err := executions.ResumeAll(ctx, x.pool, "somebody", ""); err != nil {
+		x.t.Errorf("resume: %v", err)
+	}
+	x.pauses++
+}
