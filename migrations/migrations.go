@@ -68,6 +68,9 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 	if err != nil {
 		return nil, err
 	}
+	if pool.Config().MaxConns < 2 { // one holds the lock; the other would be waited for without end
+		return nil, errors.New("migrate: it takes two connections at once, and pool_max_conns in DATABASE_URL allows one; set it to 2 or more")
+	}
 	lock, err := pool.Begin(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("migrate: %w", err)

@@ -222,3 +222,17 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 		t.Errorf("after a migration the pool's statements may take %s", got)
 	}
 }
+
+// One connection holds the lock: with no other it waited for itself.
+func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	defer cancel()
+	url := pgtest.EmptyURL(t)
+	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1")); err == nil || !strings.Contains(err.Error(), "set it to 2 or more") {
+		t.Errorf("with one connection: %v", err)
+	}
+	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "2")); err != nil {
+		t.Errorf("with two connections: %v", err)
+	}
+}

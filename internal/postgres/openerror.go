@@ -80,7 +80,7 @@ func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 		return err.Message, "run grant connect on database " + config.Database + " to " + config.User
 	case codeTooMany:
 		return "the server has no free connection (" + err.Message + ")",
-			"raise max_connections, or lower pool_max_conns in DATABASE_URL"
+			"raise max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
 	case codeStarting:
 		return "the server does not take connections now (" + err.Message + ")", "try again in a moment"
 	}

@@ -28,7 +28,7 @@ func Trouble(err error) (what, todo string) {
 	case codeMemory:
 		return "the database server is out of memory", "give it more, or lower its max_connections and work_mem"
 	case codeTooMany:
-		return "the database server has no free connection", "raise its max_connections, or lower pool_max_conns in DATABASE_URL"
+		return "the database server has no free connection", "raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
 	case codeStarting, codeTerminated, codeCrashed:
 		return "the database server starts or stops", "try again in a moment; its log says why"
 	}
