@@ -3,7 +3,6 @@
 package flowcheck_test
 
 import (
-	"fmt"
 	"strconv"
 
 	"github.com/jackc/pgx/v5"
@@ -18,6 +17,7 @@ const tables = `
 	  seed text not null, root boolean not null, value int not null, variables jsonb not null,
 	  effects int not null, calls int not null, once int not null, children int not null);
 	create table flowcheck.events (key text not null);
+	create table flowcheck.forks (id uuid not null, step text not null, value int not null);
 	create table flowcheck.alone (
 	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null, at text not null)`
 
@@ -131,12 +131,8 @@ func (w *world) violations(sql string) []string {
 func (w *world) replays() (found []string) {
 	w.t.Helper()
 	for _, id := range w.violations(`select id::text from agent_executions order by id`) {
-		got, err := w.engine.Replay(w.t.Context(), id)
-		switch {
-		case err != nil:
-			found = append(found, fmt.Sprintf("the replay of %s: %v", id, err))
-		case !got.Equal:
-			found = append(found, fmt.Sprintf("the replay of %s: %+v", id, got.Divergence))
+		if differs := w.replay(id); differs != "" {
+			found = append(found, differs)
 		}
 	}
 	return found

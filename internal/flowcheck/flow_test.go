@@ -133,11 +133,12 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.settle(patience + 4*lasts)
+	w.keep()
+	w.report(seeds)
+	w.refork(r)
 	for _, p := range x.slots {
 		p.Stop()
 	}
-	w.keep()
-	w.report(seeds)
 	t.Logf("%d kills, %d stops, %d ends, %d connections broken, %d pauses", x.kills, x.stops, x.ends, x.cuts, x.pauses)
 	if x.kills+x.stops == 0 || x.cuts == 0 {
 		t.Error("there was no trouble: the run does not show what it is for")

@@ -17,6 +17,7 @@ const (
 	fails    kind = "fails"    // a Step that returns an error
 	bounded  kind = "bounded"  // a Step that a limit of its own ends
 	effect   kind = "effect"   // a StepTx that writes a row
+	within   kind = "within"   // a StepTx that writes a row, and has a step and a call in it
 	call     kind = "call"     // a Do that may be repeated
 	once     kind = "once"     // a Do that may not
 	delay    kind = "delay"    // a wait for time
@@ -28,6 +29,7 @@ const (
 	now      kind = "now"      // Now
 	branches kind = "branches" // several at the same time
 	phase    kind = "phase"
+	nest     kind = "nest" // a Step that is made of others
 	scope    kind = "scope"
 	loop     kind = "loop"
 	lane     kind = "lane" // a lane that others want, too
@@ -63,11 +65,11 @@ func plan(seed uint64, depth int) []op {
 // draw draws so many ops. Where several are at the same time, or again and again, there are no variables, which would be
 // the last one's, and no lanes, which are the execution's; and in loops no children and events, which have one name.
 func draw(r *rand.Rand, depth, n int, top bool) []op {
-	simple := []kind{step, step, step, fails, bounded, effect, effect, call, once, delay, never, now}
+	simple := []kind{step, step, step, fails, bounded, effect, within, call, once, delay, never, now}
 	if top {
 		simple = append(simple, show, lane)
 	}
-	grouped := []kind{branches, branches, phase, scope, loop, event, event, child, aside}
+	grouped := []kind{branches, branches, phase, nest, scope, loop, event, event, child, aside}
 	ops := make([]op, n)
 	for i := range ops {
 		k := simple[r.IntN(len(simple))]
@@ -81,7 +83,7 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 			for range 2 + r.IntN(2) {
 				o.parts = append(o.parts, draw(r, depth+1, 1+r.IntN(4), false))
 			}
-		case phase, scope:
+		case phase, nest, scope:
 			o.parts = [][]op{draw(r, depth+1, 1+r.IntN(3), false)}
 		case loop:
 			o.times = 1 + r.IntN(20)
@@ -146,6 +148,9 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 	switch o.kind {
 	case effect:
 		e.effects++
+	case within:
+		e.effects++
+		e.calls++
 	case call:
 		e.calls++
 	case once:
@@ -167,7 +172,7 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 			all = then(all, e.play(part, depth+1, at(path, b), 0))
 		}
 		return all
-	case phase, scope, lane:
+	case phase, nest, scope, lane:
 		return e.play(o.parts[0], depth+1, path, 0)
 	case loop:
 		all := 0

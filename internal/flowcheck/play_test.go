@@ -66,6 +66,8 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 		return o.n, p.inVain(ctx, o)
 	case effect:
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return o.n, note(ctx, tx) })
+	case within:
+		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return p.within(ctx, tx, o) })
 	case call, once:
 		return p.call(ctx, o)
 	case delay, event, never:
@@ -86,6 +88,8 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 		return executions.Phase(ctx, o.name, func(ctx context.Context, _ *executions.Effect) (int, error) {
 			return p.play(ctx, o.parts[0], depth+1, path, 0)
 		})
+	case nest:
+		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) { return p.play(ctx, o.parts[0], depth+1, path, 0) })
 	case scope:
 		return p.play(executions.Scope(ctx, o.name+path), o.parts[0], depth+1, path, 0)
 	case loop:
@@ -109,11 +113,23 @@ func pause(ctx context.Context, lasts time.Duration) error {
 }
 
 // note writes a row of the step it is in.
-func note(ctx context.Context, db postgres.DB) error {
+func note(ctx context.Context, tx pgx.Tx) error {
 	x, _ := executions.Current(ctx)
-	_, err := db.Exec(ctx, `insert into flowcheck.effects (execution_id, step) values (@id, @step)`,
+	_, err := tx.Exec(ctx, `insert into flowcheck.effects (execution_id, step) values (@id, @step)`,
 		postgres.Strict{"id": x.ID, "step": executions.StepKey(ctx)})
 	return err
+}
+
+// within is what a transaction does that has a step and a call in it.
+func (p player) within(ctx context.Context, tx pgx.Tx, o op) (int, error) {
+	n, err := executions.Step(ctx, o.name, func(context.Context) (int, error) { return o.n, nil })
+	if err == nil {
+		_, err = p.call(ctx, op{kind: call, name: o.name, n: o.n})
+	}
+	if err == nil {
+		err = note(ctx, tx)
+	}
+	return n, err
 }
 
 // inVain is a step that fails, by itself or by the limit that it has; the flow goes on.
