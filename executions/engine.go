@@ -10,6 +10,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -38,7 +39,7 @@ type Options struct {
 	Listener *postgres.Listener // shortens waits; may be nil
 	Logger   *slog.Logger
 	Workers  int // executions of the background queue at once; default 16, the interactive queue has as many
-	// LeaseTTL is how long a worker lives without renewing; default 30 s, in whole seconds. It is
+	// LeaseTTL is how long a worker lives without renewing; default 30 s, in whole seconds, at most a day. It is
 	// renewed every third of it.
 	LeaseTTL time.Duration
 	// SweepEvery is how often lost claims and hints are looked for; default 5 s, its floor is 100 ms.
@@ -64,6 +65,7 @@ type Engine struct {
 	fallback   func(ctx context.Context, flow string) (Func, error)
 	unforkable map[string]string // why, by flow
 
+	running     atomic.Bool
 	registering sync.Mutex // held while a lease is begun, so that there is one
 	mu          sync.Mutex
 	worker      *worker
@@ -82,10 +84,17 @@ type Engine struct {
 	paused      pauseWatch
 }
 
+// longestLease bounds how long the executions of a process that has died are left with it.
+const longestLease = 24 * time.Hour
+
 // New makes an engine. It does not touch the database yet.
 func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	if opts.Keeper == nil {
 		return nil, errors.New("make engine: a lanes.Keeper is required")
+	}
+	if opts.Workers < 0 || opts.LeaseTTL > longestLease {
+		return nil, fmt.Errorf("make engine: it cannot have %d workers and a lease of %s: no fewer than 0, for the default, and at most %s are possible",
+			opts.Workers, opts.LeaseTTL, longestLease)
 	}
 	opts.Workers = cmp.Or(opts.Workers, 16)
 	opts.LeaseTTL = max(cmp.Or(opts.LeaseTTL, 30*time.Second).Truncate(time.Second), time.Second)
@@ -163,8 +172,12 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 
 // Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish
 // within StopTimeout, hands unfinished executions back and returns nil. A database that goes away does
-// not end it; it says so and goes on when it is back.
+// not end it; it says so and goes on when it is back. One that runs, or was shut down, is an error: it would take no work and not say so.
 func (e *Engine) Run(ctx context.Context) error {
+	if e.stopping() || e.running.Swap(true) {
+		return errors.New("run engine: it runs already, or has been shut down: make another with New")
+	}
+	defer e.running.Store(false)
 	switch err := e.enlist(ctx); {
 	case over(ctx):
 		e.retire(context.WithoutCancel(ctx)) // it was told to stop before it had begun

@@ -141,3 +141,27 @@ func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
 		t.Errorf("%d leases are left", n)
 	}
 }
+
+func TestAnEngineRunsOnce(t *testing.T) {
+	t.Parallel()
+	p := start(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return ends(1, nil) }))
+	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
+	if err := p.Run(t.Context()); err == nil {
+		t.Error("a second Run beside the first")
+	}
+	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
+	p.stop()
+	if err := p.Run(t.Context()); err == nil {
+		t.Error("a Run after the shutdown, which would take no work and not say so")
+	}
+}
+
+func TestOptionsThatCannotBeAreAnError(t *testing.T) {
+	t.Parallel()
+	keeper := lanes.NewKeeper(nil, lanes.Options{Enabled: true})
+	for _, opts := range []executions.Options{{}, {Keeper: keeper, Workers: -1}, {Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour}} {
+		if _, err := executions.New(pgtest.DB(t), opts); err == nil {
+			t.Errorf("an engine of %d workers and a lease of %s was made", opts.Workers, opts.LeaseTTL)
+		}
+	}
+}
