@@ -3,8 +3,12 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
+	"math"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -109,5 +113,40 @@ func TestWhatACallSaysOfItselfMayBeNoText(t *testing.T) {
 		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity where execution_id = @id`, args); text !=
 		"fails error a\ufffd c\ufffd, works success a\ufffd " {
 		t.Errorf("%q", text)
+	}
+}
+
+// One such row would make each sum that it is in no number either, of which there is no JSON.
+func TestACostThatIsNoAmountIsAnError(t *testing.T) {
+	t.Parallel()
+	var calls atomic.Int32
+	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		var said []string
+		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999} {
+			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+				func(_ context.Context, effect *executions.Effect) (int, error) {
+					calls.Add(1)
+					effect.CostUSD = cost
+					return 1, nil
+				})
+			said = append(said, fmt.Sprint(err))
+		}
+		return said, nil
+	})
+	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 || !strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
+		t.Errorf("%s %s after %d calls", got.Status, said, calls.Load())
+	}
+	if sums := value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd) from agent_activity`); sums != "error error error success 99999999.000000" {
+		t.Error(sums)
+	}
+}
+
+func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
+	t.Parallel()
+	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		return executions.Step(ctx, "a", func(context.Context) (fmt.Stringer, error) { return time.Second, nil })
+	})
+	if got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "does not fit fmt.Stringer") {
+		t.Errorf("%s %v", got.Status, got.ErrorMessage)
 	}
 }

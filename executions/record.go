@@ -8,6 +8,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"reflect"
 	"strings"
 	"time"
 
@@ -59,7 +61,7 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 		return true, value, failure
 	}
 	if err := json.Unmarshal(point.Output, &value); err != nil {
-		return true, value, r.changed(s.key, fmt.Errorf("step %s: its record does not fit %T (%w): %w", s.key, value, err, ErrChanged))
+		return true, value, r.changed(s.key, fmt.Errorf("step %s: its record does not fit %s (%w): %w", s.key, reflect.TypeFor[T](), err, ErrChanged))
 	}
 	r.noteFailure("")
 	return true, value, nil
@@ -289,6 +291,18 @@ func (r *run) noteFailure(step string) {
 func (r *run) idempotencyKey(step string) string {
 	sum := sha256.Sum256([]byte(r.exec.ID + " " + step))
 	return hex.EncodeToString(sum[:16])
+}
+
+// mostUSD is what a row of the activity log cannot hold any more.
+const mostUSD = 1e8
+
+// account refuses a cost that is no amount, or more than a row holds: it would be in each sum with others.
+func (e *Effect) account() error {
+	if cost := e.CostUSD; !(math.Abs(cost) < mostUSD) {
+		e.CostUSD = 0
+		return &StepError{Class: "result", Message: fmt.Sprintf("the call says that it has cost %v USD, which cannot be recorded", cost)}
+	}
+	return nil
 }
 
 // outcome is what the activity row says.

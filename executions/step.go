@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -207,6 +208,7 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	value, err := zero, ctx.Err() // which may have ended while the intent was written
 	if err == nil {
 		value, err = protect(inner, effect, fn)
+		err = cmp.Or(err, effect.account())
 	}
 	stop := r.poisoned()
 	if errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
