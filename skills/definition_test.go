@@ -127,3 +127,21 @@ func TestValidateAccepts(t *testing.T) {
 		})
 	}
 }
+
+// To compile one takes minutes, and schemas come from servers of tools as well.
+func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
+	t.Parallel()
+	nested := func(levels int) map[string]any {
+		schema := map[string]any{"type": "object", "description": strings.Repeat(`[{"\`, 300)}
+		for range levels {
+			schema = map[string]any{"type": "object", "properties": map[string]any{"a": schema}}
+		}
+		return schema
+	}
+	for levels, refused := range map[int]bool{90: false, 3000: true} {
+		err := skills.Validate(skills.Definition{Name: "deep", Description: "d", Handler: "builtin:x", Parameters: nested(levels)})
+		if refused != (err != nil) || refused && !strings.Contains(err.Error(), "nested more than 200 levels deep") {
+			t.Errorf("%d levels: %v", levels, err)
+		}
+	}
+}

@@ -56,11 +56,37 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	if strings.Contains(string(raw), `\u0000`) {
 		return nil, nil, []error{errors.New("parameters: has a NUL character")}
 	}
+	if deeper(raw, deepestSchema) {
+		return nil, nil, []error{fmt.Errorf("parameters: are nested more than %d levels deep", deepestSchema)}
+	}
 	compiled, err := compile(raw)
 	if err != nil {
 		return nil, nil, schemaProblems(err)
 	}
 	return raw, propertyNames(compiled), nil
+}
+
+// deepestSchema is how many objects and lists of a schema may be within each other. What it takes to compile one grows with the cube of
+// that: one of 100 KB, such as a server of tools may send, takes minutes.
+const deepestSchema = 200
+
+// deeper reports JSON in which more than most objects and lists are within each other.
+func deeper(text []byte, most int) bool {
+	quoted, depth := false, 0
+	for i := 0; i < len(text) && depth <= most; i++ {
+		switch c := text[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+		case c == '{', c == '[':
+			depth++
+		case c == '}', c == ']':
+			depth--
+		}
+	}
+	return depth > most
 }
 
 // closeSchema forbids undeclared arguments, unless the schema has its own word on that.
