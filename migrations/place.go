@@ -44,3 +44,25 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	return nil
 }
+
+// Rights returns an error, with what to do, when the user of pool cannot do what serving takes, now or later: nothing can be written, or the
+// tables are another's. New months of the activity log are made while serving. Who may make none finds out when the last one is over, and those
+// that a member of the owner makes are the member's, so that the owner's next migration is refused. The schema must be there.
+func Rights(ctx context.Context, pool *pgxpool.Pool) error {
+	var owner, user, database string
+	var readOnly bool
+	err := pool.QueryRow(ctx, `
+		select pg_get_userbyid(c.relowner), current_user, current_database(), current_setting('transaction_read_only')::boolean
+		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
+	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
+	switch {
+	case err != nil:
+		return fmt.Errorf("look whose the tables are: %w", err)
+	case readOnly:
+		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the primary in DATABASE_URL, or set that to off")
+	case owner != user:
+		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in DATABASE_URL, or run: "+
+			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner), name(user), name(database))
+	}
+	return nil
+}

@@ -1,10 +1,12 @@
 package migrations_test
 
 import (
+	"context"
 	"net/url"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -89,5 +91,49 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	t.Cleanup(pool.Close)
 	if _, err := migrations.Up(t.Context(), pool); err == nil || !strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
 		t.Errorf("got %v", err)
+	}
+}
+
+// Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it may act as the owner.
+func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
+	db, owner := along(t, "public", `select 1`)
+	if _, err := migrations.Up(t.Context(), db); err != nil {
+		t.Fatal(err)
+	}
+	if err := migrations.Rights(t.Context(), db); err != nil {
+		t.Errorf("the owner: %v", err)
+	}
+	user, database := get[string](t, owner, `select current_user`), get[string](t, owner, `select current_database()`)
+	other := pgx.Identifier{database + "_login"}.Sanitize()
+	exec(t, owner, `create role `+other+` login`)
+	t.Cleanup(func() {
+		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other, pgx.QueryExecModeSimpleProtocol); err != nil {
+			t.Error(err)
+		}
+	})
+	exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
+	as := func() *pgxpool.Pool {
+		config := db.Config()
+		config.ConnConfig.User = database + "_login"
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(pool.Close)
+		return pool
+	}
+	err := migrations.Rights(t.Context(), as())
+	if err == nil || !strings.Contains(err.Error(), `belong to "`+user+`"`) {
+		t.Fatalf("another: %v", err)
+	}
+	_, todo, _ := strings.Cut(err.Error(), "or run: ")
+	for statement := range strings.SplitSeq(todo, "; ") {
+		exec(t, owner, statement)
+	}
+	if err := migrations.Rights(t.Context(), as()); err != nil {
+		t.Errorf("a member that did as it was told: %v", err)
+	}
+	if err := migrations.Rights(t.Context(), opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")); err == nil || !strings.Contains(err.Error(), "nothing can be written") {
+		t.Errorf("where nothing can be written: %v", err)
 	}
 }

@@ -93,6 +93,7 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 	if !add("schema", migrations.Check(ctx, s.pool), fmt.Sprintf("version %d", migrations.Version())) {
 		return
 	}
+	add("rights", migrations.Rights(ctx, s.pool), "the tables are its own, and can be written")
 	var workers, stuck int
 	err = s.pool.QueryRow(ctx, `
 		select (select count(*) from agent_workers where expires_at > clock_timestamp()),

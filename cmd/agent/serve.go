@@ -62,6 +62,9 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if _, err := builtins.Put(ctx, s.pool); err != nil {
 		return err
 	}
+	if err := migrations.Rights(ctx, s.pool); err != nil {
+		log.WarnContext(ctx, "rights are missing", "error", err)
+	}
 	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{})
 	if err != nil {
 		return err

@@ -295,7 +295,7 @@ func TestDoctor(t *testing.T) {
 		}
 	}
 	p := on(t, pgtest.URL(t))
-	contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "none alive", "ok   model answers")
+	contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive", "ok   model answers")
 	var all findings
 	p.mustJSON(&all, "doctor")
 	for _, f := range all.Items {
@@ -307,6 +307,7 @@ func TestDoctor(t *testing.T) {
 		"configuration": {"AGENT_LANES=maybe", "AGENT_WORKERS=0"},
 		"database":      {"DATABASE_URL=postgres://localhost:1/none"},
 		"schema":        {"DATABASE_URL=" + pgtest.EmptyURL(t)},
+		"rights":        {"DATABASE_URL=" + pgtest.URL(t) + "&default_transaction_read_only=on"},
 		"model":         {"DATABASE_URL=" + withSecret(t, pgtest.URL(t)), "OPENAI_BASE_URL=http://me:hunter2@127.0.0.1:1/v1"},
 		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
 	} {
