@@ -20,6 +20,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -122,8 +123,8 @@ func (n *Note) check() (json.RawMessage, error) {
 	}
 	var problems []error
 	for field, text := range map[string]string{"category": n.Category, "key": n.Key} {
-		if strings.TrimSpace(text) == "" || len(text) > maxName || strings.ContainsRune(text, 0) {
-			problems = append(problems, fmt.Errorf("%s: must have 1 to %d bytes and no NUL character", field, maxName))
+		if strings.TrimSpace(text) == "" || len(text) > maxName || strings.ContainsRune(text, 0) || !utf8.ValidString(text) {
+			problems = append(problems, fmt.Errorf("%s: must have 1 to %d bytes of UTF-8 and no NUL character", field, maxName))
 		}
 	}
 	if n.TTL < 0 {

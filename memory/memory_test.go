@@ -110,6 +110,7 @@ func TestSaveRefuses(t *testing.T) {
 		"all at once":   {memory.Note{Category: " ", TTL: -1, Value: make(chan int)}, []string{"category: ", "key: ", "ttl: ", "value: "}},
 		"long key":      {memory.Note{Key: strings.Repeat("k", 256)}, []string{"key: "}},
 		"NUL in key":    {memory.Note{Key: "a\x00"}, []string{"key: "}},
+		"no UTF-8":      {memory.Note{Key: "a\xff"}, []string{"key: "}},
 		"NUL in value":  {memory.Note{Key: "a", Value: "b\x00"}, []string{"value: "}},
 		"a large value": {memory.Note{Key: "a", Value: strings.Repeat("v", 70000)}, []string{"value: "}},
 	} {
