@@ -140,7 +140,7 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 		p.Stop()
 	}
 	t.Logf("%d kills, %d stops, %d ends, %d connections broken, %d pauses", x.kills, x.stops, x.ends, x.cuts, x.pauses)
-	if x.kills+x.stops == 0 || x.cuts == 0 {
+	if x.kills+x.stops+x.ends == 0 || x.cuts == 0 {
 		t.Error("there was no trouble: the run does not show what it is for")
 	}
 }

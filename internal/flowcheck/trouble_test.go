@@ -54,8 +54,9 @@ func (x *trouble) launch(i int) {
 	x.slots[i] = proctest.Start(x.t, patience, x.t.TempDir(), environ, program, "worker")
 }
 
-// make makes trouble for so long.
+// make makes trouble for so long: of each sort as much as of the others, and of cuts more.
 func (x *trouble) make(lasts time.Duration) {
+	var next []int
 	for end := time.Now().Add(lasts); time.Now().Before(end); rest(500 * time.Millisecond) {
 		i := rand.IntN(workers)
 		p := x.slots[i]
@@ -63,7 +64,12 @@ func (x *trouble) make(lasts time.Duration) {
 			x.launch(i)
 			continue
 		}
-		switch rand.IntN(7) {
+		if len(next) == 0 {
+			next = rand.Perm(7)
+		}
+		sort := next[0]
+		next = next[1:]
+		switch sort {
 		case 0:
 			p.Kill()
 			x.launch(i)
