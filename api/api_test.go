@@ -221,6 +221,26 @@ func TestADatabaseThatIsTooSlowIsSaidToBeAway(t *testing.T) {
 	}
 }
 
+// lock_timeout of the database, or the role, ends a statement as statement_timeout does.
+func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
+	a := start(t)
+	var database string
+	if err := a.pool.QueryRow(t.Context(), `select quote_ident(current_database())`).Scan(&database); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, a.pool, `alter database `+database+` set lock_timeout = '50ms'`)
+	a.pool.Reset()
+	tx, err := a.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := tx.Exec(t.Context(), `lock table agent_memory in access exclusive mode`); err != nil {
+		t.Fatal(err)
+	}
+	a.refused(a.raw("GET", "/v1/memory", "", asAdmin()), http.StatusServiceUnavailable, "database")
+}
+
 func TestTheDocumentIsComplete(t *testing.T) {
 	a := start(t)
 	if a.doc["openapi"] != "3.1.0" {

@@ -99,7 +99,7 @@ func is(err error, targets ...error) bool {
 }
 
 // Away reports that the database could not be asked, or cannot write: not there, starting, stopping, full, read-only or
-// too slow.
+// too slow, also to get a lock or to keep a session.
 func Away(err error) bool {
 	if _, unreachable := errors.AsType[*pgconn.ConnectError](err); unreachable {
 		return true
@@ -111,5 +111,5 @@ func Away(err error) bool {
 		return true
 	}
 	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
-		postgres.IsCode(err, "25006", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03")
+		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "55P03", "57014", "57P01", "57P02", "57P03", "57P05")
 }
