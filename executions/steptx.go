@@ -72,6 +72,11 @@ var errRecorded = errors.New("step recorded already")
 // tryTx is one transaction of a StepTx. The lock makes a second try wait for a first whose connection
 // broke while the server still works on it.
 func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+	ctx, leave, err := r.e.enterTx(ctx)
+	if err != nil {
+		return value, err
+	}
+	defer leave()
 	var text json.RawMessage
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `
@@ -112,6 +117,22 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
 	}
 	return value, err
+}
+
+type inTxKey struct{}
+
+// enterTx waits until a transaction may begin. They leave one connection of the pool to what is recorded within them: were all
+// taken by transactions of which each waits for one more, none of them would ever end. One within another does not wait for those around it.
+func (e *Engine) enterTx(ctx context.Context) (within context.Context, leave func(), err error) {
+	if ctx.Value(inTxKey{}) != nil {
+		return ctx, func() {}, nil
+	}
+	select {
+	case e.transactions <- struct{}{}:
+		return context.WithValue(ctx, inTxKey{}, true), func() { <-e.transactions }, nil
+	case <-ctx.Done():
+		return ctx, nil, context.Cause(ctx)
+	}
 }
 
 // callTx calls the function of a StepTx. What it returns is its own error unless the database is in

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -115,4 +116,31 @@ func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
 	if inner.Status != executions.Completed || string(inner.Result) != "1" || effects.Load() != 1 {
 		t.Errorf("%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
 	}
+}
+
+func TestTransactionsLeaveAConnectionToTheStepsWithinThem(t *testing.T) {
+	t.Parallel()
+	config := pgtest.DB(t).Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = 3, 0, 0
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) {
+			for range 3 {
+				if _, err := executions.Step(ctx, "within", func(context.Context) (int, error) { return 1, nil }); err != nil {
+					return 0, err
+				}
+			}
+			return executions.StepTx(ctx, "write too", func(context.Context, pgx.Tx) (int, error) { return 1, nil })
+		}))
+	}))
+	for range 30 {
+		p.begin(t, "flow")
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
+	}, "all end")
 }
