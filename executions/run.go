@@ -36,6 +36,7 @@ type run struct {
 	shown       json.RawMessage // those that the row has
 	carrying    bool            // a write under way takes them along
 	poison      error           // why no further step may run
+	returned    bool            // the function has: what it left behind takes no further steps
 	failedStep  string
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
 	replay      *replaying           // the record of a replay, which does nothing new; nil in a real run
@@ -167,6 +168,9 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	defer e.opts.Observer.Left(r.exec)
 	r.announce(ctx)
 	result, err := r.call(ctx, flow)
+	r.mu.Lock()
+	r.returned = true
+	r.mu.Unlock()
 	returned()
 	// From here on the database decides about the execution's lanes: renewing them would find them gone.
 	e.keeper.Drop(lanes.ClaimOwner(r.exec.ID, r.exec.Claim))

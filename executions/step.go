@@ -111,7 +111,7 @@ type spec struct {
 //
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
 // end, with which it shares a write where that follows at once. A small one may be yet to be written when Step returns, for a
-// millisecond or as long as the database is away.
+// millisecond or as long as the database is away. What a flow leaves behind when it returns takes no steps: ErrOutside.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := spec{name: name, again: true}
 	for _, o := range opts {
@@ -261,6 +261,9 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	s.key = r.keyOf(scope + s.name)
 	if r.poison != nil {
 		return nil, r.poison
+	}
+	if r.returned {
+		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrOutside)
 	}
 	if ctx.Err() == nil || !r.interrupts(ctx) { // the code's own limit is no reason to have no result
 		return r, nil

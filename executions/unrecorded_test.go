@@ -329,3 +329,24 @@ func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
 		t.Errorf("it failed at %v", x.FailedStep)
 	}
 }
+
+// What a flow has left behind is told that its steps are none any more, which nobody would record.
+func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	left := make(chan context.Context, 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		left <- context.WithoutCancel(ctx)
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	ctx := <-left
+	until(t, pool, id, executions.Completed)
+	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
+	if !errors.Is(err, executions.ErrOutside) || !strings.Contains(err.Error(), "the flow has returned") {
+		t.Errorf("the step: %v", err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
+		t.Errorf("%d records", n)
+	}
+}
