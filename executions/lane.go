@@ -12,7 +12,9 @@ import (
 )
 
 // Hold is a lane that an execution holds. It belongs to the execution, not to the process: a park keeps
-// it, a new claim takes it over with a new token, and the execution's end frees it.
+// it, a new claim takes it over with a new token, and the execution's end frees it. Where the run is handed back, because its
+// process shuts down or the agent is paused, it stays with the execution if it is a thread's; any other is free for others
+// until the execution goes on and takes it again.
 type Hold struct {
 	run   *run
 	lease *lanes.Lease
@@ -22,6 +24,10 @@ type Hold struct {
 // Lane takes a lane for the execution that ctx belongs to, or keeps the hold it has; errors.Is(err,
 // lanes.ErrBusy) when somebody else holds it. It is not a step: whether a lane is free is asked anew in
 // every run.
+//
+// So a run also takes anew, and releases, the lanes of what it has on record. A flow that takes one lane twice gives it up, in
+// a run that goes on within the second part, at the Release of the first; and one that takes several, each after the other, may
+// hold a later one while it waits for an earlier. Take a lane once, and hold it until all that it protects is done.
 //
 // A child that its parent waits for (Trigger with Wait) borrows a lane that the parent holds, or the parent's parent if
 // that waits too, and so on; it goes back when the child releases it or ends. The child may come here before its parent

@@ -50,16 +50,26 @@ type op struct {
 // names are few, so that steps share them.
 var names = []string{"a", "b", "a", "a#2", "c/d", "é"}
 
-// lanesWanted are few, too.
-var lanesWanted = []string{"one", "two", "three"}
+// lanesWanted are few, too. They are a thread's, which stay with an execution that a shutdown or a pause hands back; others are free
+// until it goes on.
+var lanesWanted = []string{"thread:one", "thread:two", "thread:three"}
 
 // deepest is how deep children and groups go.
 const deepest = 3
 
-// plan draws what the flow of a seed does.
+// plan draws what the flow of a seed does. It has a lane once at most: each run takes anew, and gives back, the lanes of what is on
+// record (executions.Lane).
 func plan(seed uint64, depth int) []op {
 	r := rand.New(rand.NewPCG(seed, uint64(depth)))
-	return draw(r, depth, 3+r.IntN(6), true)
+	ops := draw(r, depth, 3+r.IntN(6), true)
+	alone := false
+	for i := range ops {
+		if ops[i].kind == lane && alone {
+			ops[i].kind = step
+		}
+		alone = alone || ops[i].kind == lane
+	}
+	return ops
 }
 
 // draw draws so many ops. Where several are at the same time, or again and again, there are no variables, which would be
