@@ -5,6 +5,7 @@ package flowcheck_test
 import (
 	"math/rand/v2"
 	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
@@ -91,11 +93,20 @@ func (x *trouble) make(lasts time.Duration) {
 			x.cuts += x.proxies[i].cut()
 		}
 	}
-	for i, p := range x.slots {
-		if !p.Running() {
+	for i := range x.slots {
+		for !x.works(i) {
 			x.launch(i)
 		}
 	}
+}
+
+// works waits until the process of a slot works; false when its connection broke as it began.
+func (x *trouble) works(i int) bool {
+	x.t.Helper()
+	p := x.slots[i]
+	begun := func() bool { return strings.Contains(p.Out.String(), "works") }
+	pgtest.Eventually(x.t, patience, func() bool { return begun() || !p.Running() }, "a process begins to work")
+	return begun() && p.Running()
 }
 
 // pause pauses the agent for a while.
