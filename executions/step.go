@@ -106,8 +106,8 @@ type spec struct {
 
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a
 // result too and comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn or was
-// there before it: then fn is not called. fn may run again when the process dies before the record is written, so effects on the world belong into Call. T must survive
-// encoding/json; JSON that it holds as json.RawMessage is given back, from the first run on, as the database writes it.
+// there before it: then fn is not called. fn may run again when the process dies before the record is written, so effects on the
+// world belong into Call. T must survive encoding/json; JSON that it holds as json.RawMessage is given back, from the first run on, as the database writes it.
 //
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
 // end, with which it shares a write where that follows at once. A small one may be yet to be written when Step returns, for a

@@ -226,9 +226,7 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 }
 
 // refused reports that the database refuses what it was given.
-func refused(err error) bool {
-	return postgres.IsCode(err, codeInvalid) || postgres.IsCode(err, codeNoText)
-}
+func refused(err error) bool { return postgres.IsCode(err, codeInvalid, codeNoText) }
 
 // invalid makes ErrInvalid of an error that is refused, with the database's words.
 func invalid(verb, lane string, err error) error {
