@@ -141,13 +141,14 @@ func oneRun(rows pgx.Rows, err error) (Run, bool, error) {
 // Result is how a run ended. With an Error it is tried again, or dead; Skipped and neither count as
 // an attempt that worked nor as one that failed.
 type Result struct {
-	Output  any    // encodes as JSON; kept up to 256 KiB
-	Error   string // empty: it worked
-	Skipped bool   // there was nothing to do, or something else was in the way
+	Output    any    // encodes as JSON; kept up to 256 KiB
+	Error     string // empty: it worked
+	Skipped   bool   // there was nothing to do, or something else was in the way
+	GivenBack bool   // with an Error: it had to give way before its end, so it is tried again though it was its last attempt
 }
 
 // Finish ends a claimed run and returns it as it is then. After a failure it is to be tried again
-// 1, 4, 16 and then 60 minutes later, until the automation's attempts are used up. False when the run is
+// 1, 4, 16 and then 60 minutes later, until the automation's attempts are used up; one that was given back in any case. False when the run is
 // not claimed any more, and then nothing changes. attempt is the one that the caller ran.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
@@ -157,8 +158,8 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	rows, err := db.Query(ctx, `
 		update agent_automation_runs r
 		   set status = case when @skipped::boolean then 'skipped' when @error::text = '' then 'success'
-		                     when r.attempt < a.max_attempts then 'error' else 'dead' end,
-		       retry_at = case when not @skipped::boolean and @error::text <> '' and r.attempt < a.max_attempts
+		                     when r.attempt < a.max_attempts or @given_back::boolean then 'error' else 'dead' end,
+		       retry_at = case when not @skipped::boolean and @error::text <> '' and (r.attempt < a.max_attempts or @given_back::boolean)
 		                  then clock_timestamp() + make_interval(secs => @retry) end,
 		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
 		  from agent_automations a
@@ -167,7 +168,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		          r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": clip(result.Error), "output": output,
-			"retry": backoff(attempt).Seconds(),
+			"retry": backoff(attempt).Seconds(), "given_back": result.GivenBack,
 		})
 	run, ok, err := oneRun(rows, err)
 	if err != nil {

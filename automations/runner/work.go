@@ -211,7 +211,13 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 	})
 }
 
-// Finish records how a claimed run went, in a step, and returns its status. failure is Work's; the error returned
+// GivenBack is the failure of a run that had to give way before its end: it is tried again even if it was the last attempt.
+type GivenBack struct{ Cause error }
+
+func (e GivenBack) Error() string { return e.Cause.Error() }
+func (e GivenBack) Unwrap() error { return e.Cause }
+
+// Finish records how a claimed run went, in a step, and returns its status. failure is Work's, or [GivenBack]; the error returned
 // is that of the run, for its row. A run that awaits leave ends as skipped: what is approved is done by the
 // follow-through of a heartbeat.
 func Finish(ctx context.Context, a automations.Automation, run automations.Run, output json.RawMessage, failure error, effect *executions.Effect) (string, error) {
@@ -224,7 +230,7 @@ func Finish(ctx context.Context, a automations.Automation, run automations.Run, 
 		ended.Skipped, failure, effect.Status = true, nil, activity.PendingApproval
 	}
 	if failure != nil {
-		ended.Error = failure.Error()
+		ended.Error, ended.GivenBack = failure.Error(), errors.As(failure, &GivenBack{})
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)

@@ -138,8 +138,8 @@ func (b *beat) runOnce(ctx context.Context, t task, run automations.Run, noted *
 		BudgetScope: scope(ctx, "run_automations"),
 	})
 	switch {
-	case yielded(failure): // the run is given back, to be tried again
-		ctx, effect.Status = ungated(ctx), activity.Skipped
+	case yielded(failure):
+		ctx, effect.Status, failure = ungated(ctx), activity.Skipped, runner.GivenBack{Cause: failure}
 	case failure != nil && !isResult(failure):
 		return "", failure
 	}

@@ -112,7 +112,7 @@ func interrupted(t *testing.T, phase string) *world {
 		w.objective(t, objectives.Definition{Name: "tidy", Goal: "a", Steps: []string{"x"}})
 		w.objective(t, objectives.Definition{Name: "zz other", Goal: "a", Priority: 9, Steps: []string{"x"}})
 	} else {
-		w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+		w.automation(t, automations.Definition{Name: "p", Prompt: "Task p.", MaxAttempts: 1})
 		w.automation(t, automations.Definition{Name: "q", Skill: "look"})
 		exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'p'`)
 	}
