@@ -101,11 +101,11 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	w := newWorld(t, nil)
 	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
-	d.TimeoutMS = 500
+	d.TimeoutMS = 3000 // also the new child starts within it
 	w.put(d)
 	w.sync()
 	began := time.Now()
-	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "500ms")
+	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "3s")
 	if took := time.Since(began); took > 25*time.Second {
 		t.Errorf("the call took %s", took)
 	}

@@ -1,6 +1,7 @@
 package mcp
 
 import (
+	"bufio"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -63,7 +64,8 @@ func (s *Server) Handler() http.Handler {
 }
 
 // Serve answers one client over in and out, a message a line, until the client leaves or ctx ends, which is no error.
-// The client is told when other skills are offered. Nothing else may write to out.
+// A line that is no message, or has more than 1 MiB, is answered with an error and passed over. The client is told when other skills
+// are offered. Nothing else may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
 	server := s.server(true)
@@ -74,7 +76,9 @@ func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser
 	}
 	var under sync.WaitGroup
 	under.Go(func() { s.follow(ctx, server, known) })
-	err = server.Run(ctx, &sdk.IOTransport{Reader: in, Writer: out, MaxLineLength: maxBody})
+	shared := &oneByOne{WriteCloser: out}
+	asked := &lines{Closer: in, in: bufio.NewReader(in), out: shared, most: maxBody}
+	err = server.Run(ctx, &sdk.IOTransport{Reader: asked, Writer: shared, MaxLineLength: maxBody})
 	if ctx.Err() != nil || clientLeft(err) {
 		err = nil
 	}
