@@ -47,7 +47,8 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 
 // Rights returns an error, with what to do, when the user of pool cannot do what serving takes, now or later: nothing can be written, or the
 // tables are another's. New months of the activity log are made while serving. Who may make none finds out when the last one is over, and those
-// that a member of the owner makes are the member's, so that the owner's next migration is refused. The schema must be there.
+// that a member of the owner makes are the member's, so that the owner's next migration is refused. Nor may the tables' rows be hidden from it, or
+// their triggers be off. The schema must be there.
 func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user, database string
 	var readOnly bool
@@ -63,6 +64,30 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	case owner != user:
 		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in DATABASE_URL, or run: "+
 			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner), name(user), name(database))
+	}
+	return untouched(ctx, pool)
+}
+
+// untouched returns an error when somebody has taken from the tables what the program relies on. Row-level security that holds for the user hides rows
+// without a word, that of a pause among them; without the triggers nothing ends, and a stale claim is not refused.
+func untouched(ctx context.Context, pool *pgxpool.Pool) error {
+	var hidden, silent, role string
+	err := pool.QueryRow(ctx, `
+		with ours as (select c.oid from pg_class c
+		               where c.relnamespace in (to_regnamespace('river'), (select a.relnamespace from pg_class a where a.oid = to_regclass('agent_activity')))
+		                 and c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
+		select coalesce((select min(o.oid::regclass::text) from ours o where row_security_active(o.oid)), ''),
+		       coalesce((select min(o.oid::regclass::text) from ours o join pg_trigger t on t.tgrelid = o.oid where t.tgenabled in ('D', 'R')), ''),
+		       current_setting('session_replication_role')`).Scan(&hidden, &silent, &role)
+	switch {
+	case err != nil:
+		return fmt.Errorf("look whether the tables are as they were made: %w", err)
+	case hidden != "":
+		return fmt.Errorf("row-level security hides rows of %[1]s, maybe of other tables too; run: alter table %[1]s disable row level security", hidden)
+	case silent != "":
+		return fmt.Errorf("triggers of %[1]s are off, maybe of other tables too; run: alter table %[1]s enable trigger user", silent)
+	case role != "origin":
+		return fmt.Errorf("session_replication_role is %s, which keeps triggers off; reset it, for the role and for the database", role)
 	}
 	return nil
 }

@@ -137,3 +137,43 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		t.Errorf("where nothing can be written: %v", err)
 	}
 }
+
+// Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what it must not.
+func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
+	db, owner := along(t, "public", `select 1`)
+	if _, err := migrations.Up(t.Context(), db); err != nil {
+		t.Fatal(err)
+	}
+	plain := get[string](t, owner, `select lower(current_database() || '_plain')`) // row-level security does not hold for a superuser
+	exec(t, owner, `create role `+plain)
+	t.Cleanup(func() {
+		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `reassign owned by `+plain+` to current_user; drop owned by `+plain+`; drop role `+plain, pgx.QueryExecModeSimpleProtocol); err != nil {
+			t.Error(err)
+		}
+	})
+	exec(t, owner, `alter table agent_activity owner to `+plain)
+	exec(t, owner, `alter table agent_pauses owner to `+plain)
+	as := opened(t, owner.Config().ConnString(), "role", plain)
+	rights := func(told string) {
+		t.Helper()
+		if err := migrations.Rights(t.Context(), as); (err == nil) != (told == "") || err != nil && !strings.Contains(err.Error(), told) {
+			t.Errorf("got %v, not %q", err, told)
+		}
+	}
+	rights("")
+	exec(t, owner, `alter table agent_pauses enable row level security`)
+	rights("") // it does not hold for the owner
+	exec(t, owner, `alter table agent_pauses force row level security`)
+	rights("alter table agent_pauses disable row level security")
+	exec(t, owner, `alter table agent_pauses disable row level security`)
+	rights("")
+	exec(t, owner, `alter table agent_executions disable trigger user`)
+	rights("alter table agent_executions enable trigger user")
+	exec(t, owner, `alter table agent_executions enable trigger user`)
+	rights("")
+	replica := opened(t, db.Config().ConnString(), "session_replication_role", "replica")
+	exec(t, owner, `alter table agent_activity owner to current_user`)
+	if err := migrations.Rights(t.Context(), replica); err == nil || !strings.Contains(err.Error(), "session_replication_role is replica") {
+		t.Errorf("a session without triggers: %v", err)
+	}
+}
