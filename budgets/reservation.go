@@ -31,15 +31,7 @@ type Need struct {
 }
 
 // Reservation is one call's. Its fields are set before it is used and not changed after, but Need by Reckon; it serves one call
-// and is not safe for concurrent use.
-//
-//	r := &budgets.Reservation{…}
-//	executions.Do(ctx, "model", executions.Call{Entry: …, Also: r.Reserve}, func(ctx context.Context, effect *executions.Effect) (T, error) {
-//		tokens, err := r.Await(ctx, pool)
-//		if err != nil { … } // *Error: a limit
-//		effect.Settle = func(b *pgx.Batch) { r.Settle(b, used, cost) }
-//		…
-//	})
+// and is not safe for concurrent use. The example shows how.
 type Reservation struct {
 	ExecutionID string
 	Claim       int64

@@ -17,7 +17,7 @@ func ExampleKeeper_Acquire() {
 
 	job := func(ctx context.Context) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
-		if errors.Is(err, lanes.ErrBusy) {
+		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
 			fmt.Println("already running, skipped") // not an error: the other one does it
 			return nil
 		}
@@ -25,7 +25,7 @@ func ExampleKeeper_Acquire() {
 			return err
 		}
 		defer lease.Release(ctx)
-		return consolidate(lease.Context()) // cancelled if the lane is lost
+		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, when the lane is lost
 	}
 	if err := job(context.Background()); err != nil {
 		fmt.Println(err)
