@@ -208,11 +208,12 @@ func classified(err error) error {
 	return err
 }
 
-// asSkill lets the registry check a tool's arguments as it does a skill's.
+// asSkill lets the registry check a tool's arguments as it does a skill's. It has no id, under which the registry would keep
+// the schema for other tools of this name.
 func (t Tool) asSkill() skills.Skill {
 	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.Parameters})
 	if err != nil {
 		definition = nil // parameters that are no JSON: the registry says so
 	}
-	return skills.Skill{ID: "tool " + t.Name, Name: t.Name, ToolDefinition: definition, Handler: "builtin:tool", Revision: 1}
+	return skills.Skill{Name: t.Name, ToolDefinition: definition, Handler: "builtin:tool"}
 }

@@ -1,0 +1,43 @@
+package reason_test
+
+import (
+	"context"
+	"encoding/json"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/reason"
+)
+
+// tool is one that says what it was called with.
+func tool(name, schema string) reason.Tool {
+	return reason.Tool{
+		Name: name, Description: "does " + name, Parameters: json.RawMessage(schema),
+		Do: func(_ context.Context, args json.RawMessage) (any, error) { return "got " + string(args), nil },
+	}
+}
+
+// heard are the results of tools that the model was told with its last request.
+func heard(w *world) (results []string) {
+	requests := w.model.Requests()
+	for _, m := range requests[len(requests)-1].Messages {
+		if m.Role == openai.ChatMessageRoleTool {
+			results = append(results, m.Content)
+		}
+	}
+	return results
+}
+
+// Two turns may offer tools of one name that take different things: each is held to its own schema.
+func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
+	w := newWorld(t)
+	for _, name := range []string{"a", "b"} {
+		w.model.Add(modeltest.ToolCall("put", `{"`+name+`":1}`), modeltest.Text("Done."))
+		w.turn.Tools = []reason.Tool{tool("put", `{"type":"object","additionalProperties":false,"required":["`+name+`"],"properties":{"`+name+`":{"type":"integer"}}}`)}
+		if _, got := w.completed(t); len(got.Calls) != 1 || got.Calls[0] != "put" {
+			t.Errorf("the tool that takes %s was called %v: %v", name, got.Calls, heard(w))
+		}
+	}
+}
