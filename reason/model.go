@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -163,11 +164,14 @@ func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCa
 	}
 }
 
-// definitions are the tools in the form the model gets them.
+// definitions are the tools in the form the model gets them. A skill that has the name of a tool is not among them: the tool is called
+// under it, and servers refuse a name that comes twice.
 func (w *turn) definitions() []openai.Tool {
 	tools := make([]openai.Tool, 0, len(w.skills)+len(w.Tools))
 	for _, s := range w.skills {
-		tools = append(tools, s.Tool())
+		if !slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == s.Name }) {
+			tools = append(tools, s.Tool())
+		}
 	}
 	for _, t := range w.Tools {
 		tools = append(tools, openai.Tool{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{

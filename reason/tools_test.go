@@ -41,3 +41,19 @@ func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
 		}
 	}
 }
+
+// Servers refuse two tools of one name: of a skill and a tool the tool is meant, and alone offered.
+func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
+	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
+	w.completed(t)
+	named := 0
+	for _, offered := range w.model.Requests()[0].Tools {
+		if offered.Function.Name == "probe" {
+			named++
+		}
+	}
+	if got := heard(w); named != 1 || len(got) != 1 || got[0] != `"got {}"` {
+		t.Errorf("offered %d times, answered %q", named, got)
+	}
+}
