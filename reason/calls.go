@@ -66,7 +66,7 @@ func (w *turn) performTool(ctx context.Context, c *call, t Tool) error {
 	switch {
 	case errors.As(err, &failure) && failure.Class == classInvalid: // what the schema cannot say
 		return w.invalid(ctx, c, "", &skills.InvalidParams{
-			Skill: t.Name, Schema: t.Parameters, Violations: []skills.Violation{{Message: failure.Message}},
+			Skill: t.Name, Schema: t.schema(), Violations: []skills.Violation{{Message: failure.Message}},
 		})
 	case errors.As(err, &failure):
 		c.result = w.bound(failed(failure))
@@ -160,7 +160,7 @@ func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args jso
 		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: args, IdempotencyKey: effect.Key})
 		if l.After != nil {
 			if after := l.After(ctx, s, err); after != nil {
-				l.Logger.WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
+				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
 			}
 		}
 		return value, classified(err)
@@ -211,9 +211,17 @@ func classified(err error) error {
 // asSkill lets the registry check a tool's arguments as it does a skill's. It has no id, under which the registry would keep
 // the schema for other tools of this name.
 func (t Tool) asSkill() skills.Skill {
-	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.Parameters})
+	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.schema()})
 	if err != nil {
-		definition = nil // parameters that are no JSON: the registry says so
+		definition = nil // parameters that are no JSON, see usable
 	}
 	return skills.Skill{Name: t.Name, ToolDefinition: definition, Handler: "builtin:tool"}
+}
+
+// schema is that of the tool's parameters.
+func (t Tool) schema() json.RawMessage {
+	if len(t.Parameters) == 0 {
+		return json.RawMessage(`{"type":"object","additionalProperties":false,"properties":{}}`)
+	}
+	return t.Parameters
 }

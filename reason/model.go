@@ -146,7 +146,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 
 // markCut says in the answer itself that it is not whole. Calls that were cut are refused for their arguments.
 func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCall) {
-	l.Logger.WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
+	l.log().WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
 		"completion_tokens", response.Usage.CompletionTokens)
 	if len(response.Message.ToolCalls) > 0 {
 		return
@@ -175,7 +175,7 @@ func (w *turn) definitions() []openai.Tool {
 	}
 	for _, t := range w.Tools {
 		tools = append(tools, openai.Tool{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{
-			Name: t.Name, Description: t.Description, Parameters: t.Parameters,
+			Name: t.Name, Description: t.Description, Parameters: t.schema(),
 		}})
 	}
 	return tools

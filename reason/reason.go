@@ -66,12 +66,12 @@ func (b Budget) withDefaults() Budget {
 	return b
 }
 
-// Loop is what all turns share. It is safe for concurrent use.
+// Loop is what all turns share. Pool, Model and Skills are required. It is safe for concurrent use.
 type Loop struct {
 	Pool   *pgxpool.Pool
 	Model  *models.Client
 	Skills *skills.Registry
-	Logger *slog.Logger
+	Logger *slog.Logger // may be nil
 	Budget Budget
 	// Limits bound what all runs together use in a day, beside each run's Budget.
 	Limits budgets.Limits
@@ -84,11 +84,12 @@ type Loop struct {
 // Tool is something a turn offers besides the skills: part of the runtime, not of the workspace. Do must
 // be durable itself: it is called again when the turn is replayed, and makes its effects in steps.
 // Arguments that only Do can judge it refuses with an *executions.StepError of class invalid_params; the model
-// is corrected then as if the schema had refused them.
+// is corrected then as if the schema had refused them. Any other *executions.StepError, which is how steps fail, is the call's result;
+// other errors end the turn. A skill of the same name is not offered.
 type Tool struct {
-	Name        string
+	Name        string // 1 to 64 letters, digits, _ and -
 	Description string
-	Parameters  json.RawMessage // JSON Schema of an object
+	Parameters  json.RawMessage // JSON Schema of an object; empty for a tool that takes nothing
 	Do          func(ctx context.Context, args json.RawMessage) (any, error)
 
 	within func(w *turn) func(ctx context.Context, args json.RawMessage) (any, error) // makes Do for a turn

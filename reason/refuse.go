@@ -35,7 +35,7 @@ func (w *turn) refuse(ctx context.Context, c *call, id, class, why string) error
 		Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) (struct{}, error) {
 		w.begin(c)
-		w.Logger.WarnContext(ctx, "tool call refused", "tool", name, "class", class, "arguments", string(c.args))
+		w.log().WarnContext(ctx, "tool call refused", "tool", name, "class", class, "arguments", string(c.args))
 		if class == classDenied {
 			effect.Status = activity.Skipped
 		}
@@ -63,7 +63,7 @@ func (w *turn) stall(ctx context.Context, calls []*call, why, details string) er
 		},
 		Idempotent: true,
 	}, func(ctx context.Context, _ *executions.Effect) (struct{}, error) {
-		w.Logger.ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", attempts, "context", last)
+		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", attempts, "context", last)
 		return struct{}{}, &executions.StepError{Class: "stall", Message: details + "; " + w.summary()}
 	})
 	if _, ok := errors.AsType[*executions.StepError](err); ok {

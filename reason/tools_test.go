@@ -3,12 +3,16 @@ package reason_test
 import (
 	"context"
 	"encoding/json"
+	"math"
+	"strings"
 	"testing"
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // tool is one that says what it was called with.
@@ -42,6 +46,17 @@ func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
 	}
 }
 
+func TestAToolWithoutParametersTakesNone(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("ping", ``), modeltest.Text("Done."))
+	w.turn.Tools = []reason.Tool{tool("ping", ``)}
+	if _, got := w.completed(t); len(got.Calls) != 1 {
+		t.Errorf("called %v: %v", got.Calls, heard(w))
+	}
+	if sent := w.model.Requests()[0].Body; !strings.Contains(sent, `"name":"ping","description":"does ping","parameters":{`) {
+		t.Errorf("sent %s", sent)
+	}
+}
+
 // Servers refuse two tools of one name: of a skill and a tool the tool is meant, and alone offered.
 func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
@@ -56,4 +71,33 @@ func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 	if got := heard(w); named != 1 || len(got) != 1 || got[0] != `"got {}"` {
 		t.Errorf("offered %d times, answered %q", named, got)
 	}
+}
+
+// What is wrong with the program is said at once, and is not the model's fault.
+func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
+	right := tool("t", `{"type":"object"}`)
+	for says, spoil := range map[string]func(w *world){
+		"needs Pool, Model and Skills": func(w *world) { w.loop.Model = nil },
+		"is not a tool's":              func(w *world) { w.turn.Tools = []reason.Tool{tool("a b", `{}`)} },
+		"two tools are named t":        func(w *world) { w.turn.Tools = []reason.Tool{right, right} },
+		"the tool t has no Do":         func(w *world) { w.turn.Tools = []reason.Tool{{Name: "t"}} },
+		"compile the parameters of t":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":"objekt"}`)} },
+		"parameters of t are no JSON":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":`)} },
+		"CostUSD":                      func(w *world) { w.loop.Budget.CostUSD = math.NaN() },
+	} {
+		w := newWorld(t)
+		spoil(w)
+		x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
+		if err != nil || x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), says) {
+			t.Errorf("%s: %s, %q, %v", says, x.Status, deref(x.ErrorMessage), err)
+		}
+	}
+}
+
+func TestALoopNeedsNoLogger(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("nothing", `{}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
+	w.loop.Logger = nil
+	w.turn.OnTool = func(reason.ToolEvent) { panic("in a callback") }
+	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
+	w.completed(t)
 }

@@ -60,6 +60,9 @@ func (l *Loop) newTurn(t Turn) *turn {
 // Run takes a turn. It is called inside an execution and returns executions.ErrParked and its like
 // untouched; other errors are those of the model that retries did not help.
 func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
+	if err := l.fits(t); err != nil {
+		return Outcome{}, fmt.Errorf("begin turn: %w", err)
+	}
 	view := l.watch(ctx, &t)
 	defer view.close(ctx)
 	tools, err := executions.Step(ctx, "tools", func(ctx context.Context) (offer, error) {

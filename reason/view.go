@@ -55,7 +55,7 @@ func (l *Loop) watch(ctx context.Context, t *Turn) *viewer {
 	if t.OnDelta == nil && t.OnRestart == nil && t.OnTool == nil && t.OnApproval == nil {
 		return nil
 	}
-	v := &viewer{log: l.Logger, wake: make(chan struct{}, 1), done: make(chan struct{})}
+	v := &viewer{log: l.log(), wake: make(chan struct{}, 1), done: make(chan struct{})}
 	if show := t.OnDelta; show != nil {
 		t.OnDelta = func(text string) { v.add(func() { show(text) }) }
 	}
