@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -171,15 +170,10 @@ func (o Outcome) arguments(args postgres.Strict) {
 	args["status"] = string(cmp.Or(o.Status, Success))
 	args["output"] = field(o.Output, "null")
 	args["error_message"] = null(redact.Text(o.Message, maxText))
-	args["error_class"] = text(o.Class)
+	args["error_class"] = postgres.Text(o.Class) // which another service may have said, as the model
 	args["token_usage"] = usage
 	args["cost_usd"] = fmt.Sprintf("%.6f", o.CostUSD)
-	args["model"] = text(o.Model)
-}
-
-// text is what the database can hold of a word that another service may have said.
-func text(s string) string {
-	return strings.ToValidUTF8(strings.ReplaceAll(s, "\x00", ""), "\ufffd")
+	args["model"] = postgres.Text(o.Model)
 }
 
 // field redacts and bounds a value; nil becomes empty.

@@ -108,8 +108,3 @@ func decode[T any](text []byte) (value T, err error) {
 	}
 	return value, nil
 }
-
-// plain makes a text that the database can hold.
-func plain(s string) string {
-	return strings.ToValidUTF8(strings.ReplaceAll(s, "\x00", ""), "\ufffd")
-}

@@ -39,7 +39,7 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 		last: last,
 	}
 	if failure != nil {
-		end.failure, end.step = new(plain(failure.Error())), null(r.failed(failure))
+		end.failure, end.step = new(postgres.Text(failure.Error())), null(r.failed(failure))
 	}
 	until := time.Now().Add(r.e.opts.LeaseTTL)
 	alone := func(write func(ctx context.Context, end lastWrite) (finished, error)) (finished, error) {

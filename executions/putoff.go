@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // The result of a step that is nothing but its result is put off being written for a moment, because what often follows is
@@ -44,7 +46,7 @@ func (p *putOff) point(r *run) *point {
 // canWait reports a result that may be put off.
 func (r *run) canWait(s spec, effect *Effect, output json.RawMessage) bool {
 	return s.again && s.entry == nil && s.also == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
-		len(output) <= longestPutOff && withoutExponents(output) && len(s.key) <= longestKey && s.key == plain(s.key)
+		len(output) <= longestPutOff && withoutExponents(output) && len(s.key) <= longestKey && s.key == postgres.Text(s.key)
 }
 
 // withoutExponents reports JSON without exponents. Its numbers are those that jsonb holds, if they are not long.

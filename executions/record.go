@@ -346,11 +346,11 @@ var errNever = errors.New("never")
 
 // asStepError reduces an error to what is recorded.
 func asStepError(key string, err error) *StepError {
-	failure := &StepError{Step: key, Class: "error", Message: plain(err.Error())}
+	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
 	var classed interface{ ErrorClass() string }
 	switch {
 	case errors.As(err, &classed):
-		failure.Class = plain(classed.ErrorClass())
+		failure.Class = postgres.Text(classed.ErrorClass())
 	case errors.Is(err, context.DeadlineExceeded):
 		failure.Class = "timeout"
 	}

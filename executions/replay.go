@@ -224,13 +224,13 @@ func (r *run) judge(x Execution, p *replaying, result Result, err error, asked b
 	}
 	var end ending
 	if err != nil {
-		end.Error = plain(err.Error())
+		end.Error = postgres.Text(err.Error())
 	}
 	value, _, wrong := encode(result.Value)
 	if wrong != nil {
 		status, end.Error = Failed, fmt.Errorf("encode result: %w", wrong).Error()
 	} else {
-		end.Summary, end.Result = plain(result.Summary), canonicalJSON(value)
+		end.Summary, end.Result = postgres.Text(result.Summary), canonicalJSON(value)
 	}
 	was := recordedEnd(x)
 	same := status == x.Status && digest(nil, nil, "", end) == digest(nil, nil, "", was)

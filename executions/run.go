@@ -328,7 +328,7 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
 	}
 	detached := context.WithoutCancel(ctx)
-	done, err := r.writeEnd(detached, last.point(r), status, plain(result.Summary), value, failure)
+	done, err := r.writeEnd(detached, last.point(r), status, postgres.Text(result.Summary), value, failure)
 	if refused(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
 		done, err = r.writeEnd(detached, last.point(r), status, "", nil, failure)

@@ -33,7 +33,7 @@ func SaveSketch(ctx context.Context, db postgres.DB, execution string, claim int
 		on conflict (execution_id) do update
 		   set claim = excluded.claim, content = excluded.content, settled = excluded.settled, updated_at = clock_timestamp()
 		 where d.claim <= excluded.claim`,
-		postgres.Strict{"id": execution, "claim": claim, "content": plain(s.Content), "settled": s.Settled})
+		postgres.Strict{"id": execution, "claim": claim, "content": postgres.Text(s.Content), "settled": s.Settled})
 	if err != nil {
 		return fmt.Errorf("save what was said so far: %w", err)
 	}

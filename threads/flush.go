@@ -21,7 +21,7 @@ func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	for {
 		var n int
 		err := db.QueryRow(ctx, `select flush_agent_thread(@thread, @limit)`,
-			postgres.Strict{"thread": plain(thread), "limit": flushed}).Scan(&n)
+			postgres.Strict{"thread": postgres.Text(thread), "limit": flushed}).Scan(&n)
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound
 		}

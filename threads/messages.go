@@ -71,7 +71,7 @@ type Draft struct {
 // until the caller's transaction ends, so places become visible in their order. ErrNotFound when there is
 // no such thread.
 func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
-	content := plain(d.Content)
+	content := postgres.Text(d.Content)
 	rows, err := db.Query(ctx, `
 		with place as (
 		  update agent_threads
@@ -86,7 +86,7 @@ func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
 		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at`,
 		postgres.Strict{
-			"thread_id": plain(d.ThreadID), "status": string(d.Status), "turn": d.Turn, "role": d.Role, "content": content,
+			"thread_id": postgres.Text(d.ThreadID), "status": string(d.Status), "turn": d.Turn, "role": d.Role, "content": content,
 			"channel": d.Channel, "execution_id": d.ExecutionID, "trace_id": d.TraceID, "interrupted": d.Interrupted,
 			"tokens": tokens(d.Role, content),
 		})
@@ -131,7 +131,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)
 		 order by seq desc nulls first, id desc limit @limit`,
 		postgres.Strict{
-			"thread_id": plain(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before, "limit": bounded(f.Limit),
+			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before, "limit": bounded(f.Limit),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list messages: %w", err)

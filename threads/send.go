@@ -80,7 +80,7 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 // SendTx is Send in a transaction of the caller's, for the claim that o names or for nobody. A claim that is over is an
 // error with SQLSTATE LK001; an unknown channel or target one with 22023.
 func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
-	content := plain(o.Content)
+	content := postgres.Text(o.Content)
 	if strings.TrimSpace(content) == "" {
 		return SendResult{}, fmt.Errorf("send message: %w", ErrEmpty)
 	}
@@ -100,7 +100,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 		select message_id::text, seq, queued, acquired, holder, lender::text, stale_holder, stale_ms
 		  from send_agent_message(@thread, @execution, @claim, @content, nullif(@channel, ''), @target, @tokens)`,
 		postgres.Strict{
-			"thread": plain(o.ThreadID), "execution": execution, "claim": claim, "content": content, "channel": o.Channel,
+			"thread": postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content, "channel": o.Channel,
 			"target": o.Target, "tokens": tokens(Assistant, content),
 		}).Scan(&s.MessageID, &s.Seq, &s.Queued, &s.acquired, &holder, &s.lender, &s.staleHolder, &stale)
 	if postgres.IsCode(err, "P0002") {
@@ -166,7 +166,7 @@ func Release(ctx context.Context, thread string) (bool, error) {
 	owner, fresh := fmt.Sprintf("%s#%d", id, claim), false
 	freed, err := executions.StepTx(ctx, "release", func(ctx context.Context, tx pgx.Tx) (freed bool, err error) {
 		err = tx.QueryRow(ctx, `select release_agent_lock(@lane, @owner)`,
-			postgres.Strict{"lane": Lane(plain(thread)), "owner": owner}).Scan(&freed)
+			postgres.Strict{"lane": Lane(postgres.Text(thread)), "owner": owner}).Scan(&freed)
 		fresh = true
 		return freed, err
 	}, executions.Input(thread))

@@ -91,7 +91,7 @@ func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 		on conflict (id) do nothing
 		returning id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at`,
 		postgres.Strict{
-			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner), "participant": plain(t.Participant),
+			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": postgres.Text(t.Agent), "owner": postgres.Text(t.Owner), "participant": postgres.Text(t.Participant),
 			"idle": t.IdleSeconds,
 		})
 	if err != nil {
@@ -104,7 +104,7 @@ func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
 	switch {
 	case err != nil:
 		return Thread{}, fmt.Errorf("open thread: %w", err)
-	case got.Owner != plain(t.Owner) || got.Channel != t.Channel:
+	case got.Owner != postgres.Text(t.Owner) || got.Channel != t.Channel:
 		return Thread{}, fmt.Errorf("open thread: %w", ErrForeign)
 	}
 	return got, nil
@@ -123,8 +123,8 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made boo
 		        coalesce(nullif(@idle::int, 0), 600))
 		on conflict (id) do nothing`,
 		postgres.Strict{
-			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": plain(t.Agent), "owner": plain(t.Owner),
-			"participant": plain(t.Participant), "idle": t.IdleSeconds,
+			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": postgres.Text(t.Agent), "owner": postgres.Text(t.Owner),
+			"participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
 		})
 	if err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
@@ -138,7 +138,7 @@ func Adopt(ctx context.Context, db postgres.DB, id, channel, owner, participant 
 	tag, err := db.Exec(ctx, `
 		update agent_threads set owner = @owner, participant = coalesce(nullif(participant, ''), @participant)
 		 where id = @id and channel = @channel and owner = '' and @owner <> ''`,
-		postgres.Strict{"id": plain(id), "channel": channel, "owner": plain(owner), "participant": plain(participant)})
+		postgres.Strict{"id": postgres.Text(id), "channel": channel, "owner": postgres.Text(owner), "participant": postgres.Text(participant)})
 	if err != nil {
 		return false, fmt.Errorf("adopt thread: %w", err)
 	}
@@ -149,7 +149,7 @@ func Adopt(ctx context.Context, db postgres.DB, id, channel, owner, participant 
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 	rows, err := db.Query(ctx, `
 		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads where id = @id`, postgres.Strict{"id": plain(id)})
+		  from agent_threads where id = @id`, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
 
@@ -157,7 +157,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, `
 		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": plain(id)})
+		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
 
@@ -215,11 +215,6 @@ func bounded(limit int) int {
 		return 50
 	}
 	return min(limit, 500)
-}
-
-// plain is text that PostgreSQL can store: UTF-8 without NUL.
-func plain(text string) string {
-	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
 }
 
 // HeldThread is a row of the view agent_thread_locks: a thread that an execution holds.

@@ -93,7 +93,7 @@ func SaveSummary(ctx context.Context, db postgres.DB, thread string, fromThrough
 	tag, err := db.Exec(ctx, `
 		update agent_threads set summary = @text, summary_through = @through
 		 where id = @thread and summary_through = @from and @through > @from`,
-		postgres.Strict{"thread": thread, "from": fromThrough, "through": through, "text": plain(text)})
+		postgres.Strict{"thread": thread, "from": fromThrough, "through": through, "text": postgres.Text(text)})
 	if err != nil {
 		return false, fmt.Errorf("save summary of thread %s: %w", thread, err)
 	}
@@ -109,7 +109,7 @@ func Turns(ctx context.Context, db postgres.DB, thread string, from, before, thr
 		  from agent_messages
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through and status not in ('failed', 'withdrawn')
 		 order by turn, seq limit 400`,
-		postgres.Strict{"thread": plain(thread), "from": from, "before": before, "through": through})
+		postgres.Strict{"thread": postgres.Text(thread), "from": from, "before": before, "through": through})
 	if err != nil {
 		return nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}

@@ -7,6 +7,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -77,7 +78,7 @@ func (f *feed) begin(claim int64, said string, limit int) {
 
 // say adds text.
 func (f *feed) say(text string) {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
+	text = postgres.Text(text)
 	f.change(func() {
 		if text == "" || f.full {
 			return

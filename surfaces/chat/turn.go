@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -271,7 +272,7 @@ func (t *turn) reply(ctx context.Context, said string, finish openai.FinishReaso
 
 // clean is text as it is stored and shown.
 func clean(text string) string {
-	return strings.TrimSpace(strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", ""))
+	return strings.TrimSpace(postgres.Text(text))
 }
 
 // cutShort keeps, of a turn that failed, what it has said: somebody may have read it.

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -97,7 +98,7 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 	if threads.CheckID(body.SessionID) != nil && body.SessionID != "" {
 		return body, badBody("session_id: %s", threads.ErrInvalid)
 	}
-	return body, o.checkMessage(storable(body.Message))
+	return body, o.checkMessage(postgres.Text(body.Message))
 }
 
 // decode reads exactly one object with no other fields than body's.

@@ -46,7 +46,7 @@ func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func
 
 // turn is Turn as an effect of a dedupe key, unless that is empty.
 func (s *Session) turn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
-	message = storable(message)
+	message = postgres.Text(message)
 	if err := s.o.checkMessage(message); err != nil {
 		return Done{}, err
 	}
@@ -82,11 +82,6 @@ func (s *Session) Resume(ctx context.Context, execution string, emit func(Event)
 	}
 	x.ClaimedBy = nil // whoever runs it, this is not the run that was inserted here
 	return s.attend(ctx, x, emit)
-}
-
-// storable is text that PostgreSQL can store.
-func storable(text string) string {
-	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
 }
 
 func (o *Operate) checkMessage(message string) error {
