@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -156,14 +157,14 @@ func start(t testing.TB, p part) *process {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Start(); err != nil {
+	a := &process{part: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
+	err = child.Start(cmd, syscall.SIGKILL, func(err error) {
+		a.err = err
+		close(a.ended)
+	})
+	if err != nil {
 		t.Fatal(err)
 	}
-	a := &process{part: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
-	go func() {
-		defer close(a.ended)
-		a.err = cmd.Wait()
-	}()
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill() // it may have ended
 		<-a.ended

@@ -1,6 +1,7 @@
 package pgbouncer
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -8,10 +9,11 @@ import (
 	"os/exec"
 	"os/user"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
+
+	"github.com/lanekeeper/lanekeeper/internal/child"
 )
 
 const (
@@ -93,7 +95,7 @@ func (p *Pooler) settings(config Config) string {
 // quoted is a word of the file of users.
 func quoted(word string) string { return `"` + strings.ReplaceAll(word, `"`, `""`) + `"` }
 
-// launch starts the process. The kernel ends it when the thread that started it does, so that thread waits for it.
+// launch starts the process.
 func (p *Pooler) launch(binary string, user *owner) error {
 	log, err := os.OpenFile(filepath.Join(p.dir, logFile), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
@@ -101,27 +103,17 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	}
 	defer log.Close()
 	cmd := exec.Command(binary, filepath.Join(p.dir, configFile)) // it lives until Stop, whatever becomes of the start's context
-	cmd.Dir, cmd.Stdout, cmd.Stderr, cmd.SysProcAttr = p.dir, log, log, dieWithUs()
+	cmd.Dir, cmd.Stdout, cmd.Stderr = p.dir, log, log
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
-	cmd.SysProcAttr.Setpgid = true // ^C at a terminal is for the tests, who stop it
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // ^C at a terminal is for the tests, who stop it
 	if user != nil {
 		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(user.uid), Gid: uint32(user.gid)}
 	}
-	started := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread() // or the thread would end with the goroutine, and what it had started before with it
-		err := cmd.Start()
-		started <- err
-		if err == nil {
-			p.end = cmd.Wait()
-			if p.end == nil {
-				p.end = errors.New("exit status 0")
-			}
-			close(p.ended)
-		}
-	}()
-	if err := <-started; err != nil {
+	err = child.Start(cmd, syscall.SIGKILL, func(end error) {
+		p.end = cmp.Or(end, errors.New("exit status 0"))
+		close(p.ended)
+	})
+	if err != nil {
 		return err
 	}
 	p.process = cmd.Process

@@ -12,13 +12,13 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
-	"runtime"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -80,19 +80,8 @@ func Start(tb testing.TB, patience time.Duration, dir string, environ []string, 
 	p.Cmd.Dir, p.Cmd.Env = dir, environ
 	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
 	p.Cmd.SysProcAttr = DieWithUs()
-	started := make(chan error)
-	go func() {
-		// The kernel ends it when the thread that started it ends, so that thread waits for it.
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		err := p.Cmd.Start()
-		started <- err
-		if err == nil {
-			defer close(p.ended)
-			_ = p.Cmd.Wait() // how it ended is in ProcessState
-		}
-	}()
-	if err := <-started; err != nil {
+	// How it ended is in ProcessState.
+	if err := child.Start(p.Cmd, syscall.SIGKILL, func(error) { close(p.ended) }); err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {

@@ -27,7 +27,6 @@ func newGroup(cmd *exec.Cmd) group {
 	in, isFile := cmd.Stdin.(*os.File)
 	g := group{cmd: cmd, own: !isFile || !term.IsTerminal(int(in.Fd()))}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: g.own}
-	endWithParent(cmd.SysProcAttr)
 	return g
 }
 

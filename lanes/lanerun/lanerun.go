@@ -6,7 +6,7 @@
 // It promises that the command never runs without the lane: a busy lane skips it, and a lane that is
 // lost ends it, first politely and then not. The lane is released on every way out; when
 // this process is killed the lane ends with its lease, and the command, which nobody then watches, may go
-// on for that long unnoticed (on Linux it is killed with its parent).
+// on for that long unnoticed (on Linux it is told to end, too).
 package lanerun
 
 import (
@@ -18,10 +18,10 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
-	"runtime"
 	"syscall"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -96,8 +96,8 @@ func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 	signal.Notify(signals, forwarded...)
 	defer signal.Stop(signals)
 
-	started, ended := start(cmd)
-	if err := <-started; err != nil {
+	ended := make(chan error, 1)
+	if err := child.Start(cmd, syscall.SIGTERM, func(err error) { ended <- err }); err != nil {
 		return ExitFailed, fmt.Errorf("run %s: %w", argv[0], err)
 	}
 	stop, lost := lease.Context().Done(), lease.Lost()
@@ -125,22 +125,6 @@ func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 		stop, lost, kill = nil, nil, time.After(grace)
 		group.signal(syscall.SIGTERM)
 	}
-}
-
-// start runs cmd on a thread that lives as long as the command: the kernel kills the command with the thread
-// that started it (see endWithParent).
-func start(cmd *exec.Cmd) (started, ended <-chan error) {
-	began, done := make(chan error, 1), make(chan error, 1)
-	go func() {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		err := cmd.Start()
-		began <- err
-		if err == nil {
-			done <- cmd.Wait()
-		}
-	}()
-	return began, done
 }
 
 // exitCode turns the end of a command into an exit code.
