@@ -77,7 +77,7 @@ func cleanRun(t *testing.T) []string {
 		}
 		return pass
 	})
-	a := s.agent(p.url(victim), "heartbeat")
+	a := s.agent(p.URL(victim), "heartbeat")
 	if code := a.Exit(); code != 0 {
 		t.Fatalf("exit code %d", code)
 	}
@@ -203,7 +203,7 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 				}
 				return pass
 			})
-			s.serve(p.url(victim))
+			s.serve(p.URL(victim))
 			eventually(t, "the execution ends", func() bool {
 				return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
 			})
@@ -289,7 +289,7 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 			<-a.Ended()
 		}
 	}
-	a = s.agent(p.url(victim), args...)
+	a = s.agent(p.URL(victim), args...)
 	close(started)
 	return a
 }

@@ -79,7 +79,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			if c.early {
 				lease = "60s"
 			}
-			a := s.serve(p.url(victim), "AGENT_WORKER_LEASE="+lease)
+			a := s.serve(p.URL(victim), "AGENT_WORKER_LEASE="+lease)
 			id := s.begin()
 			p.holds()
 			a.Signal(syscall.SIGSTOP)

@@ -91,9 +91,9 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
 	w.t.Helper()
 	p := newProxy(w.t, database, w.ledger)
-	defer p.close()
+	defer p.Close()
 	for {
-		err := w.process(p.url(), s, fn)
+		err := w.process(p.URL(""), s, fn)
 		if err == nil {
 			return
 		}

@@ -52,7 +52,7 @@ func (x *trouble) launch(i int) {
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	environ := proctest.Environ(workerURL+"="+x.proxies[i].url(), workerSink+"="+x.sink)
+	environ := proctest.Environ(workerURL+"="+x.proxies[i].URL(""), workerSink+"="+x.sink)
 	x.slots[i] = proctest.Start(x.t, patience, x.t.TempDir(), environ, program, "worker")
 }
 
