@@ -1,11 +1,9 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"strings"
@@ -19,9 +17,6 @@ import (
 
 // cliVisitor owns the threads of agent chat. No chat key can have this name.
 const cliVisitor = "cli: local visitor"
-
-// longestLine bounds a message from a pipe, in bytes.
-const longestLine = 1 << 20
 
 func (c *cli) chatCommand() *cobra.Command {
 	var thread string
@@ -95,20 +90,7 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 
 // lines takes a turn for each line of a pipe.
 func (v *visitor) lines(ctx context.Context) error {
-	scanner := bufio.NewScanner(v.in)
-	scanner.Buffer(nil, longestLine)
-	for scanner.Scan() {
-		if strings.TrimSpace(scanner.Text()) == "" {
-			continue
-		}
-		if err := v.turn(ctx, scanner.Text()); err != nil {
-			return err
-		}
-	}
-	if err := scanner.Err(); err != nil {
-		return fmt.Errorf("read messages: %w", err)
-	}
-	return nil
+	return v.eachLine(ctx, func(line string) (bool, error) { return true, v.turn(ctx, line) })
 }
 
 // converse takes turns on a terminal. An interrupt ends the turn under way, or at the prompt the conversation.
@@ -117,7 +99,8 @@ func (v *visitor) converse(ctx context.Context) error {
 	interrupts := make(chan os.Signal, 1)
 	signal.Notify(interrupts, os.Interrupt)
 	defer signal.Stop(interrupts)
-	lines, failed := v.typed(ctx)
+	lines, failed, stop := readLines(v.in)
+	defer stop()
 	for {
 		fmt.Fprint(v.out, "> ")
 		select {
@@ -129,7 +112,7 @@ func (v *visitor) converse(ctx context.Context) error {
 		case line, more := <-lines:
 			if !more {
 				fmt.Fprintln(v.out)
-				return <-failed
+				return failed()
 			}
 			if strings.TrimSpace(line) == "" {
 				continue
@@ -145,51 +128,23 @@ func (v *visitor) converse(ctx context.Context) error {
 func (v *visitor) interruptibly(ctx context.Context, interrupts <-chan os.Signal, line string) error {
 	turn, cancel := context.WithCancel(ctx)
 	defer cancel()
-	done := make(chan error, 1)
-	go func() { done <- v.turn(turn, line) }()
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		err = v.turn(turn, line)
+	}()
 	select {
-	case err := <-done:
+	case <-done:
 		if err != nil {
 			v.say("%s", printable(err.Error()))
 		}
 	case <-interrupts:
 		cancel()
-		if err := <-done; err != nil && !errors.Is(err, context.Canceled) {
-			v.say("%s", printable(err.Error()))
-		}
+		<-done // whose error says no more than this
 		v.say("cancelled")
 	}
 	return ctx.Err()
-}
-
-// typed reads lines in a goroutine, because a read cannot be interrupted: it ends with the next line or with the process.
-func (v *visitor) typed(ctx context.Context) (<-chan string, <-chan error) {
-	lines, failed := make(chan string), make(chan error, 1)
-	go func() {
-		defer close(lines)
-		reader := bufio.NewReader(v.in)
-		for {
-			line, err := reader.ReadString('\n')
-			if errors.Is(err, io.EOF) {
-				err = nil
-				if line == "" {
-					failed <- nil
-					return
-				}
-			}
-			if err != nil {
-				failed <- fmt.Errorf("read message: %w", err)
-				return
-			}
-			select {
-			case lines <- line:
-			case <-ctx.Done():
-				failed <- nil
-				return
-			}
-		}
-	}()
-	return lines, failed
 }
 
 // speech is what somebody says, without what could steer a terminal. Its lines stay.

@@ -10,11 +10,13 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/creack/pty"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -350,6 +352,50 @@ func TestOperateLines(t *testing.T) {
 	}
 	if got := strings.Join(names, " "); got != "start delta done" {
 		t.Errorf("events are %s", got)
+	}
+}
+
+func TestInputThatCannotBeReadFailsTheCommand(t *testing.T) {
+	d := newDesk(t, modeltest.Text("One."))
+	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", longestLine+1)+"\n"), "operate")
+	if got.code != exitFailed || got.out != "One.\n" {
+		t.Errorf("exit %d, stdout %q", got.code, got.out)
+	}
+	contains(t, got.err, "agent: read messages: ", "token too long")
+}
+
+func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
+	d := newDesk(t)
+	silent, keep := io.Pipe()
+	defer keep.Close()
+	ctx, interrupt := context.WithCancel(t.Context())
+	ended := make(chan answer, 1)
+	go func() { ended <- d.runWith(ctx, silent, "chat") }()
+	pgtest.Eventually(t, pgWait, func() bool { return single[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
+	interrupt()
+	select {
+	case got := <-ended:
+		if got.code != exitInterrupted {
+			t.Errorf("exit %d: %s", got.code, got.err)
+		}
+	case <-time.After(pgWait):
+		t.Error("it waits for the pipe")
+		keep.Close() // so that it ends
+		<-ended
+	}
+}
+
+func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
+	d := newDesk(t, modeltest.Text("Too late."))
+	var said stream
+	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
+	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app) error {
+		interrupts := make(chan os.Signal, 1)
+		interrupts <- os.Interrupt
+		return (&visitor{cli: c, chat: a.chat, thread: "t"}).interruptibly(ctx, interrupts, "Wait.")
+	})
+	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" || strings.Contains(said.String(), "exit") {
+		t.Errorf("%v, said %q", err, said.String())
 	}
 }
 

@@ -2,10 +2,10 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -30,7 +30,7 @@ type operator struct {
 // turn is Session.Turn or Session.Resume.
 type turn func(ctx context.Context, emit func(operate.Event)) (operate.Done, error)
 
-// say is a turn with a message.
+// message is a turn with one.
 func (o *operator) message(text string) turn {
 	return func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
 		return o.desk.Turn(ctx, text, false, emit)
@@ -164,60 +164,25 @@ func (o *operator) askOnce(ctx context.Context, question string) (string, bool) 
 // the command fail.
 func (o *operator) lines(ctx context.Context) error {
 	show := o.shower()
-	next, stop := readLines(o.in)
-	defer stop()
 	var first error
-	for {
-		var line string
-		var more bool
-		select {
-		case line, more = <-next:
-		case <-ctx.Done():
-			return &exitError{exitInterrupted, nil}
-		}
-		if !more {
-			return errors.Join(first, show.failed)
-		}
-		line = strings.TrimSpace(line)
-		switch {
-		case line == "":
-			continue
+	err := o.eachLine(ctx, func(line string) (bool, error) {
+		var err error
+		switch line = strings.TrimSpace(line); {
 		case line == "/quit":
-			return errors.Join(first, show.failed)
+			return false, nil
 		case strings.HasPrefix(line, "/"):
-			if err := o.command(ctx, line, show.event); err != nil {
-				o.complain(exitFailed, err)
-				first = &exitError{exitFailed, nil}
-			}
-			continue
+			err = o.command(ctx, line, show.event)
+		default:
+			var done operate.Done
+			done, err = o.take(ctx, o.message(line), show.event)
+			show.end()
+			err = o.failure(ctx, done, err)
 		}
-		done, err := o.take(ctx, o.message(line), show.event)
-		show.end()
-		if err := o.failure(ctx, done, err); err != nil {
-			if ctx.Err() != nil {
-				return err
-			}
+		if err != nil && ctx.Err() == nil {
 			o.complain(exitFailed, err)
-			first = &exitError{exitFailed, nil}
+			first, err = &exitError{exitFailed, nil}, nil
 		}
-	}
-}
-
-// readLines reads in a goroutine, because a read cannot be interrupted: after stop it ends with the next line or with
-// the process.
-func readLines(in io.Reader) (lines <-chan string, stop func()) {
-	out, ended := make(chan string), make(chan struct{})
-	go func() {
-		defer close(out)
-		scanner := bufio.NewScanner(in)
-		scanner.Buffer(nil, 1<<20)
-		for scanner.Scan() {
-			select {
-			case out <- scanner.Text():
-			case <-ended:
-				return
-			}
-		}
-	}()
-	return out, func() { close(ended) }
+		return true, err
+	})
+	return errors.Join(cmp.Or(err, first), show.failed)
 }
