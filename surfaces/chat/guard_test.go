@@ -236,6 +236,17 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	}
 }
 
+func TestAnIdempotencyKeyThatCannotBeStoredIsRefused(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t).process(t)
+	for _, key := range []string{"\xff", strings.Repeat("k", 256)} {
+		r, text := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"hi"}]}`, "Idempotency-Key", key)
+		if r.StatusCode != http.StatusBadRequest || failureOf(t, text).Code != "invalid_value" {
+			t.Errorf("key %q: %d %s", key, r.StatusCode, text)
+		}
+	}
+}
+
 func TestThePageKeepsToItself(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t)

@@ -11,6 +11,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/oklog/ulid/v2"
 
@@ -137,8 +138,8 @@ func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
 			a.MaxTokens = *bound
 		}
 	}
-	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key {
-		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key has at most 255 characters.")
+	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key || !utf8.ValidString(a.Key) {
+		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
 	return a, c.messages(&a, req.Messages)
 }
