@@ -57,6 +57,31 @@ func TestAnIdleSessionFreesTheLane(t *testing.T) {
 	}
 }
 
+func TestASessionThatIsUsedAgainAfterItWasFreedIsTheOneOfItsID(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	other, p := w.process(t, false).open(t, ""), w.process(t, false)
+	if err := other.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	s := p.open(t, "ses_again")
+	if err := s.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) { // which frees it
+		t.Fatal(err)
+	}
+	if err := other.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.open(t, "ses_again").Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
+		t.Errorf("the session's own lane is in its way: %v", err)
+	}
+	if err := p.Close(t.Context()); err != nil || w.held(t) != "" {
+		t.Errorf("after the process has closed its sessions the lane is held by %q: %v", w.held(t), err)
+	}
+}
+
 func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))

@@ -170,6 +170,7 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 		s.idle.Stop()
 	}
 	s.mu.Unlock()
+	s.o.remember(s)
 	if s.held() != nil {
 		return nil
 	}
@@ -251,6 +252,15 @@ func (s *Session) traceID() trace.ID {
 		id = trace.New(trace.Operate)
 	}
 	return id
+}
+
+// remember lists a session among those at work. One that had been freed is there again with who still had it.
+func (o *Operate) remember(s *Session) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.sessions[s.id] == nil {
+		o.sessions[s.id] = s
+	}
 }
 
 // forget takes a session out of the list of those at work.
