@@ -1,10 +1,12 @@
 package executions
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"net"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -12,28 +14,32 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
+// engineAway is an engine whose database is, and counts how often it is asked for.
+func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
+	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
+	if err != nil {
+		t.Fatal(err)
+	}
+	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
+		*tries++
+		return nil, errors.New("away")
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &Engine{
+		pool: pool, opts: Options{SweepEvery: 5 * time.Second}, log: log, nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
+	}
+}
+
 // While the database is away, a timer that is due is not swept for all the time.
 func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
-		if err != nil {
-			t.Fatal(err)
-		}
 		tries := 0
-		config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
-			tries++
-			return nil, errors.New("away")
-		}
-		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer pool.Close()
-		e := &Engine{
-			pool: pool, opts: Options{SweepEvery: 5 * time.Second}, log: slog.New(slog.DiscardHandler),
-			nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
-		}
+		e := engineAway(t, slog.New(slog.DiscardHandler), &tries)
+		defer e.pool.Close()
 		e.due.set(time.Time{}, time.Now(), 1)
 		ctx, cancel := context.WithTimeout(t.Context(), 9*time.Second+time.Second/2)
 		defer cancel()
@@ -41,6 +47,23 @@ func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
 		synctest.Wait()
 		if tries == 0 || tries > 40 {
 			t.Errorf("%d tries to connect in ten seconds", tries)
+		}
+	})
+}
+
+func TestHousekeepingThatFailsIsNotRepeatedAtEachSweep(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var said bytes.Buffer
+		tries := 0
+		e := engineAway(t, slog.New(slog.NewTextHandler(&said, nil)), &tries)
+		defer e.pool.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+		defer cancel()
+		e.sweepLoop(ctx)
+		synctest.Wait()
+		if n := strings.Count(said.String(), "housekeeping failed"); n < 5 || n > 10 {
+			t.Errorf("it failed %d times in ten minutes, want about once a minute", n)
 		}
 	})
 }

@@ -89,7 +89,7 @@ func (d *dueTime) pause(longest time.Duration) time.Duration {
 
 // sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
 func (e *Engine) sweepLoop(ctx context.Context) {
-	var kept time.Time
+	var keep time.Time // when to keep house again
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
@@ -100,11 +100,11 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 				e.log.WarnContext(ctx, "tick failed", "error", err)
 			}
 		}
-		if time.Since(kept) > time.Hour {
+		if time.Now().After(keep) {
+			keep = time.Now().Add(time.Hour)
 			if err := e.housekeep(ctx); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "housekeeping failed", "error", err)
-			} else {
-				kept = time.Now()
+				keep = time.Now().Add(time.Minute)
 			}
 		}
 		e.untilSweep(ctx)
