@@ -129,7 +129,7 @@ func (c *cli) auditCommand() *cobra.Command {
 	var since, until time.Time
 	var limit int
 	cmd := &cobra.Command{
-		Use: "audit", Short: "Everything the agent did in a span of time, oldest first", Args: args(0, 0, "no arguments"),
+		Use: "audit", Short: "Everything the agent did in a span of time, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			rows, err := activity.Audit(cmd.Context(), s.pool, since, until, limit)
 			if err != nil {

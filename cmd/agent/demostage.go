@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/url"
 	"regexp"
-	"slices"
 	"strings"
 	"time"
 
@@ -319,7 +318,7 @@ func (s *stage) untilStale(ctx context.Context) error {
 		if err != nil || got == "" {
 			return err
 		}
-		if !slices.Contains([]string{s.runs["agente_a"]}, got) {
+		if got != s.runs["agente_a"] {
 			return fmt.Errorf("the thread is held by %s", got)
 		}
 		select {

@@ -72,7 +72,7 @@ func (a *app) addSurfaces() (err error) {
 		a.runner.Register(), a.offered.Register())
 }
 
-// run lists what works beside the engine for as long as the process serves.
+// beside lists what works beside the engine for as long as the process serves.
 func (s *surfaces) beside() []func(ctx context.Context) error {
 	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run, s.courier.Run}
 }

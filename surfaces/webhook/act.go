@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -173,5 +172,5 @@ const classEnded = "turn_ended"
 // final reports an error that another attempt would meet again.
 func final(err error) bool {
 	var failure *executions.StepError
-	return errors.As(err, &failure) && slices.Contains([]string{classEnded}, failure.Class)
+	return errors.As(err, &failure) && failure.Class == classEnded
 }
