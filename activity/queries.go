@@ -67,12 +67,7 @@ type Row struct {
 	FinishedAt     *time.Time      `json:"finished_at"`
 }
 
-// Of returns what happened under a trace, in the order in which it began. A trace that has no rows, or
-// does not exist, gives none.
-func Of(ctx context.Context, db postgres.DB, traceID string) ([]Row, error) {
-	return of(ctx, db, []string{traceID})
-}
-
+// of lists what happened under traces, in the order in which it began.
 func of(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.claim, a.step, a.kind, a.agent, a.surface,

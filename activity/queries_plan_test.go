@@ -117,10 +117,6 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 		"running": recent(activity.Filter{Status: activity.Running}),
 		"chat":    recent(activity.Filter{Surface: "chat", Status: activity.Error}),
 		"a day":   recent(activity.Filter{Since: day, Until: day.Add(time.Hour)}),
-		"of": func(db postgres.DB) error {
-			_, err := activity.Of(t.Context(), db, "hb_00000000000000000000000042")
-			return err
-		},
 		"trace of": func(db postgres.DB) error {
 			_, err := activity.TraceOf(t.Context(), db, "hb_00000000000000000000000042")
 			return err

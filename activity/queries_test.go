@@ -65,15 +65,16 @@ func ids(rows []activity.Row) []string {
 	return list
 }
 
-func TestOfListsATraceInTheOrderInWhichItBegan(t *testing.T) {
+func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 	db := pgtest.DB(t)
 	second := put(t, db, act{ago: time.Minute})
 	first := put(t, db, act{ago: time.Hour})
 	put(t, db, act{trace: string(trace.New(trace.Chat))})
-	rows, err := activity.Of(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	if err != nil {
 		t.Fatal(err)
 	}
+	rows := story.Activities
 	if diff := cmp.Diff([]string{first, second}, ids(rows)); diff != "" {
 		t.Error(diff)
 	}
@@ -85,10 +86,11 @@ func TestOfListsATraceInTheOrderInWhichItBegan(t *testing.T) {
 func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 	db := pgtest.DB(t)
 	put(t, db, act{kind: "model", tokens: 7})
-	rows, err := activity.Of(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	if err != nil {
 		t.Fatal(err)
 	}
+	rows := story.Activities
 	text, err := json.Marshal(rows[0])
 	if err != nil {
 		t.Fatal(err)

@@ -101,20 +101,6 @@ func Announce(ctx context.Context, db postgres.DB) error {
 	return nil
 }
 
-// Raise records an event of any name on behalf of a trace, which may be empty; what it starts belongs to the trace.
-// The same id twice counts once; an empty one is none. data is a JSON object, or empty.
-func Raise(ctx context.Context, db postgres.DB, event, key string, data json.RawMessage, id, traceID string) error {
-	if len(data) == 0 {
-		data = json.RawMessage(`{}`)
-	}
-	_, err := db.Exec(ctx, `select event_id from raise_agent_event(@event, @key, @data, nullif(@id, ''), @trace_id)`,
-		pgx.StrictNamedArgs{"event": event, "key": key, "data": data, "id": id, "trace_id": traceID})
-	if err != nil {
-		return fmt.Errorf("raise event %s: %w", event, err)
-	}
-	return nil
-}
-
 // RunByHand makes a run of an automation due, now, also of one that is out of service. It is to be taken by who
 // asked for it; when it has not been within a minute, by whoever finds it ready. [ErrNotFound] when there is no such
 // automation, [ErrProposal] when it is a proposal that nobody has accepted.

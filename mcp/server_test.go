@@ -200,7 +200,7 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 				t.Errorf("add answers %q, %v", said(r), r.StructuredContent)
 			}
 			id, _ := r.Meta["lanekeeper/trace-id"].(string)
-			if rows, err := activity.Of(t.Context(), h.pool, id); err != nil || !strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
+			if rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id}); err != nil || !strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
 				t.Errorf("trace %s has %+v, %v", id, rows, err)
 			}
 			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError || !strings.Contains(said(r), "/a") {

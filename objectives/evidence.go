@@ -161,7 +161,7 @@ func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID
 			err = prove(ctx, tx)
 		}
 		if err == nil {
-			ok, err = endStep(ctx, tx, stepID, Done, result, traceID)
+			ok, err = done(ctx, tx, stepID, result, traceID)
 		}
 		return err
 	})

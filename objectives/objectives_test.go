@@ -232,9 +232,7 @@ func TestAdvanced(t *testing.T) {
 		t.Errorf("with pending steps: %+v, %v", got, err)
 	}
 	complete(t, pool, list[1])
-	if ok, err := objectives.SkipStep(t.Context(), pool, list[2].ID, "not needed", "hb_2"); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2")
 	if err != nil || got.Status != objectives.Completed || got.Done != 2 || got.Total != 2 || got.LastTraceID != "hb_2" {
 		t.Errorf("got %+v, %v", got, err)
@@ -257,9 +255,7 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, err := objectives.SkipStep(t.Context(), pool, list[2].ID, "x", "hb_1"); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {

@@ -13,21 +13,15 @@ import (
 
 const maxStepResult = 8 << 10
 
-// SkipStep marks a pending step as not to be done, in this round or a later one. False when the step is not
-// pending any more, and then nothing changes.
-func SkipStep(ctx context.Context, db postgres.DB, stepID, reason, traceID string) (bool, error) {
-	return endStep(ctx, db, stepID, Skipped, reason, traceID)
-}
-
-func endStep(ctx context.Context, db postgres.DB, stepID, status, result, traceID string) (bool, error) {
+// done marks a pending step so; false when it is not pending any more.
+func done(ctx context.Context, db postgres.DB, stepID, result, traceID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objective_steps
-		   set status = @status, result = @result, trace_id = @trace_id,
-		       attempts = attempts + (@status::text = 'done')::int, updated_at = clock_timestamp()
+		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1, updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'`,
-		pgx.StrictNamedArgs{"id": stepID, "status": status, "result": storable(result), "trace_id": traceID})
+		pgx.StrictNamedArgs{"id": stepID, "result": storable(result), "trace_id": traceID})
 	if err != nil {
-		return false, fmt.Errorf("mark step %s: %w", status, err)
+		return false, fmt.Errorf("mark step done: %w", err)
 	}
 	return tag.RowsAffected() > 0, nil
 }

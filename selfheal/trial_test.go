@@ -188,7 +188,7 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 			if test.onTrial && !admit(t, db, "two") {
 				t.Error("the trial was not given back")
 			}
-			rows, err := activity.Of(t.Context(), db, string(id))
+			rows, _, err := activity.Recent(t.Context(), db, activity.Filter{TraceID: string(id)})
 			if err != nil || len(rows) != test.rows {
 				t.Fatalf("rows are %+v, %v", rows, err)
 			}

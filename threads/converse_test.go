@@ -3,7 +3,6 @@ package threads_test
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"log/slog"
 	"testing"
 	"time"
@@ -275,26 +274,4 @@ func TestSendRefusesWhatCannotBeSent(t *testing.T) {
 	if n := value[int](t, db, `select count(*)::int from agent_messages`); n != 0 {
 		t.Errorf("%d messages are there", n)
 	}
-}
-
-func TestReleaseGivesAThreadUpEarly(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	open(t, pool, "t")
-	p := runs(t, pool, map[string]flow{"flow": func(ctx context.Context) (executions.Result, error) {
-		if err := says(ctx, "one"); err != nil {
-			return done(err)
-		}
-		if freed, err := threads.Release(ctx, "t"); err != nil || !freed {
-			return done(fmt.Errorf("released %t, %w", freed, err))
-		}
-		_, err := executions.Wait(ctx, "event", executions.Event("go", 0))
-		return done(err)
-	}})
-	id := p.begin(t, "flow")
-	p.reaches(t, id, executions.Waiting)
-	if s := saysAs(t, pool, claimed(t, pool, ""), "two"); s.Queued {
-		t.Errorf("in a thread that was given up: %+v", s)
-	}
-	p.log.want(t, `msg="lane released"`, "lane=thread:t", "owner="+id+"#1")
 }

@@ -155,23 +155,3 @@ func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner str
 		log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner, "holder", s.Holder)
 	}
 }
-
-// Release gives a thread up before the end of the execution that ctx belongs to, so that what others have queued can leave. It is a
-// step named release. False when the execution does not hold the thread.
-func Release(ctx context.Context, thread string) (bool, error) {
-	id, claim, err := executions.Claim(ctx)
-	if err != nil {
-		return false, fmt.Errorf("release thread: %w", err)
-	}
-	owner, fresh := fmt.Sprintf("%s#%d", id, claim), false
-	freed, err := executions.StepTx(ctx, "release", func(ctx context.Context, tx pgx.Tx) (freed bool, err error) {
-		err = tx.QueryRow(ctx, `select release_agent_lock(@lane, @owner)`,
-			postgres.Strict{"lane": Lane(postgres.Text(thread)), "owner": owner}).Scan(&freed)
-		fresh = true
-		return freed, err
-	}, executions.Input(thread))
-	if fresh && freed && err == nil {
-		executions.Logger(ctx).InfoContext(ctx, "lane released", "lane", Lane(thread), "owner", owner)
-	}
-	return freed, err
-}

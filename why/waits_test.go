@@ -5,7 +5,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -185,10 +184,7 @@ func (s *scenario) raise() bool {
 		if s.rng.IntN(2) == 0 {
 			e.name = pick(s, s.keys) // an event of another name starts automations only
 		}
-		if err := automations.Raise(ctx, s.pool, e.name, e.key, nil, "", e.trace); err != nil {
-			s.t.Fatal(err)
-		}
-		e.id = value[string](s.world, `select id::text from agent_events order by id desc limit 1`)
+		e.id = value[string](s.world, `select event_id::text from raise_agent_event($1, $2, '{}', null, $3)`, e.name, e.key, e.trace)
 	case e.by == "outside" && s.rng.IntN(3) == 0:
 		e.id = value[string](s.world, `select event_id::text from hand_agent_event($1, $2, '{}', null, null, 0, 0)`, e.name, e.key)
 	case e.by == "outside" && s.rng.IntN(2) == 0:

@@ -26,9 +26,7 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 		}
 		w.automation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
 	}
-	if err := automations.Raise(t.Context(), w.pool, "E", "k", nil, "", ""); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
 	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "flowpilot"}
 	if err := r.Register(); err != nil {
@@ -60,9 +58,7 @@ func TestAHeartbeatAloneRunsWhatAnEventMadeDue(t *testing.T) {
 	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
 		t.Fatal(err)
 	}
-	if err := automations.Raise(t.Context(), w.pool, "E", "k", nil, "", ""); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	x, _ := w.completed(t)
 	if got := value[string](t, w.pool, `select status || ' ' || trace_id from agent_automation_runs`); got != "success "+x.TraceID {
 		t.Errorf("the run is %s", got)

@@ -398,9 +398,7 @@ func TestASkillIsTriedByARunThatWaits(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := automations.Raise(t.Context(), w.pool, "E", "k", nil, "", ""); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	w.completed(t)
 	if w.calls.of("fetch") != 0 {
 		t.Fatal("the skill was called while it rested")
