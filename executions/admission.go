@@ -32,6 +32,6 @@ func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
 	if _, err := e.pool.Exec(ctx, `select set_agent_limits(@limits)`, postgres.Strict{"limits": json.RawMessage(text)}); err != nil {
 		return fmt.Errorf("set limits of executions: %w", err)
 	}
-	e.look()
+	e.Look()
 	return nil
 }

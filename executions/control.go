@@ -28,7 +28,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		return "", err
 	}
 	e.announceEnds(ctx, ends)
-	e.cancelled(id)
+	e.cancelled(context.WithoutCancel(ctx), id)
 	e.tellParent(ctx, id)
 	return now, nil
 }
@@ -54,14 +54,14 @@ func cancelledNow(id string, status *string, err error) (Status, error) {
 }
 
 // cancelled stops a run of this process whose execution was cancelled.
-func (e *Engine) cancelled(id string) {
+func (e *Engine) cancelled(ctx context.Context, id string) {
 	e.mu.Lock()
 	r := e.runs[id]
 	e.mu.Unlock()
 	if r == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), e.opts.LeaseTTL)
+	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	now, err := Get(ctx, e.pool, id)
 	if err == nil && now.Status == Cancelled {
@@ -163,11 +163,11 @@ func (e *Engine) listenLoop(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case id := <-cancels:
-			e.hearCancel(id)
+			e.hearCancel(ctx, id)
 		case said := <-freed:
 			e.hearLane(said)
 		case <-woken:
-			e.look()
+			e.Look()
 		case queue := <-ready:
 			e.hear(queue)
 		}
@@ -180,7 +180,7 @@ func (e *Engine) hear(queue string) {
 		c.look()
 		return
 	}
-	e.look()
+	e.Look()
 }
 
 // hearLane sweeps for those who wait until a lane is free, which one that was handed over is not.
@@ -191,7 +191,7 @@ func (e *Engine) hearLane(said string) {
 }
 
 // hearCancel stops the named run; an empty name means that notifications may have been missed.
-func (e *Engine) hearCancel(id string) {
+func (e *Engine) hearCancel(ctx context.Context, id string) {
 	ids := []string{id}
 	if id == "" {
 		ids = nil
@@ -202,7 +202,7 @@ func (e *Engine) hearCancel(id string) {
 		e.mu.Unlock()
 	}
 	for _, running := range ids {
-		e.cancelled(running)
+		e.cancelled(ctx, running)
 	}
 }
 
@@ -212,9 +212,6 @@ func (e *Engine) stopping() bool {
 	defer e.mu.Unlock()
 	return e.draining
 }
-
-// withActivity files further activities under the given one.
-func withActivity(ctx context.Context, id string) context.Context { return trace.WithActivity(ctx, id) }
 
 // IsControl reports an error that is not a result of the work but the way a run is ended: parked,
 // stopped, handed back. Durable code passes it on untouched.

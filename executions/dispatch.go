@@ -82,16 +82,13 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	return client, nil
 }
 
-// look has the workers of both queues look for something ready, in this process.
-func (e *Engine) look() {
+// Look is for who has made executions ready by a function of the database, after the commit: the workers of this
+// process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too much for this one.
+func (e *Engine) Look() {
 	for _, c := range e.crews {
 		c.look()
 	}
 }
-
-// Look is for who has made executions ready by a function of the database, after the commit: the workers of this
-// process look at once. It takes no time and never fails; other processes are told of what is too much for this one.
-func (e *Engine) Look() { e.look() }
 
 // ready says that n executions of a queue may be ready: the workers of this process look at once, and where they are
 // too few, other processes are told.

@@ -81,7 +81,7 @@ type Engine struct {
 	starts      *batch.Group[postgres.Strict, Execution]
 	points      *batch.Group[point, struct{}]
 	parks       *batch.Group[parking, []byte]
-	paused      pauseWatch
+	paused      atomic.Bool // as far as this process knows
 
 	transactions chan struct{} // has room for as many as may be open at once
 }
@@ -140,8 +140,7 @@ func (e *Engine) share() {
 	e.parks = &batch.Group[parking, []byte]{Line: line, Send: e.parkSeveral, Unchanged: postgres.Unchanged}
 }
 
-// Register names a durable function. Registering a name twice is an error of the program, found at New's
-// caller: the second wins nothing and Register reports it.
+// Register names a durable function. A name that is taken, or empty, is an error, and what had it keeps it.
 func (e *Engine) Register(flow string, fn Func) error {
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
@@ -181,7 +180,11 @@ func (e *Engine) Run(ctx context.Context) error {
 		return errors.New("run engine: it runs already, or has been shut down: make another with New")
 	}
 	defer e.running.Store(false)
-	switch err := e.enlist(ctx); {
+	enlist := func() error {
+		_, err := e.current(ctx) // which begins the worker's lease
+		return err
+	}
+	switch err := e.insist(ctx, enlist); {
 	case over(ctx):
 		e.retire(context.WithoutCancel(ctx)) // it was told to stop before it had begun
 		return nil
@@ -191,7 +194,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	// River and the lease outlive ctx for as long as the shutdown takes.
 	living, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	switch err := e.startRiver(ctx, living); {
+	switch err := e.insist(ctx, func() error { return e.river.Start(living) }); {
 	case err != nil && over(ctx):
 		e.retire(context.WithoutCancel(ctx))
 		return nil
@@ -224,10 +227,10 @@ func over(ctx context.Context) bool {
 	}
 }
 
-// enlist begins the worker's lease, also when the database goes away in that moment.
-func (e *Engine) enlist(ctx context.Context) error {
+// insist begins something, also when the database goes away in that moment. What had begun of it by then has been stopped.
+func (e *Engine) insist(ctx context.Context, begin func() error) error {
 	for {
-		_, err := e.current(ctx)
+		err := begin()
 		if err == nil || !transient(err) || ctx.Err() != nil {
 			return err
 		}
@@ -326,7 +329,8 @@ func (e *Engine) stopAll(cause error) {
 	}
 }
 
-// Live reports whether River runs and the worker's lease is live: whether this process would do work.
+// Live is nil while the worker's lease is live and the process does not shut down, so that it would do work; else it says why not:
+// ErrDraining, ErrLost, or that there is no lease yet.
 func (e *Engine) Live() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -343,12 +347,7 @@ func (e *Engine) Live() error {
 }
 
 // hurry wakes the sweeper.
-func (e *Engine) hurry() {
-	select {
-	case e.nudge <- struct{}{}:
-	default:
-	}
-}
+func (e *Engine) hurry() { signal(e.nudge) }
 
 // name says who this process is, for people.
 func name() string {

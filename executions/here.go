@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -47,7 +48,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	if claimed.ClaimedBy != nil {
 		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy)
 	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
-		err = e.attend(ctx, claimed.ID)
+		err = e.Attend(ctx, claimed.ID)
 	}
 	switch {
 	case err != nil:
@@ -138,4 +139,25 @@ func (e *Engine) lingering(ctx context.Context) (context.Context, context.Cancel
 // Attend claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is
 // lost. One that is not ready, because it waits, has ended or somebody else was quicker, is left alone and
 // no error. When ctx ends first, the run is handed back and goes on elsewhere.
-func (e *Engine) Attend(ctx context.Context, id string) error { return e.attend(ctx, id) }
+func (e *Engine) Attend(ctx context.Context, id string) error {
+	worker, err := e.current(ctx)
+	if err != nil {
+		return err
+	}
+	rows, err := e.pool.Query(ctx, `select `+columns+` from claim_agent_execution(@id, @worker)`,
+		postgres.Strict{"id": id, "worker": worker})
+	if err != nil {
+		return fmt.Errorf("claim execution %s: %w", id, err)
+	}
+	claimed, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil // not ready: somebody else was quicker, or it waits, or it has ended
+	case err != nil:
+		return fmt.Errorf("claim execution %s: %w", id, err)
+	}
+	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
+		return e.Attend(ctx, id)
+	}
+	return err
+}

@@ -42,12 +42,7 @@ func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	if err != nil {
 		return fmt.Errorf("read ready executions: %w", err)
 	}
-	ready, err := pgx.CollectRows(rows, func(r pgx.CollectableRow) (hint, error) {
-		var id, queue string
-		var wake, priority int
-		err := r.Scan(&id, &wake, &queue, &priority)
-		return hint{id, wake, queue, priority}, err
-	})
+	ready, err := pgx.CollectRows(rows, pgx.RowToStructByPos[hint])
 	if err != nil {
 		return fmt.Errorf("read ready executions: %w", err)
 	}

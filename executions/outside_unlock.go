@@ -62,8 +62,7 @@ func (e *Engine) released(ctx context.Context, id, traceID string, status Status
 	case status == Waiting:
 		e.log.InfoContext(ctx, "execution waiting", append(about, "waiting_for", r.For, "waiting_key", r.Key)...)
 		if r.Timeout > 0 {
-			e.due.sooner(time.Now().Add(r.Timeout))
-			e.hurry()
+			e.soon(r.Timeout)
 		}
 	case status.Ended():
 		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(status), "status", string(status))...)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -159,11 +158,8 @@ func refusedByPause(ctx context.Context, db postgres.DB, err error) error {
 	return &PausedError{p}
 }
 
-// pauseWatch is what a process knows of a pause.
-type pauseWatch struct{ on atomic.Bool }
-
 // Paused reports whether this process knows that the agent is paused. It may learn it some moments later than CurrentPause tells.
-func (e *Engine) Paused() bool { return e.paused.on.Load() }
+func (e *Engine) Paused() bool { return e.paused.Load() }
 
 // watchPause keeps this process told whether the agent is paused: as soon as the database says so, and else once in
 // SweepEvery.
@@ -181,10 +177,7 @@ func (e *Engine) watchPause(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case _, open := <-told:
-			if !open {
-				told = nil
-			}
+		case <-told:
 		case <-ticker.C:
 		}
 	}
@@ -197,19 +190,19 @@ func (e *Engine) learnPause(ctx context.Context) {
 	case err != nil && ctx.Err() == nil:
 		e.log.WarnContext(ctx, "not known whether the agent is paused", "error", err)
 	case err != nil:
-	case e.paused.on.Swap(p.Paused) == p.Paused:
+	case e.paused.Swap(p.Paused) == p.Paused:
 	case p.Paused:
 		e.log.WarnContext(ctx, "autonomous work is paused", "by", p.PausedBy, "reason", p.Reason)
 	default:
 		e.log.InfoContext(ctx, "autonomous work is resumed")
-		e.look()
+		e.Look()
 	}
 }
 
 // heldBack is why a run must not take its next step: the agent is paused. What the process knows may be a moment old, so
 // the database has the last word.
 func (r *run) heldBack(ctx context.Context) error {
-	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.on.Load() {
+	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil
 	}
 	p, err := CurrentPause(ctx, r.e.pool)

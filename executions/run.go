@@ -11,7 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -95,30 +94,6 @@ func (r *run) poisoned() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.poison
-}
-
-// attend follows a hint: claim the execution if it is ready, and run it.
-func (e *Engine) attend(ctx context.Context, id string) error {
-	worker, err := e.current(ctx)
-	if err != nil {
-		return err
-	}
-	rows, err := e.pool.Query(ctx, `select `+columns+` from claim_agent_execution(@id, @worker)`,
-		postgres.Strict{"id": id, "worker": worker})
-	if err != nil {
-		return fmt.Errorf("claim execution %s: %w", id, err)
-	}
-	claimed, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return nil // not ready: somebody else was quicker, or it waits, or it has ended
-	case err != nil:
-		return fmt.Errorf("claim execution %s: %w", id, err)
-	}
-	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
-		return e.attend(ctx, id)
-	}
-	return err
 }
 
 // execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It returns
@@ -318,94 +293,4 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 		status = Failed
 	}
 	return r.finish(ctx, last, status, result, err)
-}
-
-// finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and AGENT_COMPLETED
-// follow in the same transaction. A result that the database refuses makes the execution fail, so that it does end.
-func (r *run) finish(ctx context.Context, last *putOff, status Status, result Result, failure error) error {
-	value, _, err := encode(result.Value)
-	if err != nil {
-		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
-	}
-	detached := context.WithoutCancel(ctx)
-	done, err := r.writeEnd(detached, last.point(r), status, postgres.Text(result.Summary), value, failure)
-	if refused(err) {
-		status, failure = Failed, fmt.Errorf("store result: %w", err)
-		done, err = r.writeEnd(detached, last.point(r), status, "", nil, failure)
-	}
-	if last != nil && refused(err) { // it was not the result, but the last step: the run does end
-		r.noteFailure(last.s.key)
-		failure, last = errors.Join(errUnrecorded, err), nil
-		done, err = r.writeEnd(detached, nil, status, "", nil, failure)
-	}
-	switch {
-	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
-		return r.finishStale(ctx, status, result, err)
-	case err != nil:
-		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
-	}
-	if last != nil {
-		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
-	}
-	about := []any{"result_type", resultType(status), "status", string(status)}
-	if failure != nil {
-		about = append(about, "error", failure)
-	}
-	r.e.opts.Observer.Ended(r.exec, status)
-	r.e.log.InfoContext(ctx, "execution completed", about...)
-	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
-	r.e.log.InfoContext(ctx, "locks released", "count", done.freed)
-	if r.exec.ParentID != nil || r.exec.ThreadID != nil { // the next turn of a thread may wait for this one
-		r.e.tellParent(detached, r.exec.ID)
-	}
-	return nil
-}
-
-// tellParent resumes who waits for an execution that has ended. The sweep does it where this cannot.
-func (e *Engine) tellParent(ctx context.Context, id string) {
-	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
-	defer cancel()
-	var woken int
-	err := e.pool.QueryRow(ctx, `select wake_agent_parents(@id)`, postgres.Strict{"id": id}).Scan(&woken)
-	if err != nil {
-		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
-	}
-	if woken > 0 {
-		e.ready(Background, woken)
-		e.ready(Interactive, woken)
-		if !e.works() {
-			e.pass(ctx)
-		}
-	}
-}
-
-// finishStale tells an end that was refused, or came too late, from one whose answer was lost.
-func (r *run) finishStale(ctx context.Context, status Status, result Result, cause error) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
-	defer cancel()
-	now, err := Get(ctx, r.e.pool, r.exec.ID)
-	switch {
-	case err != nil:
-		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
-	case now.Claim == r.exec.Claim && now.Status == status:
-		r.e.opts.Observer.Ended(r.exec, status)
-		return nil
-	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
-		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
-	}
-	r.reject(ctx, activity.Entry{Skill: "finish", Claim: r.exec.Claim}, activity.Outcome{
-		Status: activity.Status(status), Output: result,
-	})
-	return nil
-}
-
-// failed names the step whose error ended the run: the one that the error is of, or else the last one that failed or timed
-// out, if nothing succeeded after it.
-func (r *run) failed(failure error) string {
-	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
-		return step.Step
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.failedStep
 }

@@ -26,7 +26,7 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 	}
 	alone := func() (Execution, error) {
 		got, err := e.startSeveral(ctx, []postgres.Strict{args})
-		if postgres.IsCode(err, "LK003") { // paused in this moment
+		if postgres.IsCode(err, pausedCode) { // paused in this moment
 			queued, _, err := e.startQueued(ctx, s)
 			return queued, err
 		}

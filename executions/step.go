@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // StepError is the recorded error of a step. The first run and every replay return it alike, so a flow
@@ -203,7 +204,7 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 		inner = withoutWaits(inner, "the call "+s.key+", which is not idempotent, so that it cannot be begun again after the wait")
 	}
 	if effect.ActivityID != "" {
-		inner = withActivity(inner, effect.ActivityID)
+		inner = trace.WithActivity(inner, effect.ActivityID)
 	}
 	value, err := zero, ctx.Err() // which may have ended while the intent was written
 	if err == nil {

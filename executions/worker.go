@@ -157,7 +157,7 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.log.WarnContext(ctx, "claim without a run", "claim", stray)
 		id, claim, _ := strings.Cut(stray, "#")
 		e.handBack(ctx, id, claim)
-		e.look() // this process may go on with it, under a claim that it knows of
+		e.Look() // this process may go on with it, under a claim that it knows of
 	}
 	return nil
 }
