@@ -29,11 +29,12 @@ const (
 
 // How a turn ends that a limit stops.
 const (
-	endedTime    = "time"
-	endedTokens  = "tokens"  // of the run
-	endedMoney   = "money"   // of the run
-	endedDay     = "day"     // tokens or money of all runs together
-	endedSurface = "surface" // tokens or money of the surface's runs
+	endedIterations = "iterations"
+	endedTime       = "time"
+	endedTokens     = "tokens"  // of the run
+	endedMoney      = "money"   // of the run
+	endedDay        = "day"     // tokens or money of all runs together
+	endedSurface    = "surface" // tokens or money of the surface's runs
 )
 
 // leastAnswer is how many tokens an answer must be allowed to have for a call to be worth its prompt.

@@ -162,7 +162,7 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
 }
 
-// count adds what a child has used: the turn's budget holds for both.
+// count adds what a call, or a child, has used: the turn's budget holds for all.
 func (w *turn) count(o Outcome) {
 	w.outcome.Usage.PromptTokens += o.Usage.PromptTokens
 	w.outcome.Usage.CompletionTokens += o.Usage.CompletionTokens
@@ -220,7 +220,7 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 	}
 	part := 1.0 / share
 	if w.budget.Tokens < math.MaxInt {
-		left.Tokens -= w.Before.Usage.TotalTokens + w.outcome.Usage.TotalTokens
+		left.Tokens -= w.outcome.Usage.TotalTokens
 		if tokens > 0 {
 			part = min(1, float64(tokens)/float64(max(left.Tokens, 1)))
 		}
@@ -229,7 +229,7 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 		left.Tokens = tokens
 	}
 	if w.budget.CostUSD > 0 {
-		left.CostUSD = (left.CostUSD - w.Before.CostUSD - w.outcome.CostUSD) * part
+		left.CostUSD = (left.CostUSD - w.outcome.CostUSD) * part
 	}
 	if left.Tokens <= 0 || w.budget.CostUSD > 0 && left.CostUSD <= 0 {
 		return Budget{}, &executions.StepError{Class: classDelegate, Message: "nothing is left of the budget for a delegated task"}

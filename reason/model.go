@@ -123,9 +123,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	l.Model.Learn(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
 	used, cost := response.Usage.Plus(response.Lost), response.CostUSD+response.LostUSD
 	r.used(used.TotalTokens, cost)
-	effect.Usage = activity.Usage{
-		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens, Estimated: used.Estimated,
-	}
+	effect.Usage = shownUsage(used)
 	effect.CostUSD, effect.Model = cost, response.Model
 	if err != nil {
 		return reply{}, err
@@ -142,6 +140,13 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		got.Spent = c.used()
 	}
 	return got, nil
+}
+
+// shownUsage is what a call has used as the log has it.
+func shownUsage(u models.Usage) activity.Usage {
+	return activity.Usage{
+		PromptTokens: u.PromptTokens, CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated,
+	}
 }
 
 // markCut says in the answer itself that it is not whole. Calls that were cut are refused for their arguments.

@@ -106,8 +106,6 @@ type Turn struct {
 	Tools   []Tool
 	// Approvals says whether a call that needs leave is recorded for later or waited for.
 	Approvals ApprovalMode
-	// Before is what earlier turns have used of the same budget of tokens and money.
-	Before Outcome
 	// Budget, where set, stands in for the Loop's.
 	Budget *Budget
 	// BudgetScope is under which name tokens and money are reserved; "run:" and the trace id by default.
@@ -140,7 +138,7 @@ func (t Turn) budget(loop Budget) Budget {
 }
 
 // Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was
-// done. Ended is answered, stalled, or the name of the budget that ran out. Cut is why an answer is not whole: length
+// done. Ended is answered, stalled, or the name of the budget or limit that ran out. Cut is why an answer is not whole: length
 // or content_filter, as the model's server says.
 type Outcome struct {
 	Text       string         `json:"text"`
@@ -152,7 +150,8 @@ type Outcome struct {
 	CostUSD    float64        `json:"cost_usd"`
 }
 
-// How a turn ends, besides the names of the budgets: iterations, tokens, money and time.
+// How a turn ends, besides the names of what can stop it: iterations, time, tokens, money, and day and surface, which are of
+// tokens or money that others use, too.
 const (
 	Answered = "answered"
 	Stalled  = "stalled"

@@ -103,11 +103,7 @@ func (w *turn) iterate(ctx context.Context) error {
 		return err
 	}
 	w.outcome.Iterations++
-	w.outcome.Usage.PromptTokens += reply.Usage.PromptTokens
-	w.outcome.Usage.CompletionTokens += reply.Usage.CompletionTokens
-	w.outcome.Usage.TotalTokens += reply.Usage.TotalTokens
-	w.outcome.Usage.Estimated = w.outcome.Usage.Estimated || reply.Usage.Estimated
-	w.outcome.CostUSD += reply.CostUSD
+	w.count(Outcome{Usage: shownUsage(reply.Usage), CostUSD: reply.CostUSD})
 	w.messages = append(w.messages, sendable(reply.Message))
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut
@@ -141,11 +137,11 @@ func (w *turn) say(role, text string) {
 func (w *turn) exhausted() string {
 	switch {
 	case w.outcome.Iterations >= w.budget.Iterations:
-		return "iterations"
-	case w.Before.Usage.TotalTokens+w.outcome.Usage.TotalTokens >= w.budget.Tokens:
-		return "tokens"
-	case w.budget.CostUSD > 0 && w.Before.CostUSD+w.outcome.CostUSD >= w.budget.CostUSD:
-		return "money"
+		return endedIterations
+	case w.outcome.Usage.TotalTokens >= w.budget.Tokens:
+		return endedTokens
+	case w.budget.CostUSD > 0 && w.outcome.CostUSD >= w.budget.CostUSD:
+		return endedMoney
 	}
 	return ""
 }

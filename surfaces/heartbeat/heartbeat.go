@@ -121,7 +121,6 @@ type beat struct {
 	*Heartbeat
 	report   string // of self-heal, for the prompts
 	did      []string
-	used     reason.Outcome // of the phase's budget of tokens and money
 	memories []memory
 }
 
@@ -168,15 +167,6 @@ func phases() []phase {
 		{"reflect", (*beat).reflect},
 		{"save_memories", (*beat).saveMemories},
 	}
-}
-
-// think takes a turn of the model. All turns of a phase share one budget.
-func (b *beat) think(ctx context.Context, t reason.Turn) (reason.Outcome, error) {
-	t.Before = b.used
-	outcome, err := b.Loop.Run(ctx, t)
-	b.used.Usage.TotalTokens += outcome.Usage.TotalTokens
-	b.used.CostUSD += outcome.CostUSD
-	return outcome, err
 }
 
 // begin takes the heartbeat's lane, or says why this heartbeat does not take place. One that has begun before is not
@@ -236,7 +226,6 @@ func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, er
 func (h *Heartbeat) phase(ctx context.Context, b *beat, p phase) (done, error) {
 	var reached done
 	said, err := executions.Phase(ctx, p.name, func(ctx context.Context, effect *executions.Effect) (done, error) {
-		b.used = reason.Outcome{}
 		said, err := p.run(b, h.gated(ctx))
 		if (said.Idle && err == nil) || yielded(err) {
 			effect.Status = activity.Skipped
@@ -344,7 +333,7 @@ func (b *beat) sentence() string {
 	return strings.Join(b.did, "; ")
 }
 
-// scope is the name under which a phase reserves tokens and money: each has its own budget.
+// scope is the name under which a phase reserves tokens and money: each has its own budget, which all turns in it share.
 func scope(ctx context.Context, phase string) string {
 	return "run:" + string(trace.IDFrom(ctx)) + ":" + phase
 }

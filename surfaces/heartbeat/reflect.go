@@ -40,7 +40,7 @@ func (b *beat) reflect(ctx context.Context) (done, error) {
 		return done{Idle: true, Summary: "nothing happened since the last reflection"}, nil
 	}
 	var noted []memory
-	outcome, err := b.think(ctx, reason.Turn{
+	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "reflect", BudgetScope: scope(ctx, "reflect"),
 		System: "You look back on how an autonomous agent performed. Be brief and concrete. " +
 			"Use the tool remember for each lesson that will matter later; call nothing else.",
