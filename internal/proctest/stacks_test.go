@@ -18,12 +18,17 @@ func TestStacks(t *testing.T) {
 	}
 	t.Parallel()
 	p := Start(t, 10*time.Second, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0], "-test.run=^TestStacks$", "-test.v")
-	pgtest.Eventually(t, 10*time.Second, func() bool { return p.Out.String() != "" }, "the process runs the test")
+	pgtest.Eventually(t, 10*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") }, "the process hangs")
 	got := p.whereabouts()
 	if !strings.Contains(got, "proctest.hang < proctest.TestStacks") || !strings.Contains(got, "1 × ") {
 		t.Errorf("stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
 	}
 }
 
+// hang says so itself: a process that is asked while it still writes is seen inside hang as well.
+//
 //go:noinline
-func hang() { select {} }
+func hang() {
+	_, _ = os.Stdout.WriteString("hangs\n")
+	select {}
+}
