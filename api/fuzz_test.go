@@ -45,7 +45,7 @@ var written = []string{
 // is never ours.
 func FuzzTextOnItsWayIn(f *testing.F) {
 	pool := pgtest.DB(f)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		f.Fatal(err)
 	}

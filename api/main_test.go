@@ -99,7 +99,7 @@ func wired(t *testing.T, o api.Options) *agent {
 // engine is one that is not run.
 func engine(t *testing.T, pool *pgxpool.Pool) *executions.Engine {
 	t.Helper()
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

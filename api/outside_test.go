@@ -27,7 +27,7 @@ func alive(t *testing.T, flows ...string) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
 	e, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -38,7 +38,7 @@ func park(t *testing.T, args string, change ...func(*executions.Options)) *parke
 	t.Helper()
 	pool, s := setUp(t)
 	p := &parked{t: t, pool: pool}
-	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond}
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond}
 	for _, c := range change {
 		c(&opts)
 	}

@@ -151,7 +151,7 @@ func (b *laneBench) holdOthers(ctx context.Context, n int) error {
 
 // newKeeper is the package under test as a process has it, but for the log, which nobody reads here.
 func (b *laneBench) newKeeper(pool *pgxpool.Pool, listener *postgres.Listener) *lanes.Keeper {
-	return lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: slog.New(slog.DiscardHandler), Enabled: true})
+	return lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: slog.New(slog.DiscardHandler)})
 }
 
 // pairs measures one number of callers.

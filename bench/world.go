@@ -75,7 +75,7 @@ func withWorld(ctx context.Context, workers int, model *model, flows map[string]
 func (w *world) wire(workers int, modelURL string) (err error) {
 	log := slog.New(slog.DiscardHandler)
 	w.listener = postgres.NewListener(postgres.Dialer(w.pool), log)
-	w.keeper = lanes.NewKeeper(w.pool, lanes.Options{Listener: w.listener, Logger: log, Enabled: true})
+	w.keeper = lanes.NewKeeper(w.pool, lanes.Options{Listener: w.listener, Logger: log})
 	w.engine, err = executions.New(w.pool, executions.Options{Keeper: w.keeper, Listener: w.listener, Logger: log, Workers: workers})
 	if err != nil {
 		return err

@@ -261,7 +261,7 @@ func TestASettlementCommitsWithTheResult(t *testing.T) {
 
 func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 	pool := pgtest.DB(t)
-	keeper := lanes.NewKeeper(pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	first, err := keeper.Acquire(t.Context(), "thread:x")
 	if err != nil {
 		t.Fatal(err)

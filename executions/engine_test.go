@@ -55,7 +55,7 @@ func start(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, c
 func prepare(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options)) *process {
 	t.Helper()
 	opts := executions.Options{
-		Keeper:     lanes.NewKeeper(pool, lanes.Options{Enabled: true}),
+		Keeper:     lanes.NewKeeper(pool, lanes.Options{}),
 		SweepEvery: 100 * time.Millisecond,
 		LeaseTTL:   3 * time.Second,
 	}
@@ -129,7 +129,7 @@ func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
 		"run":  func(e *executions.Engine) error { return e.Run(ended) },
 		"beat": func(e *executions.Engine) error { return e.Beat(ended) },
 	} {
-		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -158,7 +158,7 @@ func TestAnEngineRunsOnce(t *testing.T) {
 
 func TestOptionsThatCannotBeAreAnError(t *testing.T) {
 	t.Parallel()
-	keeper := lanes.NewKeeper(nil, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(nil, lanes.Options{})
 	for _, opts := range []executions.Options{{}, {Keeper: keeper, Workers: -1}, {Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour}} {
 		if _, err := executions.New(pgtest.DB(t), opts); err == nil {
 			t.Errorf("an engine of %d workers and a lease of %s was made", opts.Workers, opts.LeaseTTL)

@@ -5,11 +5,12 @@ import (
 	"encoding/json"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -64,7 +65,42 @@ func TestTheFlowOfThePageRuns(t *testing.T) {
 	if err := json.Unmarshal(x.Result, &receipt); err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(account{receipt.Key: {"n-7"}}, bank); diff != "" {
-		t.Error(diff)
+	if bank[receipt.Key] != (Order{"n-7"}) {
+		t.Errorf("the key %q is of %v among %v", receipt.Key, bank[receipt.Key], bank)
+	}
+}
+
+// docs/executions.md shows it.
+func work(ctx context.Context, pool *pgxpool.Pool) error {
+	listener := lanes.NewListener(pool, nil)
+	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener})
+	engine, err := executions.New(pool, executions.Options{Keeper: keeper, Listener: listener})
+	if err != nil {
+		return err
+	}
+	if err := engine.Register("pay", pay); err != nil {
+		return err
+	}
+	under, stop := context.WithCancel(context.WithoutCancel(ctx)) // both are needed until the last run has stopped
+	defer stop()
+	go listener.Run(under)
+	go keeper.Run(under)
+	return engine.Run(ctx)
+}
+
+func TestTheWorkerOfThePageWorks(t *testing.T) {
+	pool := pgtest.DB(t)
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- work(ctx, pool) }()
+	elsewhere := start(t, pool, nil)
+	x, created, err := elsewhere.Start(t.Context(), pool, executions.Spec{Flow: "pay", Surface: trace.Flow, Input: Order{"n-8"}})
+	if err != nil || !created {
+		t.Fatal(created, err)
+	}
+	until(t, pool, x.ID, executions.Completed)
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }

@@ -21,7 +21,7 @@ import (
 // run ends as its code said, and its step has the same result when it is read again.
 func FuzzTextOfARun(f *testing.F) {
 	pool := pgtest.DB(f)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		f.Fatal(err)
 	}

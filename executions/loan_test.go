@@ -525,7 +525,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 				"bottom": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 					return executions.Result{}, lane(ctx)
 				},
-			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Enabled: enabled}) })
+			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Disabled: !enabled}) })
 			until(t, pool, p.begin(t, "top"), executions.Completed)
 			first, second := receive(t, tokens), receive(t, tokens)
 			if enabled && second <= first || !enabled && first+second != 0 {

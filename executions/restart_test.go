@@ -69,7 +69,7 @@ func doomed(url string) error {
 		return err
 	}
 	defer pool.Close()
-	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), Workers: many + 16}
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), Workers: many + 16}
 	patient(&opts)
 	engine, err := executions.New(pool, opts)
 	if err != nil {

@@ -49,7 +49,7 @@ func on(show func(ctx context.Context, pool *pgxpool.Pool, engine *executions.En
 		return
 	}
 	engine, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
 	})
 	if err == nil {
 		err = show(ctx, pool, engine)

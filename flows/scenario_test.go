@@ -114,7 +114,7 @@ func (s *scenario) serve(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	log := slog.New(logging.Handler(slog.NewTextHandler(s.log, nil)))
 	e, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true, Logger: log}), SweepEvery: 100 * time.Millisecond,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{Logger: log}), SweepEvery: 100 * time.Millisecond,
 		LeaseTTL: 20 * time.Second, Logger: log,
 	})
 	if err != nil {

@@ -47,7 +47,7 @@ func newWorld(t *testing.T, documents ...string) *world {
 func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
 	t.Helper()
 	e, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -41,7 +41,7 @@ func hears(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 // listening is a keeper that is woken by notifications.
 func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
-	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: hears(t, db)})
+	k := lanes.NewKeeper(db, lanes.Options{Listener: hears(t, db)})
 	run(t, k)
 	return k
 }
@@ -261,7 +261,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	listener := hears(t, db)
-	k := lanes.NewKeeper(w, lanes.Options{Enabled: true, Listener: listener})
+	k := lanes.NewKeeper(w, lanes.Options{Listener: listener})
 	mustTry(t, db, "x", "a", 600)
 	ctx, cancel := context.WithCancel(t.Context())
 	var waiting sync.WaitGroup

@@ -31,7 +31,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	})
 	b.Run("lane", func(b *testing.B) {
 		db := pgtest.DB(b)
-		k := lanes.NewKeeper(db, lanes.Options{Enabled: true})
+		k := lanes.NewKeeper(db, lanes.Options{})
 		var worker atomic.Int64
 		b.RunParallel(func(pb *testing.PB) {
 			lane := fmt.Sprint("x", worker.Add(1))
@@ -54,7 +54,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 func BenchmarkBusyTry(b *testing.B) {
 	db := pgtest.DB(b)
 	mustTry(b, db, "x", "holder", 3600)
-	k := lanes.NewKeeper(db, lanes.Options{Enabled: true})
+	k := lanes.NewKeeper(db, lanes.Options{})
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
 			if l, err := k.Acquire(b.Context(), "x"); err == nil {

@@ -10,10 +10,10 @@ import (
 )
 
 // A job that must not run twice at once. (Lanes are off here, so that the example needs no database;
-// the program's keeper gets its pool and Enabled: true, and one goroutine calls Run.)
+// the program's keeper gets its pool and no such option, and one goroutine calls Run.)
 func ExampleKeeper_Acquire() {
 	var db postgres.DB
-	keeper := lanes.NewKeeper(db, lanes.Options{Enabled: false})
+	keeper := lanes.NewKeeper(db, lanes.Options{Disabled: true})
 
 	job := func(ctx context.Context) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")

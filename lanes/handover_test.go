@@ -384,9 +384,9 @@ func TestAHandOverThatIsNotHeardOf(t *testing.T) {
 			t.Parallel()
 			db := pgtest.DB(t)
 			notifications := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
-			k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: notifications})
+			k := lanes.NewKeeper(db, lanes.Options{Listener: notifications})
 			if heard {
-				k = lanes.NewKeeper(db, lanes.Options{Enabled: true, Listener: hears(t, db)})
+				k = lanes.NewKeeper(db, lanes.Options{Listener: hears(t, db)})
 			} else {
 				run(t, k)
 			}
@@ -441,7 +441,7 @@ func TestTheLocalEndOfAHandOverCountsFromBeforeTheLook(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db, delay: 600 * time.Millisecond}
-	k := lanes.NewKeeper(w, lanes.Options{Enabled: true, Listener: hears(t, db)})
+	k := lanes.NewKeeper(w, lanes.Options{Listener: hears(t, db)})
 	run(t, k)
 	onceWithin(t, 1900*time.Millisecond, func() time.Duration {
 		token := mustTry(t, db, "x", "a", 60)

@@ -18,15 +18,15 @@ const (
 	releaseLimit = 5 * time.Second  // for a release or the leaving of a queue, whatever ctx says
 )
 
-// Options tune a Keeper.
+// Options tune a Keeper. Zero values are the defaults.
 type Options struct {
 	// Listener shortens the waits of AcquireWait; nil to poll only.
-	Listener *postgres.Listener
+	Listener *Listener
 	// Logger gets the lane events; nil for none.
 	Logger *slog.Logger
-	// Enabled false (AGENT_LANES=off) grants everything without asking the database: for local use
+	// Disabled (AGENT_LANES=off) grants everything without asking the database: for local use
 	// by one process.
-	Enabled bool
+	Disabled bool
 	// Observer is told of waits and losses, for metrics; nil for none.
 	Observer Observer
 }
@@ -49,7 +49,7 @@ func (unobserved) LaneLost(string)                        {}
 // called from any goroutine.
 type Keeper struct {
 	db       postgres.DB
-	listener *postgres.Listener
+	listener *Listener
 	log      *slog.Logger
 	enabled  bool
 	observer Observer
@@ -68,7 +68,7 @@ type Keeper struct {
 // goroutines use it at once. Call Run to have leases renewed.
 func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k := &Keeper{
-		db: db, listener: opts.Listener, log: opts.Logger, enabled: opts.Enabled, observer: opts.Observer,
+		db: db, listener: opts.Listener, log: opts.Logger, enabled: !opts.Disabled, observer: opts.Observer,
 		changed: make(chan struct{}, 1), held: make(map[key]*hold),
 	}
 	k.tries.Send = func(ctx context.Context, all []wanted) ([]batch.Answer[answer], error) {

@@ -417,7 +417,7 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	log := new(logs)
-	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(log, nil))})
+	k := lanes.NewKeeper(db, lanes.Options{Disabled: true, Logger: slog.New(slog.NewTextHandler(log, nil))})
 	run(t, k)
 	a, err := k.Acquire(t.Context(), "x")
 	acquired(t, a, err)
@@ -437,7 +437,7 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 
 func TestLoggerMayBeLeftOut(t *testing.T) {
 	t.Parallel()
-	k := lanes.NewKeeper(&wire{}, lanes.Options{})
+	k := lanes.NewKeeper(&wire{}, lanes.Options{Disabled: true})
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
 }

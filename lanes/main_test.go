@@ -235,7 +235,7 @@ func (r failedRow) Scan(...any) error { return r.err }
 func keeper(t testing.TB, db postgres.DB) (*lanes.Keeper, *logs) {
 	t.Helper()
 	l := new(logs)
-	return lanes.NewKeeper(db, lanes.Options{Enabled: true, Logger: slog.New(slog.NewTextHandler(l, nil))}), l
+	return lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(l, nil))}), l
 }
 
 // run starts the renewals of k until the test ends.

@@ -69,7 +69,7 @@ func (h *house) process() *mcp.Server {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	engine, err := executions.New(h.pool, executions.Options{Keeper: lanes.NewKeeper(h.pool, lanes.Options{Enabled: true})})
+	engine, err := executions.New(h.pool, executions.Options{Keeper: lanes.NewKeeper(h.pool, lanes.Options{})})
 	if err != nil {
 		h.t.Fatal(err)
 	}

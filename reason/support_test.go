@@ -95,7 +95,7 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 func (w *world) engine(t *testing.T, run bool) *executions.Engine {
 	t.Helper()
 	e, err := executions.New(w.pool, executions.Options{
-		Keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		Keeper: lanes.NewKeeper(w.pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
 	})
 	if err != nil {
 		t.Fatal(err)

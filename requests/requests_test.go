@@ -27,7 +27,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (engine *executions.Engine, id string) {
 	t.Helper()
 	engine, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -194,7 +194,7 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	undone := errors.New("undone")
-	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

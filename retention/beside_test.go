@@ -90,7 +90,7 @@ func (b *beside) child(ctx context.Context, _ json.RawMessage) (executions.Resul
 // start runs the engine until the test ends.
 func (b *beside) start() {
 	engine, err := executions.New(b.pool, executions.Options{
-		Keeper: lanes.NewKeeper(b.pool, lanes.Options{Enabled: true}), Logger: slog.New(slog.DiscardHandler), SweepEvery: 200 * time.Millisecond, PollOnly: true,
+		Keeper: lanes.NewKeeper(b.pool, lanes.Options{}), Logger: slog.New(slog.DiscardHandler), SweepEvery: 200 * time.Millisecond, PollOnly: true,
 	})
 	if err != nil {
 		b.t.Fatal(err)

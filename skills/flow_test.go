@@ -20,7 +20,7 @@ import (
 func TestASkillStartsAFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,7 +114,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 func TestASkillOfAnUnknownFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,7 +20,7 @@ import (
 func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

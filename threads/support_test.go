@@ -78,7 +78,7 @@ type flow = func(ctx context.Context) (executions.Result, error)
 func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	t.Helper()
 	log := &journal{}
-	keeper := lanes.NewKeeper(pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	e, err := executions.New(pool, executions.Options{
 		// A lease that outlasts what a busy machine may keep a process waiting: which claim held a thread is looked at.
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 10 * time.Minute, Workers: 60,

@@ -28,7 +28,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{t: t, pool: pgtest.DB(t)}
 	var err error
-	if w.engine, err = executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})}); err != nil {
+	if w.engine, err = executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"}, skills.SourceWorkspace); err != nil {

@@ -106,7 +106,7 @@ func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 // idle is a process that does nothing by itself.
 func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.Keeper) {
 	t.Helper()
-	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
 	if err != nil {
 		t.Fatal(err)

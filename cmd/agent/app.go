@@ -54,7 +54,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 		return nil, err
 	}
 	a.listener = postgres.NewListener(postgres.Dialer(s.sessions()), log)
-	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: cfg.LanesEnabled, Observer: a.metrics})
+	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled, Observer: a.metrics})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,

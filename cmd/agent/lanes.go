@@ -96,7 +96,7 @@ however it ends; when the lane is lost the command is ended. --ttl is how long t
 // runInLane runs the command, and ends with its exit code. Signals are the command's: it decides how it
 // ends, and we wait for that with the lane held.
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
-	keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Enabled: s.config.LanesEnabled})
+	keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
 	signal.Reset(os.Interrupt, syscall.SIGTERM)
 	kept := make(chan os.Signal, 1) // before RunCommand listens, a signal must not end us with the lane held
 	signal.Notify(kept, os.Interrupt, syscall.SIGTERM)

@@ -137,7 +137,7 @@ func (c *cli) webhooksReplayCommand() *cobra.Command {
 		Long: `Handle a delivery again, with a new execution and a new trace, by what its endpoint says now. One that is being handled is
 left alone. The work is done by a process that runs agent serve or agent dev.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Enabled: s.config.LanesEnabled})
+			keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
 			engine, err := executions.New(s.pool, executions.Options{Keeper: keeper, Logger: s.log})
 			if err != nil {
 				return err

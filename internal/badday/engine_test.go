@@ -30,7 +30,7 @@ import (
 func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text, change ...func(*executions.Options)) *executions.Engine {
 	t.Helper()
 	opts := executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	}
 	for _, c := range change {

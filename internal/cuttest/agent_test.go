@@ -72,7 +72,7 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	}
 	a := &agent{log: log, pool: pool, settings: s}
 	a.listener = postgres.NewListener(postgres.Dialer(pool), log)
-	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Enabled: true})
+	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: 4, LeaseTTL: lease, SweepEvery: s.sweep, StopTimeout: 5 * time.Second,

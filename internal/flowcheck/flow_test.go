@@ -59,7 +59,7 @@ func newWorld(t testing.TB, url string) *world {
 	}
 	t.Cleanup(pool.Close)
 	w := &world{t: t, pool: pool, sink: &sink{}}
-	w.engine, err = executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{Enabled: true})})
+	w.engine, err = executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

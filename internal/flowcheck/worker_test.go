@@ -53,7 +53,7 @@ func work(url, sink string) error {
 	}
 	defer pool.Close()
 	listener := postgres.NewListener(postgres.Dialer(pool), log)
-	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log, Enabled: true})
+	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
 	engine, err := executions.New(pool, executions.Options{
 		Keeper: keeper, Listener: listener, Logger: log, Workers: 24, LeaseTTL: lease, SweepEvery: 300 * time.Millisecond, StopTimeout: 5 * time.Second,
 	})

@@ -37,7 +37,7 @@ func (p part) engine(ctx context.Context) error {
 	}
 	defer pool.Close()
 	quiet := slog.New(slog.DiscardHandler)
-	keeper := lanes.NewKeeper(pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	e, err := executions.New(pool, executions.Options{
 		Keeper: keeper, Logger: quiet, LeaseTTL: 3 * time.Second, SweepEvery: 500 * time.Millisecond, StopTimeout: time.Second,
 	})

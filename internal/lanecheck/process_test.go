@@ -118,7 +118,7 @@ func (p part) workers(ctx context.Context, tape *tape) error {
 	}
 	defer pool.Close()
 	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
-	keeper := lanes.NewKeeper(recorded{pool, tape}, lanes.Options{Enabled: true, Listener: listener})
+	keeper := lanes.NewKeeper(recorded{pool, tape}, lanes.Options{Listener: listener})
 	var background, group sync.WaitGroup
 	running, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var failed [2]error

@@ -85,7 +85,7 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	w.exec(notedOfFlows)
 	w.exec(scenariosSQL())
 	n.world, n.environ = w, w.environ("AGENT_WORKER_LEASE="+size.lease, "AGENT_WORKERS=20")
-	engine, err := executions.New(w.db, executions.Options{Keeper: lanes.NewKeeper(w.db, lanes.Options{Enabled: true})})
+	engine, err := executions.New(w.db, executions.Options{Keeper: lanes.NewKeeper(w.db, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -29,7 +29,7 @@ const soon = 90 * time.Second
 
 func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
-	k := lanes.NewKeeper(db, lanes.Options{Enabled: true, Logger: slog.New(slog.DiscardHandler)})
+	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.DiscardHandler)})
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() { _ = k.Run(ctx) })

@@ -99,7 +99,7 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	t.Helper()
 	log := &journal{}
 	logger := slog.New(slog.NewTextHandler(log, nil))
-	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, StopTimeout: 2 * time.Second, Workers: 2,
 	})

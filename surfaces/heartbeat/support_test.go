@@ -192,7 +192,7 @@ func (w *world) objective(t *testing.T, d objectives.Definition) (o objectives.O
 // engine is a process; with running, it takes work by itself until the test ends.
 func (w *world) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
-	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
 	if err != nil {
 		t.Fatal(err)

@@ -26,7 +26,7 @@ func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
 	ended := make([]executions.Execution, n)
 	var all sync.WaitGroup
 	for i := range ended {
-		e, err := executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: false})})
+		e, err := executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Disabled: true})})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -21,7 +21,7 @@ func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
 	pool := pgtest.DB(t)
 	log := slog.New(slog.DiscardHandler)
 	listener := postgres.NewListener(postgres.Dialer(pool), log)
-	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log, Enabled: true})
+	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
 	engine, err := executions.New(pool, executions.Options{Keeper: keeper, Listener: listener, Logger: log, Workers: 2})
 	if err != nil {
 		t.Fatal(err)

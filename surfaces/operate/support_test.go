@@ -90,7 +90,7 @@ type process struct {
 func (w *world) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
 	t.Helper()
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
-	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Enabled: true, Listener: listener})}
+	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Listener: listener})}
 	var err error
 	p.engine, err = executions.New(w.pool, executions.Options{
 		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,

@@ -86,7 +86,7 @@ func newWorld(t *testing.T) *world {
 // engine is a process that does not run.
 func (w *world) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
 	t.Helper()
-	keeper := lanes.NewKeeper(w.pool, lanes.Options{Enabled: true})
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
 	if err != nil {
 		t.Fatal(err)
