@@ -24,8 +24,10 @@ const RelayFlow = "chat_relay"
 // passedOn is the answer when nothing was said. It is not part of the conversation.
 const passedOn = "Your message was passed on."
 
-// relayLook is how often a relay looks into its thread, where no notification comes.
-const relayLook = 200 * time.Millisecond
+const (
+	relayLook = 200 * time.Millisecond // how often a relay looks into its thread, where no notification comes
+	relayMost = 200                    // messages at a look
+)
 
 // watchFor is how long a relay's mark on its thread lasts; it is renewed while the relay looks.
 const watchFor = 30 * time.Second
@@ -66,9 +68,15 @@ func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executi
 
 // heard is what a relay sees of its thread.
 type heard struct {
-	Said []string
+	Said []spoken
 	Busy bool // more may come
 	Over bool // it has taken long enough
+}
+
+// spoken is a message, and its place in the thread.
+type spoken struct {
+	Seq     int64
+	Content string
 }
 
 // relay is the durable function: it looks on until who got the message waits again or has ended.
@@ -114,18 +122,21 @@ func (c *Chat) hear() (<-chan string, func()) {
 func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
 	look := time.NewTicker(relayLook)
 	defer look.Stop()
-	shown := 0
+	shown, last := 0, int64(0)
 	for {
-		h, err := executions.Persist(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in) })
+		h, err := executions.Persist(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in, last) })
 		if err != nil {
 			return answer{}, err
 		}
-		for _, words := range h.Said[shown:] {
-			f.say(clean(words))
+		for _, m := range h.Said {
+			f.say(clean(m.Content))
 			f.called()
+			shown, last = shown+1, m.Seq
 		}
-		shown = len(h.Said)
-		if !h.Busy || h.Over {
+		switch {
+		case len(h.Said) == relayMost:
+			continue
+		case !h.Busy || h.Over:
 			return relayed(f, shown), nil
 		}
 		select {
@@ -153,7 +164,7 @@ func relayed(f *feed, messages int) answer {
 }
 
 // listen reads what was said after the message. Whether more may come is asked first: what is said meanwhile is then in what is read.
-func (c *Chat) listen(ctx context.Context, x executions.Execution, in input) (h heard, err error) {
+func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, last int64) (h heard, err error) {
 	b := &pgx.Batch{}
 	b.Queue(`
 		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
@@ -165,13 +176,13 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input) (h 
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over) })
 	b.Queue(`
-		select m.content from agent_messages m
-		 where m.thread_id = @thread and m.seq > (select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user')
+		select m.seq, m.content from agent_messages m
+		 where m.thread_id = @thread and m.seq > @last and m.seq > (select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user')
 		   and m.role = 'assistant' and m.channel = 'chat' and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
-		 order by m.seq limit 200`,
-		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows()}).
+		 order by m.seq limit @most`,
+		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "last": last, "most": relayMost}).
 		Query(func(rows pgx.Rows) (err error) {
-			h.Said, err = pgx.CollectRows(rows, pgx.RowTo[string])
+			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[spoken])
 			return err
 		})
 	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {

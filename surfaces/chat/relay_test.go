@@ -238,6 +238,41 @@ func TestARelayEndsAfterAWhile(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 }
 
+func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
+	t.Parallel()
+	done := make(chan struct{})
+	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		say("Hello, " + hear() + ".")
+		select {
+		case <-done:
+		case <-ctx.Done():
+		}
+	})
+	id := p.talks(t)
+	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("Ada"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stream.Close()
+	var said string
+	for !strings.Contains(said, "Hello, Ada.") {
+		chunk, err := stream.Recv()
+		if err != nil {
+			t.Fatalf("after %q: %v", said, err)
+		}
+		for _, c := range chunk.Choices {
+			said += c.Delta.Content
+		}
+	}
+	exec(t, p.pool, `delete from agent_messages where role = 'assistant'`)
+	close(done)
+	if rest, err := streamed(t, stream); err != nil || rest != "" {
+		t.Errorf("then comes %q, %v", rest, err)
+	}
+	p.reaches(t, id, executions.Completed)
+}
+
 // The answer is also what a flow says whose child has got the message.
 func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 	t.Parallel()
