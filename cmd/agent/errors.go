@@ -80,7 +80,7 @@ func exitCode(ctx context.Context, err error) int {
 	case ctx.Err() != nil:
 		return exitInterrupted
 	}
-	if badWorkspace(err) || postgres.IsCode(err, codeNUL) {
+	if badWorkspace(err) || postgres.IsCode(err, codeNUL, codeBytes) {
 		return exitUsage
 	}
 	for _, wrong := range []error{
@@ -94,8 +94,11 @@ func exitCode(ctx context.Context, err error) int {
 	return exitFailed
 }
 
-// codeNUL is what PostgreSQL says of a text with U+0000 (untranslatable_character).
-const codeNUL = "22P05"
+// What PostgreSQL says of texts that it does not store.
+const (
+	codeNUL   = "22P05" // with U+0000 (untranslatable_character)
+	codeBytes = "22021" // no UTF-8 (character_not_in_repertoire)
+)
 
 // badWorkspace reports an error of the files, also one that only showed against the database.
 func badWorkspace(err error) bool {
@@ -137,8 +140,11 @@ func (c *cli) complain(code int, err error) {
 // advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.
 func advised(err error) error {
 	what, todo := postgres.Trouble(err)
-	if postgres.IsCode(err, codeNUL) {
+	switch postgres.Code(err) {
+	case codeNUL:
 		what, todo = "PostgreSQL stores no text with the character U+0000", `leave \u0000 out`
+	case codeBytes:
+		what, todo = "PostgreSQL stores no text that is not UTF-8", "write it in UTF-8"
 	}
 	if _, known := errors.AsType[*hinted](err); known || what == "" || postgres.Todo(err) != "" || strings.Contains(err.Error(), todo) {
 		return err

@@ -179,6 +179,11 @@ func TestWhatCannotBeStarted(t *testing.T) {
 	}
 	var x struct{ ID string }
 	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
+	for _, args := range [][]string{{"memory", "set", "k", "1", "--category", "a\xff"}, {"executions", "start", "external:import", "--key", "\xff"}} {
+		if got := p.run(args...); got.code != 2 || !strings.Contains(got.err, "UTF-8") {
+			t.Errorf("%q: exit %d, %s", args, got.code, got.err)
+		}
+	}
 	if got := p.run("executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`); got.code != 2 ||
 		!strings.Contains(got.err, `leave \u0000 out`) {
 		t.Errorf("a NUL in the input: %d %s", got.code, got.err)
