@@ -148,8 +148,8 @@ type Result struct {
 }
 
 // Finish ends a claimed run and returns it as it is then. After a failure it is to be tried again
-// 1, 4, 16 and then 60 minutes later, until the automation's attempts are used up; one that was given back in any case. False when the run is
-// not claimed any more, and then nothing changes. attempt is the one that the caller ran.
+// 1, 4, 16 and then 60 minutes later, until the automation's attempts are used up; one that was given back in any case.
+// False when the run is not claimed any more, and then nothing changes. attempt is the one that the caller ran.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
