@@ -3,6 +3,7 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // closeAll ends executions, with their last steps, and returns the places of those that ended.
@@ -222,10 +224,9 @@ var consequences = map[string]consequence{
 	},
 }
 
-// prepared is an execution that a worker runs, of which something is to follow.
-func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, w string) string {
+// prepared makes a pending execution one that a worker runs, of which something is to follow.
+func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) string {
 	t.Helper()
-	id := pending(t, pool)
 	args := postgres.Strict{"id": id}
 	if c.flow != "" {
 		exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
@@ -238,31 +239,102 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, w string) string
 	return id
 }
 
+// pendingAs is a pending execution with an id of one's own.
+func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
+	t.Helper()
+	exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
+		postgres.Strict{"id": id, "trace": string(trace.New(trace.Flow))})
+	return id
+}
+
+// Executions that began together and at other times: for those that began together one look tells of all.
+const (
+	early  = "01930000-0000-7000-8000-000000000001"
+	first  = "01939999-9900-7000-8000-000000000001"
+	second = "01939999-9980-7000-8000-000000000002"
+	third  = "01939999-99ff-7000-8000-000000000003"
+)
+
+// layouts are batches, with the place of the execution that has something: alone, among those that began with it, and far from them.
+var layouts = map[string]struct {
+	ids []string
+	at  int
+}{
+	"alone":   {ids: []string{first}},
+	"between": {ids: []string{first, second, third}, at: 1},
+	"after":   {ids: []string{early, third}, at: 1},
+	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
+}
+
 // What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do with it.
 func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.DB(t)
-			w, status := worker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
-			alone, one, other := c.prepared(t, pool, w), c.prepared(t, pool, w), pending(t, pool)
-			mustClaim(t, pool, other, w)
-			exec(t, pool, `select finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
-			if got := closeAll(t, pool, []string{other, one}, []int64{1, 1}, nil, status); got != "1 2" {
-				t.Fatalf("%s ended", got)
-			}
-			for how, id := range map[string]string{"by itself": alone, "in a batch": one} {
-				if !value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
-					t.Errorf("it does not follow an end %s", how)
+		for place, l := range layouts {
+			t.Run(name+" "+place, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				w, status := worker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
+				alone := c.prepared(t, pool, pending(t, pool), w)
+				claims, ended := make([]int64, len(l.ids)), make([]string, len(l.ids))
+				for i, id := range l.ids {
+					pendingAs(t, pool, id)
+					claims[i], ended[i] = 1, fmt.Sprint(i+1)
+					if i == l.at {
+						c.prepared(t, pool, id, w)
+					} else {
+						mustClaim(t, pool, id, w)
+					}
 				}
-			}
-			for _, id := range []string{alone, one, other} {
-				if n := completions(t, pool, id); n != 1 {
-					t.Errorf("%d events of an end", n)
+				exec(t, pool, `select finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
+					t.Fatalf("%s ended", got)
 				}
-			}
-		})
+				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
+					if !value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
+						t.Errorf("it does not follow an end %s", how)
+					}
+				}
+				for _, id := range append([]string{alone}, l.ids...) {
+					if n := completions(t, pool, id); n != 1 {
+						t.Errorf("%d events of an end", n)
+					}
+				}
+			})
+		}
+	}
+}
+
+// Lanes and budgets have an order of their own: who has some is left to end by itself.
+func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
+	t.Parallel()
+	for what, take := range map[string]string{
+		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
+		"loan": `with l as (select acquire_agent_lock('lane', 'another'))
+			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid, agent_uuid7(), 60 from l`,
+		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
+	} {
+		for place, l := range layouts {
+			t.Run(what+" "+place, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				w := worker(t, pool)
+				claims, want := make([]int64, len(l.ids)), []string{}
+				for i, id := range l.ids {
+					claims[i] = mustClaim(t, pool, pendingAs(t, pool, id), w)
+					if i != l.at {
+						want = append(want, fmt.Sprint(i+1))
+					}
+				}
+				exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
+				if got := closeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
+					t.Errorf("%q ended, want %q", got, want)
+				}
+				if x := get(t, pool, l.ids[l.at]); x.Status != executions.Running {
+					t.Errorf("it is %s", x.Status)
+				}
+			})
+		}
 	}
 }
 

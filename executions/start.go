@@ -92,7 +92,7 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string)
 		       case when @status = 'running' then 1 else 0 end,
 		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds)
-		on conflict (dedupe_key) do nothing
+		on conflict do nothing
 		returning `+columns, args)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)

@@ -224,3 +224,88 @@ func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
 	}, "another process runs them")
 }
+
+// What a statement for several looks at, for all of them at once, are the rules of each row.
+func TestABatchOfStartsKeepsTheRules(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	begin := func(column, value string) error {
+		at := map[string]string{
+			"trace_id": `'{t,t,t}'`, "surface": `'{flow,flow,flow}'`, "flow": `'{f,f,f}'`, "queue": `null`, "priority": `null`, "on_lost": `null`,
+			"max_attempts": `null`, "progress_seconds": `null`,
+		}
+		at[column] = value
+		_, err := pool.Exec(t.Context(), `
+			select begin_agent_executions(`+at["trace_id"]+`, `+at["surface"]+`, `+at["flow"]+`, '{f,t,f}', $1, 0, 0, '{}', null, `+at["queue"]+`,
+			       null, null, null, null, null, `+at["priority"]+`, `+at["on_lost"]+`, `+at["max_attempts"]+`, `+at["progress_seconds"]+`)`, w)
+		return err
+	}
+	for column, bad := range map[string]string{
+		"trace_id": `{t,"",t}`, "surface": `{flow,page,flow}`, "flow": `{f,"",f}`, "queue": `{background,slow,background}`, "priority": `{1,5,2}`,
+		"max_attempts": `{1,0,1}`, "on_lost": `{fail,hope,fail}`, "progress_seconds": `{0,-1,0}`,
+	} {
+		if err := begin(column, `'`+bad+`'`); !postgres.IsCode(err, "23514") || postgres.Constraint(err) != "agent_executions_"+column+"_check" {
+			t.Errorf("%s = %s: %v", column, bad, err)
+		}
+	}
+	for _, flow := range []string{"external", "external:there"} {
+		if err := begin("flow", `'{f,`+flow+`,f}'`); !postgres.IsCode(err, "LK002") {
+			t.Errorf("a claimed %s: %v", flow, err)
+		}
+	}
+	exec(t, pool, `select pause_agent('prices look wrong')`)
+	if err := begin("flow", `'{f,f,f}'`); !postgres.IsCode(err, "LK003") {
+		t.Errorf("claimed while the agent is paused: %v", err)
+	}
+	exec(t, pool, `select resume_agent('test')`)
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+		t.Errorf("%d of what was refused are there", n)
+	}
+	if err := begin("flow", `'{external,f,external:there}'`); err != nil {
+		t.Fatal(err)
+	}
+	got := value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost, hinted_at = 'infinity'), ', ' order by flow) from agent_executions`)
+	if want := "external t fail t, external:there t fail t, f f resume f"; got != want {
+		t.Errorf("%s\nwant %s", got, want)
+	}
+}
+
+// Whether an execution is for workers outside follows from its flow, whoever writes the row.
+func TestWhetherAnExecutionIsForOutsideFollowsFromItsFlow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
+	for _, step := range []struct{ set, want string }{
+		{set: "outside = outside", want: "f"},
+		{set: "flow = 'external:there'", want: "t"},
+		{set: "outside = false", want: "t"},
+		{set: "flow = 'externals'", want: "f"},
+		{set: "outside = true", want: "f"},
+		{set: "flow = 'external'", want: "t"},
+	} {
+		exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
+		if got := value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`, postgres.Strict{"id": id}); got != step.want {
+			t.Errorf("%s: outside is %s, want %s", step.set, got, step.want)
+		}
+	}
+}
+
+// The ids of a batch are what agent_uuid7 makes: version 7, of this moment, no two alike, in the order of their making.
+func TestTheIDsOfABatchAreInOrder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for range 3 {
+		got := value[string](t, pool, `
+			with b as (
+			  select n, id, at from begin_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
+			         array_fill(false, '{300}'), null, 0, 0, '{}', null, null, null, null, null, null, null, null, null, null, null))
+			select concat_ws(' ', count(*), count(distinct id), count(distinct right(id::text, 16)),
+			       bool_and(substr(id::text, 15, 1) = '7' and substr(id::text, 20, 1) in ('8', '9', 'a', 'b')),
+			       array_agg(id order by id) = array_agg(id order by n),
+			       bool_and(id >= agent_uuid7_floor(at - interval '1 millisecond') and id < agent_uuid7_floor(at + interval '1 second'))) from b`)
+		if want := "300 300 300 t t t"; got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+}
