@@ -35,8 +35,8 @@ func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) s
 	t.Helper()
 	id := put(t, pool, `select agent_uuid7()::text`)
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until, waiting_step, updated_at, completed_at)
-		select @id::uuid, agent_trace_id('fl'), @surface, @flow, @status::text, x.kind, x.key, x.until, x.step, x.at, x.ended
+		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until, waiting_step, updated_at, completed_at)
+		select @id::uuid, agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind, x.key, x.until, x.step, x.at, x.ended
 		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end as key,
 		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
 		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
