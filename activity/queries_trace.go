@@ -160,7 +160,7 @@ type TraceSummary struct {
 
 // Traces lists the executions that began a trace, newest first, each with the sums of its trace, and
 // returns the cursor of the next page; it is empty after the last one. The sums are made for the rows
-// of the page only. The error wraps ErrCursor where the cursor is at fault.
+// of the page only. Those of a surface that a worker has at the moment are not in the index of the surface, and are looked for by themselves. The error wraps ErrCursor where the cursor is at fault.
 func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSummary, next string, err error) {
 	last, err := before(f.Cursor)
 	if err != nil {
@@ -173,14 +173,28 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		       t.tokens, t.cost_usd, t.activities, t.errors
 		  from (select e.id, e.trace_id, e.surface, e.agent, e.flow, e.status,
 		               coalesce(e.started_at, e.created_at) as started_at, e.completed_at
-		          from agent_executions e
-		         where e.parent_id is null
-		           and (@surface::text = '' or e.surface = @surface)
-		           and (@status::text = '' or e.status = @status)
-		           and (@since::timestamptz is null or e.id >= agent_uuid7_floor(@since))
-		           and (@before::text is null or e.id < @before::text::uuid)
-		         order by e.id desc
-		         limit @limit::int + 1) r
+		          from ((select k.id from agent_executions k
+		                  where @surface::text = '' and k.parent_id is null
+		                    and (@status::text = '' or k.status = @status)
+		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@before::text is null or k.id < @before::text::uuid)
+		                  order by k.id desc limit @limit::int + 1)
+		                union all
+		                (select k.id from agent_executions k
+		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is null
+		                    and (@status::text = '' or k.status = @status)
+		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@before::text is null or k.id < @before::text::uuid)
+		                  order by k.id desc limit @limit::int + 1)
+		                union all
+		                (select k.id from agent_executions k
+		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is not null
+		                    and (@status::text = '' or k.status = @status)
+		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@before::text is null or k.id < @before::text::uuid)
+		                  order by k.id desc limit @limit::int + 1)
+		                order by id desc limit @limit::int + 1) p
+		         cross join lateral (select * from agent_executions i where i.id = p.id offset 0) e) r
 		 cross join lateral (
 		       select count(*) as activities, count(*) filter (where a.status = 'error') as errors,
 		              coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,

@@ -118,7 +118,11 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    order by x.id desc limit @looked)
+		  union all
+		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow from agent_executions x
@@ -167,7 +171,11 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    order by x.id desc offset @looked - 1 limit 1)
+		  union all
+		  (select x.id from agent_executions x
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x

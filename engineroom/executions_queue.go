@@ -39,26 +39,40 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 		stateTab{Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck"}), nil
 }
 
-// countStates counts the executions of each state, up to countedMost: as many entries of the index from a state on, whatever
+// countStates counts the executions of each state, up to countedMost: as many entries of the state's index from it on, whatever
 // follows it there. A condition on the state alone would leave it to the planner's guess whether a rare one is worth a walk
-// through the table.
+// through the table. Completed ones have no such index: they are counted among the newest.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	rows, err := room.Pool.Query(ctx, `
-		select s.status, (select count(*) filter (where x.status = s.status) from (
-		         select e.status from agent_executions e where (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
+		         select e.status from agent_executions e
+		          where e.status in ('pending', 'running', 'waiting') and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
 		          order by e.status, e.id limit @most + 1) x)
-		  from unnest(@statuses::text[]) s (status)
+		  from unnest(array['pending', 'running', 'waiting']) s (status)
 		union all
-		select 'stuck', (select count(*) from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
-		postgres.Strict{"statuses": executionStatuses(), "most": countedMost})
+		select s.status, false, (select count(*) filter (where x.status = s.status) from (
+		         select e.status from agent_executions e
+		          where e.status in ('failed', 'timeout', 'cancelled') and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		          order by e.status, e.id limit @most + 1) x)
+		  from unnest(array['failed', 'timeout', 'cancelled']) s (status)
+		union all
+		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1), (select count(*) from (
+		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x where x.status = 'completed' limit @most + 1) y)
+		union all
+		select 'stuck', false, (select count(*) from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
+		postgres.Strict{"most": countedMost, "looked": 4 * countedMost})
 	if err != nil {
 		return nil, fmt.Errorf("count executions: %w", err)
 	}
 	counts := map[string]string{}
 	var status string
+	var more bool
 	var n int64
-	_, err = pgx.ForEachRow(rows, []any{&status, &n}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&status, &more, &n}, func() error {
 		counts[status] = capped(n, countedMost)
+		if more && n <= countedMost {
+			counts[status] += "+"
+		}
 		return nil
 	})
 	if err != nil {

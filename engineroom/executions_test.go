@@ -64,6 +64,8 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	for i, status := range executionStatuses() {
 		ids[status] = execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
+	// One that a worker has is in no index of its flow.
+	quiet(t, pool, `update agent_executions set claimed_by = agent_uuid7() where status = 'running'`)
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
 	for query, want := range map[string]string{
 		"":                                       "pending running waiting completed failed timeout cancelled",
@@ -73,6 +75,10 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?failed=1&surface=webhook":              "timeout",
 		"?surface=chat":                          "pending waiting failed cancelled",
 		"?flow=flow_timeout":                     "timeout",
+		"?flow=flow_running":                     "running",
+		"?flow=flow_pending":                     "pending",
+		"?status=running":                        "running",
+		"?status=cancelled":                      "cancelled",
 		"?flow=flow_timeout&status=failed":       "",
 		"?flow=flow_failed&failed=1":             "failed",
 		"?trace_id=" + trace:                     "failed",
@@ -85,6 +91,12 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		body := shows(t, server.URL+"/executions"+query)
 		if got := listed(body, ids); got != want {
 			t.Errorf("%q lists %q, want %q", query, got, want)
+		}
+	}
+	for surface, flows := range map[string][2]string{"webhook": {"flow_running", "flow_pending"}, "chat": {"flow_waiting", "flow_running"}} {
+		body := shows(t, server.URL+"/traces?surface="+surface, flows[0])
+		if strings.Contains(body, flows[1]) {
+			t.Errorf("/traces?surface=%s shows %s, which is of another", surface, flows[1])
 		}
 	}
 	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours', updated_at = now() - interval '2 hours' where status = 'waiting'`)

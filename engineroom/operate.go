@@ -151,8 +151,10 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select x.id::text, x.trace_id, x.status, coalesce(left(x.input ->> 'message', 300), '') as message,
 		       coalesce(left(x.thread_id, 300), '') as session, left(x.result_summary, 300) as summary, x.created_at
-		  from (select e.* from agent_executions e where e.flow = @flow order by e.id desc limit @most) x
-		 order by x.id desc`, postgres.Strict{"flow": operateFlow, "most": mostTurns})
+		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null order by e.id desc limit @most)
+		        union all
+		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null order by e.id desc limit @most)) x
+		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": mostTurns})
 	if err != nil {
 		return nil, fmt.Errorf("list turns: %w", err)
 	}

@@ -110,8 +110,8 @@ func oneOf(name, value string, allowed []string) error {
 	return problem.New(http.StatusBadRequest, "filter %s is one of %s, not %.60q", name, strings.Join(allowed, ", "), value)
 }
 
-// listTraces reads one page. The newest of each surface come from the index of the surface, so the runs that other runs
-// started, however many there are, are not looked at.
+// listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker has from the index of these, so
+// the runs that other runs started, however many there are, are not looked at.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(tracesWanted)
 	surfaces := surfaceNames()
@@ -127,12 +127,21 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		               select x.id, x.trace_id, left(x.flow, 200) as flow, x.status, x.completed_at,
 		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
 		                      coalesce(x.started_at, x.created_at) as started_at
-		                 from agent_executions x
-		                where x.surface = s.surface and x.parent_id is null
-		                  and (@status::text = '' or x.status = @status)
-		                  and (@span::interval is null or x.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
-		                  and (@before::text = '' or x.id < nullif(@before::text, '')::uuid)
-		                order by x.id desc limit @limit::int + 1) e
+		                 from ((select k.id from agent_executions k
+		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is null
+		                           and (@status::text = '' or k.status = @status)
+		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
+		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
+		                         order by k.id desc limit @limit::int + 1)
+		                       union all
+		                       (select k.id from agent_executions k
+		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
+		                           and (@status::text = '' or k.status = @status)
+		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
+		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
+		                         order by k.id desc limit @limit::int + 1)
+		                       order by id desc limit @limit::int + 1) p
+		                cross join lateral (select * from agent_executions i where i.id = p.id offset 0) x) e
 		         order by e.id desc limit @limit::int + 1) r
 		 cross join lateral (
 		       select count(*) as rows, count(*) filter (where a.status = 'error') as errors,

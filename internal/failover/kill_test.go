@@ -160,8 +160,8 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	}
 }
 
-// nextRequest is where the next run dies. Every file costs four requests, and those before it some that do not change: so a
-// run gets on a little, and dies inside a file or between two.
+// nextRequest is where the next run dies. Every file costs four requests, one that builds indexes concurrently some for each of them, and those
+// before it some that do not change: so a run gets on a little, and dies inside a file or between two.
 func nextRequest(n, files int) int {
 	switch {
 	case long(), n < 12:
@@ -169,7 +169,7 @@ func nextRequest(n, files int) int {
 	case files == 0:
 		return n + 7 // River's own migrations
 	}
-	return 12 + (n+5)%23
+	return 12 + (n+17)%47
 }
 
 // migrateUntil runs `agent migrate` up to its nth request, and reports whether it ended well before that.

@@ -7,7 +7,7 @@ select (select count(*) from (select from agent_executions x where x.status = 'p
        (select count(*) from (select from agent_approvals a
                                where a.status = 'pending' and a.expires_at > clock_timestamp() limit @most) n) as approvals,
        coalesce((select extract(epoch from x.completed_at) from agent_executions x
-                  where x.surface = 'heartbeat' and x.parent_id is null and x.status = 'completed'
+                  where x.surface = 'heartbeat' and x.parent_id is null and x.claimed_by is null and x.status = 'completed'
                     and not exists (select from agent_activity a
                                      where a.execution_id = x.id and a.skill_name = 'heartbeat' and a.status = 'skipped')
                   order by x.id desc limit 1), 0)::float8 as beat,
