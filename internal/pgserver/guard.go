@@ -157,7 +157,6 @@ func serverArgs(l layout, config Config) []string {
 		"listen_addresses=",
 		"unix_socket_permissions=0700",
 		"max_connections=" + strconv.Itoa(config.MaxConnections),
-		"shared_buffers=32MB",
 		"logging_collector=off",
 		"log_destination=stderr",
 		"log_checkpoints=off",
@@ -167,7 +166,7 @@ func serverArgs(l layout, config Config) []string {
 		settings = append(settings, "dynamic_shared_memory_type=mmap")
 	}
 	if !config.Durable {
-		settings = append(settings, "fsync=off", "synchronous_commit=off", "full_page_writes=off",
+		settings = append(settings, "shared_buffers=32MB", "fsync=off", "synchronous_commit=off", "full_page_writes=off",
 			"wal_level=minimal", "max_wal_senders=0", "max_wal_size=256MB")
 	}
 	args := []string{"-D", l.data(), "-k", l.sockets, "-p", strconv.Itoa(port)}
