@@ -97,7 +97,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 func (r *run) finishStale(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	now, err := Get(ctx, r.e.pool, r.exec.ID)
+	now, err := stillThere(Get(ctx, r.e.pool, r.exec.ID))
 	switch {
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
@@ -142,7 +142,7 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
 		return alone(r.endAlone)
 	}
-	done, err = r.e.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
+	done, err = r.desk.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
 	if done.row != nil {
 		r.over(done.row)
 	}
@@ -193,7 +193,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	var place int
 	var c closed
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
-	_, err = pgx.ForEachRow(rows, into, func() error {
+	err = each(rows, into, func() error {
 		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
 		c.result, c.variables = nil, nil
 		return nil

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -18,7 +17,6 @@ import (
 	"github.com/riverqueue/river"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -76,11 +74,7 @@ type Engine struct {
 	crews       map[string]*crew
 	due         dueTime
 	stuck       stuckNotice
-	ends        *batch.Group[lastWrite, finished]
-	events      *batch.Group[occurrence, Delivered]
-	starts      *batch.Group[postgres.Strict, Execution]
-	points      *batch.Group[point, struct{}]
-	parks       *batch.Group[parking, []byte]
+	desks       desks
 	paused      atomic.Bool // as far as this process knows
 
 	transactions chan struct{} // has room for as many as may be open at once
@@ -115,29 +109,12 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
-	e.share()
+	e.furnish()
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err
 	}
 	return e, nil
-}
-
-// share sets how writes of executions go together.
-func (e *Engine) share() {
-	line := &batch.Line{}
-	// Where a batch comes in the order in which its rows are locked, one comparison tells that all of it counts.
-	e.ends = &batch.Group[lastWrite, finished]{
-		Line: line, Send: e.finishSeveral, Compare: func(a, b lastWrite) int { return strings.Compare(a.id, b.id) },
-	}
-	e.points = &batch.Group[point, struct{}]{
-		Line: line, Send: e.recordSeveral, Compare: func(a, b point) int { return strings.Compare(a.id, b.id) },
-	}
-	// An event without an id, or a start, that was sent twice would count twice, and a wait that was begun twice would look
-	// stale: they are sent again only where the database has said no.
-	e.events = &batch.Group[occurrence, Delivered]{Line: line, Send: e.handSeveral, Unchanged: postgres.Unchanged}
-	e.starts = &batch.Group[postgres.Strict, Execution]{Line: line, Send: e.startSeveral, Unchanged: postgres.Unchanged}
-	e.parks = &batch.Group[parking, []byte]{Line: line, Send: e.parkSeveral, Unchanged: postgres.Unchanged}
 }
 
 // Register names a durable function. A name that is taken, or empty, is an error, and what had it keeps it.

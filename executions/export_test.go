@@ -13,17 +13,13 @@ import (
 
 // StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
 func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
-	all := make([]postgres.Strict, len(specs))
+	all := make([]opening, len(specs))
 	for i, s := range specs {
-		status := "pending"
-		if here[i] {
-			status = "running"
-		}
-		args, err := s.arguments(status, "")
+		o, err := s.opening(here[i])
 		if err != nil {
 			return nil, err
 		}
-		all[i] = args
+		all[i] = o
 	}
 	answers, err := e.startSeveral(ctx, all)
 	if err != nil {
@@ -64,3 +60,10 @@ func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }
 
 // AsStored is JSON as jsonb gives it back.
 func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }
+
+// Sitting is how many callers sit at each desk.
+func (e *Engine) Sitting() [2]int {
+	e.desks.mu.Lock()
+	defer e.desks.mu.Unlock()
+	return [2]int{e.desks.all[0].there, e.desks.all[1].there}
+}

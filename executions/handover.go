@@ -35,7 +35,7 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 	if postgres.IsSealed(ctx) || o.raiser != "" {
 		return alone()
 	}
-	return e.events.Do(ctx, o, alone)
+	return e.desks.first().events.Do(ctx, o, alone)
 }
 
 // asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by

@@ -13,7 +13,9 @@ import (
 // RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
 // until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
 // for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease lasts. If the
-// process dies, another resumes it. ErrPaused when the agent is paused and the surface is not an attended one: then nothing
+// process dies, another resumes it. The start does not wait for the disk: what is committed next makes it durable with itself, a record, the
+// intent of a call, a lane, or the end, before which nobody is told anything. If the database crashes before any of these, the execution has never
+// been, and RunNow returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then nothing
 // was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.standing)
@@ -36,7 +38,9 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	}
 	// An interrupt must not leave a row of which nobody here knows.
 	heard, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
-	claimed, created, err := e.insertClaimed(heard, s, worker)
+	at := e.desks.sit()
+	defer at.rise()
+	claimed, created, err := e.insertClaimed(heard, s, worker, at)
 	cancel()
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, refusedByPause(ctx, e.pool, err))
@@ -46,7 +50,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	}
 	var over *Execution
 	if claimed.ClaimedBy != nil {
-		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy)
+		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy, at)
 	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
 		err = e.Attend(ctx, claimed.ID)
 	}
@@ -56,11 +60,19 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	case over != nil:
 		return *over, nil
 	}
-	return read(ctx, claimed.ID)
+	return stillThere(read(ctx, claimed.ID))
+}
+
+// stillThere says why an execution that has run here may be gone.
+func stillThere(x Execution, err error) (Execution, error) {
+	if errors.Is(err, ErrNotFound) {
+		err = fmt.Errorf("what was run is gone, by a crash of the database before its start was on disk, or because it was removed: %w", err)
+	}
+	return x, err
 }
 
 // insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
-func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
+func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string, at *desk) (Execution, bool, error) {
 	alone := func() (Execution, error) {
 		got, _, err := s.insert(ctx, e.pool, "running", worker)
 		return got, err
@@ -68,11 +80,11 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 	if s.DedupeKey != "" || postgres.IsSealed(ctx) {
 		return s.insert(ctx, e.pool, "running", worker)
 	}
-	args, err := s.arguments("running", worker)
+	o, err := s.opening(true)
 	if err != nil {
 		return Execution{}, false, err
 	}
-	got, err := e.starts.Do(ctx, args, alone)
+	got, err := at.starts.Do(ctx, o, alone)
 	return got, err == nil, err
 }
 
@@ -98,14 +110,14 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
 	}
-	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
+	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy, nil)
 	switch {
 	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
 	case over != nil:
 		return *over, nil
 	}
-	return e.standing(ctx, claimed.ID)
+	return stillThere(e.standing(ctx, claimed.ID))
 }
 
 // standing reads a row after its run, and cancels what a caller who has left will not see to its end.
@@ -156,7 +168,7 @@ func (e *Engine) Attend(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
+	if _, err = e.execute(ctx, claimed, worker, nil); errors.Is(err, errUnnumbered) {
 		return e.Attend(ctx, id)
 	}
 	return err

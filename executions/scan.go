@@ -30,6 +30,20 @@ func scan(rows pgx.Rows, into []any) error {
 	return nil
 }
 
+// each reads the rows of a query into the same targets, and calls do after each. It closes them.
+func each(rows pgx.Rows, into []any, do func() error) error {
+	defer rows.Close()
+	for rows.Next() {
+		if err := scan(rows, into); err != nil {
+			return err
+		}
+		if err := do(); err != nil {
+			return err
+		}
+	}
+	return rows.Err()
+}
+
 // simple reads a value of one of the types that are simple; false when it is not, or not simply, and nothing was read.
 func simple(field pgconn.FieldDescription, raw []byte, target any) bool {
 	switch {
@@ -39,6 +53,12 @@ func simple(field pgconn.FieldDescription, raw []byte, target any) bool {
 		return simpleNull(target)
 	case field.DataTypeOID == pgtype.TextOID:
 		return simpleText(raw, target)
+	case field.DataTypeOID == pgtype.JSONBOID && field.Format == pgtype.TextFormatCode:
+		to, ok := target.(*json.RawMessage)
+		if ok {
+			*to = slices.Clone(raw)
+		}
+		return ok
 	}
 	return field.Format == pgtype.BinaryFormatCode && simpleBinary(field.DataTypeOID, raw, target)
 }
@@ -96,6 +116,8 @@ func simpleBinary(oid uint32, raw []byte, target any) bool {
 		}
 		*to = raw[0] != 0
 		return true
+	case *time.Time:
+		return timestamp(oid, raw, to)
 	case *json.RawMessage:
 		if oid != pgtype.JSONBOID || len(raw) == 0 || raw[0] != 1 { // the version of what follows
 			return false
@@ -105,6 +127,24 @@ func simpleBinary(oid uint32, raw []byte, target any) bool {
 	}
 	return false
 }
+
+// timestamp reads a time in binary, which counts the microseconds of this millennium; not one that only PostgreSQL can tell.
+func timestamp(oid uint32, raw []byte, to *time.Time) bool {
+	if oid != pgtype.TimestamptzOID || len(raw) != 8 {
+		return false
+	}
+	n := int64(binary.BigEndian.Uint64(raw))
+	if n < 0 || n > plainTime {
+		return false
+	}
+	*to = time.Unix(millennium+n/1e6, n%1e6*1e3).UTC()
+	return true
+}
+
+const (
+	millennium = 946684800               // seconds, from 1970 to 2000
+	plainTime  = 1e6 * 86400 * 365 * 100 // microseconds: a hundred years, which have nothing special
+)
 
 // integer reads a number in binary.
 func integer(oid uint32, raw []byte) (int64, bool) {

@@ -81,7 +81,7 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 
 // insert writes the row. A dedupe key that is taken leads to the row that has it.
 func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string) (Execution, bool, error) {
-	args, err := s.arguments(status, worker)
+	o, err := s.opening(status == "running")
 	if err != nil {
 		return Execution{}, false, err
 	}
@@ -93,7 +93,7 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string)
 		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds)
 		on conflict do nothing
-		returning `+columns, args)
+		returning `+columns, o.arguments(status, worker))
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
 	}
@@ -114,27 +114,42 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string)
 	return got, false, err
 }
 
-func (s Spec) arguments(status, worker string) (postgres.Strict, error) {
+// opening is a start as it is sent: what the spec leaves out is filled in.
+type opening struct {
+	Spec
+	input json.RawMessage
+	here  bool // for a caller who runs it
+}
+
+// opening fills in what is left out.
+func (s Spec) opening(here bool) (opening, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
-		return nil, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
+		return opening{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
 	}
-	input := json.RawMessage(noInput)
+	o := opening{Spec: s, input: json.RawMessage(noInput), here: here}
 	if s.Input != nil {
 		var err error
-		if input, err = json.Marshal(s.Input); err != nil {
-			return nil, fmt.Errorf("encode input: %w", err)
+		if o.input, err = json.Marshal(s.Input); err != nil {
+			return opening{}, fmt.Errorf("encode input: %w", err)
 		}
 	}
 	if s.TraceID == "" {
-		s.TraceID = trace.New(s.Surface)
+		o.TraceID = trace.New(s.Surface)
 	}
+	o.Agent, o.Queue, o.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background), cmp.Or(s.OnLost, defaultOnLost)
+	o.Priority, o.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
+	return o, nil
+}
+
+// arguments are those of a start by itself.
+func (o opening) arguments(status, worker string) postgres.Strict {
 	return postgres.Strict{
-		"trace_id": string(s.TraceID), "surface": string(s.Surface), "agent": cmp.Or(s.Agent, defaultAgent), "flow": s.Flow,
-		"parent_id": null(s.ParentID), "thread_id": null(s.ThreadID), "queue": cmp.Or(s.Queue, Background),
-		"priority": cmp.Or(s.Priority, defaultPriority), "status": status, "worker": null(worker), "input": input,
-		"dedupe_key": null(s.DedupeKey), "awaited": s.Awaited, "inherits": s.Inherits, "on_lost": cmp.Or(s.OnLost, defaultOnLost),
-		"max_attempts": cmp.Or(s.MaxAttempts, defaultMaxAttempts), "progress_seconds": s.ProgressSeconds,
-	}, nil
+		"trace_id": string(o.TraceID), "surface": string(o.Surface), "agent": o.Agent, "flow": o.Flow,
+		"parent_id": null(o.ParentID), "thread_id": null(o.ThreadID), "queue": o.Queue,
+		"priority": o.Priority, "status": status, "worker": null(worker), "input": o.input,
+		"dedupe_key": null(o.DedupeKey), "awaited": o.Awaited, "inherits": o.Inherits, "on_lost": o.OnLost,
+		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds,
+	}
 }
 
 // null turns an empty string into SQL's null.

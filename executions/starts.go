@@ -4,10 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -20,12 +17,12 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 	if s.DedupeKey != "" { // another transaction may hold the key: not one to wait for with others
 		return e.startQueued(ctx, s)
 	}
-	args, err := s.arguments("pending", "")
+	o, err := s.opening(false)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
 	alone := func() (Execution, error) {
-		got, err := e.startSeveral(ctx, []postgres.Strict{args})
+		got, err := e.startSeveral(ctx, []opening{o})
 		if postgres.IsCode(err, pausedCode) { // paused in this moment
 			queued, _, err := e.startQueued(ctx, s)
 			return queued, err
@@ -39,7 +36,7 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 	if postgres.IsSealed(ctx) { // a replay: the seal is to refuse it, and others must not take it along
 		got, err = alone()
 	} else {
-		got, err = e.starts.Do(ctx, args, alone)
+		got, err = e.desks.first().starts.Do(ctx, o, alone)
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
@@ -60,8 +57,12 @@ func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, erro
 }
 
 // startSeveral starts executions in one statement, and puts workers to those that it claimed.
-func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]batch.Answer[Execution], error) {
-	if len(specs) > 1 {
+//
+// Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told before it has ended, and
+// what is committed after it makes it durable with itself: its first record, the intent of a call, a lane, its end. So the statement does not
+// wait for the disk. A server that crashes before any of these has never had the execution, and the run, whose claim is gone, ends with an error.
+func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Answer[Execution], error) {
+	if len(opens) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
 		ctx = bounded
@@ -71,8 +72,8 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]b
 		return nil, err
 	}
 	queued := 0
-	for _, s := range specs {
-		if !here(s) {
+	for i := range opens {
+		if !opens[i].here {
 			queued++
 		}
 	}
@@ -80,32 +81,33 @@ func (e *Engine) startSeveral(ctx context.Context, specs []postgres.Strict) ([]b
 	defer at.giveBack()
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input
-		  from begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
+		  from (select set_config('synchronous_commit', case when @waited_for then current_setting('synchronous_commit') else 'off' end, true) offset 0) c,
+		       begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
 		       @queue, @agent, @parent_id, @awaited, @inherits, @thread_id, @priority, @on_lost, @max_attempts, @progress_seconds)`,
-		startArguments(specs, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
+		startArguments(opens, queued > 0, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
 	if err != nil {
 		return nil, err
 	}
-	answers := make([]batch.Answer[Execution], len(specs))
+	answers := make([]batch.Answer[Execution], len(opens))
 	var n int
 	var b begun
-	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input}, func() error {
-		answers[n-1].Value = b.execution(specs[n-1], worker)
-		b = begun{}
+	err = each(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input}, func() error {
+		b.execution(&answers[n-1].Value, &opens[n-1], worker)
 		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	for i, a := range answers {
+	for i := range answers {
+		x := &answers[i].Value
 		switch {
-		case here(specs[i]): // the caller runs it
+		case opens[i].here: // the caller runs it
 			continue
-		case a.Value.ClaimedBy == nil:
-			e.ready(a.Value.Queue, 1)
+		case x.ClaimedBy == nil:
+			e.ready(x.Queue, 1)
 			continue
 		}
-		at.take(claimed{Execution: a.Value, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
+		at.take(claimed{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
 	}
 	return answers, nil
 }
@@ -119,76 +121,60 @@ type begun struct {
 	input      json.RawMessage
 }
 
-// execution is the row, as it would be read.
-func (b begun) execution(s postgres.Strict, worker string) Execution {
-	x := Execution{
+// execution makes the row, as it would be read.
+func (b *begun) execution(x *Execution, o *opening, worker string) {
+	*x = Execution{
 		ID: b.id, ParentID: b.parent, Input: b.input, OnLost: b.onLost, Status: Pending, Variables: json.RawMessage("{}"),
 		CreatedAt: b.at, UpdatedAt: b.at,
-		TraceID: of[string](s, "trace_id"), Surface: of[string](s, "surface"), Agent: of[string](s, "agent"), Flow: of[string](s, "flow"),
-		ThreadID: of[*string](s, "thread_id"), Queue: of[string](s, "queue"), Priority: of[int](s, "priority"),
-		MaxAttempts: of[int](s, "max_attempts"), Progress: of[int](s, "progress_seconds"), Inherits: of[bool](s, "inherits"),
+		TraceID: string(o.TraceID), Surface: string(o.Surface), Agent: o.Agent, Flow: o.Flow,
+		ThreadID: null(o.ThreadID), Queue: o.Queue, Priority: o.Priority,
+		MaxAttempts: o.MaxAttempts, Progress: o.ProgressSeconds, Inherits: o.Inherits,
 	}
 	if b.claimed {
 		at := b.at
 		x.Status, x.ClaimedBy, x.Claim, x.StartedAt = Running, &worker, 1, &at
 	}
-	return x
 }
 
-// startArguments turns the arguments of several starts into arrays, side by side. One that all leave at its default is null, which is
+// startArguments turns several starts into arrays, side by side. One that all leave at its default is null, which is
 // less to send and to take apart.
-func startArguments(specs []postgres.Strict, worker string, at *places, skip []string) postgres.Strict {
-	claimed := make([]bool, len(specs))
-	for i, s := range specs {
-		claimed[i] = here(s)
-	}
+func startArguments(opens []opening, waitedFor bool, worker string, at *places, skip []string) postgres.Strict {
 	return postgres.Strict{
-		"trace_id": column[string](specs, "trace_id"), "surface": column[string](specs, "surface"), "flow": column[string](specs, "flow"),
-		"here": claimed, "worker": worker, "background": at.background, "interactive": at.interactive, "skip": skip,
-		"input": inputs(specs), "queue": unless(specs, "queue", Background), "agent": unless(specs, "agent", defaultAgent),
-		"parent_id": unless[*string](specs, "parent_id", nil), "awaited": unless(specs, "awaited", false),
-		"inherits": unless(specs, "inherits", false), "thread_id": unless[*string](specs, "thread_id", nil),
-		"priority": unless(specs, "priority", defaultPriority), "on_lost": unless(specs, "on_lost", defaultOnLost),
-		"max_attempts": unless(specs, "max_attempts", defaultMaxAttempts), "progress_seconds": unless(specs, "progress_seconds", 0),
+		"waited_for": waitedFor,
+		"trace_id":   column(opens, func(o *opening) string { return string(o.TraceID) }),
+		"surface":    column(opens, func(o *opening) string { return string(o.Surface) }),
+		"flow":       column(opens, func(o *opening) string { return o.Flow }),
+		"here":       column(opens, func(o *opening) bool { return o.here }),
+		"worker":     worker, "background": at.background, "interactive": at.interactive, "skip": skip,
+		"input":            unless(opens, noInput, func(o *opening) string { return string(o.input) }),
+		"queue":            unless(opens, Background, func(o *opening) string { return o.Queue }),
+		"agent":            unless(opens, defaultAgent, func(o *opening) string { return o.Agent }),
+		"parent_id":        unless(opens, nil, func(o *opening) *string { return null(o.ParentID) }),
+		"awaited":          unless(opens, false, func(o *opening) bool { return o.Awaited }),
+		"inherits":         unless(opens, false, func(o *opening) bool { return o.Inherits }),
+		"thread_id":        unless(opens, nil, func(o *opening) *string { return null(o.ThreadID) }),
+		"priority":         unless(opens, defaultPriority, func(o *opening) int { return o.Priority }),
+		"on_lost":          unless(opens, defaultOnLost, func(o *opening) string { return o.OnLost }),
+		"max_attempts":     unless(opens, defaultMaxAttempts, func(o *opening) int { return o.MaxAttempts }),
+		"progress_seconds": unless(opens, 0, func(o *opening) int { return o.ProgressSeconds }),
 	}
-}
-
-// here reports whether a start is for a caller who runs it.
-func here(s postgres.Strict) bool { return s["status"] == "running" }
-
-// of is one argument of a start.
-func of[T any](s postgres.Strict, name string) T {
-	value, _ := s[name].(T)
-	return value
 }
 
 // column lists one argument of several starts.
-func column[T any](specs []postgres.Strict, name string) []T {
-	values := make([]T, len(specs))
-	for i, s := range specs {
-		values[i] = of[T](s, name)
+func column[T any](opens []opening, of func(o *opening) T) []T {
+	values := make([]T, len(opens))
+	for i := range opens {
+		values[i] = of(&opens[i])
 	}
 	return values
 }
 
 // unless is column; nil when all are as they are by default.
-func unless[T comparable](specs []postgres.Strict, name string, usual T) []T {
-	values := column[T](specs, name)
-	if slices.ContainsFunc(values, func(v T) bool { return v != usual }) {
-		return values
+func unless[T comparable](opens []opening, usual T, of func(o *opening) T) []T {
+	for i := range opens {
+		if of(&opens[i]) != usual {
+			return column(opens, of)
+		}
 	}
 	return nil
-}
-
-// inputs lists the inputs of several starts; nil when none has one.
-func inputs(specs []postgres.Strict) []string {
-	texts, given := make([]string, len(specs)), false
-	for i, s := range specs {
-		texts[i] = string(of[json.RawMessage](s, "input"))
-		given = given || texts[i] != noInput
-	}
-	if !given {
-		return nil
-	}
-	return texts
 }

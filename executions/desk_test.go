@@ -1,0 +1,211 @@
+package executions_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Callers who are many sit at two desks, as many at one as at the other, and few at one; each leaves it with the end of its run, whatever
+// that is.
+func TestManyCallersSitAtTwoDesks(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var most, second, ran atomic.Int32
+	var p *process
+	p = prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		at := p.Sitting()
+		most.Store(max(most.Load(), int32(at[0]+at[1])))
+		second.Store(max(second.Load(), int32(at[1])))
+		switch ran.Add(1) % 8 {
+		case 1:
+			panic("of the flow")
+		case 2:
+			return executions.Result{}, fmt.Errorf("of the flow")
+		}
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	run := func(callers, each int) {
+		var group errgroup.Group
+		for range callers {
+			group.Go(func() error {
+				for range each {
+					x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+					if err != nil {
+						return err
+					}
+					if x.Status != executions.Completed && x.Status != executions.Failed {
+						return fmt.Errorf("execution %s is %s", x.ID, x.Status)
+					}
+				}
+				return nil
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	}
+	run(8, 5)
+	if most.Load() < 2 || second.Load() != 0 {
+		t.Errorf("of %d callers %d sat at the second desk, want none", most.Load(), second.Load())
+	}
+	most.Store(0)
+	run(48, 20)
+	if at := second.Load(); at < 8 || at > 28 {
+		t.Errorf("of %d callers %d sat at the second desk, want about half", most.Load(), at)
+	}
+	if at := p.Sitting(); at != [2]int{} {
+		t.Errorf("%v still sit when all have ended", at)
+	}
+	if n := value[int](t, pool, `
+		select count(*) from agent_executions x where x.completed_at is null
+		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
+		    or (select count(*) from agent_checkpoints c where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
+		t.Errorf("%d of the executions are not as they should have ended", n)
+	}
+}
+
+// A crash of the database may take a start along that nothing durable has followed. Then there has been no execution: its run ends with an error
+// that says so, and nothing of it is written.
+func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("", "executions-") //nolint:usetesting // the test's own folder is closed to the server's user
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	open := func() (*pgserver.Server, *pgxpool.Pool) {
+		server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { pool.Close(); _ = server.Stop(context.WithoutCancel(t.Context())) })
+		return server, pool
+	}
+	server, pool := open()
+	if _, err := migrations.Up(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	lease := func(o *executions.Options) { o.LeaseTTL = time.Minute }
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	}), lease)
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	durable, err := p.RunNow(t.Context(), spec) // which begins the lease
+	if err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `alter system set wal_writer_delay = '10s'`)
+	exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, patience, func() bool { return value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
+	time.Sleep(time.Second) // the pause that its writer was in is over
+	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	content, err := os.ReadFile(filepath.Join(server.Dir(), "data", "postmaster.pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(strings.SplitN(string(content), "\n", 2)[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	_ = server.Stop(t.Context())
+	<-server.Done()
+	pool.Close()
+	_, pool = open()
+	p = prepare(t, pool, p.flows, lease)
+	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "crash of the database") {
+		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
+	}
+	if n := value[int](t, pool, `
+		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events where execution_id <> @id::uuid)
+		     + (select count(*) from agent_checkpoints where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
+		t.Errorf("%d rows of executions that were lost", n)
+	}
+	if x := get(t, pool, durable.ID); x.Status != executions.Completed {
+		t.Errorf("what had ended is %s", x.Status)
+	}
+}
+
+// A start for others waits until it is on disk, and where a standby has to have it, until that has. One for a caller who runs it here does not:
+// its end does. A standby that never comes tells which is which.
+func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
+	t.Parallel()
+	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	}()
+	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	if _, err := migrations.Up(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+		func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	if _, err := p.RunNow(t.Context(), spec); err != nil { // which begins the lease
+		t.Fatal(err)
+	}
+	exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
+	exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, patience, func() bool { return value[string](t, pool, `show synchronous_standby_names`) == "nobody" }, "the server waits for a standby")
+	specs := []executions.Spec{spec, spec}
+	begin := func(here ...bool) ([]executions.Execution, error) {
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		defer cancel()
+		return p.StartSeveral(ctx, specs, here)
+	}
+	got, err := begin(true, true)
+	if err != nil {
+		t.Fatalf("starts that are run here wait for the standby: %v", err)
+	}
+	if got, err := begin(true, false); err == nil {
+		t.Errorf("%d starts, of which one is for others, did not wait for the standby", len(got))
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	if _, err := pool.Exec(ctx, `select from close_agent_executions(array[$1, $2]::uuid[], '{1,1}', '{completed,completed}', null, null, null, null, null, null,
+		null, null, null, null)`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
+		t.Error("ends did not wait for the standby")
+	}
+	exec(t, pool, `alter system reset synchronous_standby_names`)
+	exec(t, pool, `select pg_reload_conf()`)
+}
