@@ -135,10 +135,19 @@ func (h *Hold) Token() int64 {
 
 // Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
-// not free it.
+// not free it. When a connection breaks or the database is away it tries again, as [Persist] does.
 func (h *Hold) Release(ctx context.Context) error {
-	if h.lease != nil && h.run.poisoned() == nil {
-		return h.lease.Release(ctx)
+	if h.lease == nil || h.run.poisoned() != nil {
+		return nil
 	}
-	return nil
+	unheard := false
+	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {
+		err := h.lease.Release(ctx)
+		if unheard && errors.Is(err, lanes.ErrLost) { // the try before has given it back
+			err = nil
+		}
+		unheard = unheard || err != nil
+		return struct{}{}, err
+	})
+	return err
 }

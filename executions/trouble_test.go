@@ -2,6 +2,7 @@ package executions_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
@@ -273,5 +275,46 @@ func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
 				t.Errorf("%d tries", tries.Load())
 			}
 		})
+	}
+}
+
+// A connection that breaks while a lane is given back is no result of the flow: it is given back over another one, also where the one that broke
+// had done it.
+func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for lane, done := range map[string]bool{"objective:1": false, "thread:1": false, "objective:2": true, "thread:2": true} {
+		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			hold, err := executions.Lane(ctx, lane)
+			if err != nil {
+				return executions.Result{}, err
+			}
+			tx, err := pool.Begin(ctx)
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := tx.Exec(ctx, `select from agent_locks where lane = $1 for key share`, lane); err != nil { // a fenced write, which a release waits for
+				return executions.Result{}, err
+			}
+			var broken errgroup.Group
+			broken.Go(func() error {
+				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like 'select free_agent_lock(%'`
+				pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				if done {
+					exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
+				}
+				exec(t, pool, `select pg_terminate_backend(pid) `+waits)
+				return tx.Commit(context.WithoutCancel(ctx))
+			})
+			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
+		}))
+		x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		if err != nil || x.Status != executions.Completed {
+			t.Errorf("%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
+		}
+		if held := value[bool](t, pool, `select is_agent_lock_held($1)`, lane); held {
+			t.Errorf("%s is still held", lane)
+		}
+		p.stop()
 	}
 }
