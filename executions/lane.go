@@ -137,17 +137,23 @@ func (h *Hold) Token() int64 {
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
 // not free it. When a connection breaks or the database is away it tries again, as [Persist] does.
 func (h *Hold) Release(ctx context.Context) error {
-	if h.lease == nil || h.run.poisoned() != nil {
-		return nil
+	if h.lease != nil && h.run.poisoned() == nil {
+		return h.giveBack(ctx)
 	}
-	unheard := false
+	return nil
+}
+
+// giveBack is Release where there is something to give back.
+func (h *Hold) giveBack(ctx context.Context) error {
+	unheard, given := false, false
 	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		err := h.lease.Release(ctx)
-		if unheard && errors.Is(err, lanes.ErrLost) { // the try before has given it back
-			err = nil
-		}
+		given = unheard && errors.Is(err, lanes.ErrLost) // by the try before
 		unheard = unheard || err != nil
 		return struct{}{}, err
 	})
+	if given {
+		return nil
+	}
 	return err
 }
