@@ -160,7 +160,8 @@ type TraceSummary struct {
 
 // Traces lists the executions that began a trace, newest first, each with the sums of its trace, and
 // returns the cursor of the next page; it is empty after the last one. The sums are made for the rows
-// of the page only. Those of a surface that a worker has at the moment are not in the index of the surface, and are looked for by themselves. The error wraps ErrCursor where the cursor is at fault.
+// of the page only. Those of a surface that a worker has at the moment are not in the index of the surface, and are
+// looked for by themselves. The error wraps ErrCursor where the cursor is at fault.
 func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSummary, next string, err error) {
 	last, err := before(f.Cursor)
 	if err != nil {

@@ -45,6 +45,26 @@ func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) s
 	return id
 }
 
+// Completed ones are in no index of states: they are counted among the newest, and where there are others, the count says that it is not all.
+func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for range 3 {
+		execution(t, pool, "completed", "chat", "flow")
+	}
+	shows(t, server.URL+"/executions", "completed")
+	if counts, err := (&Room{Options: Options{Pool: pool}}).countStates(t.Context()); err != nil || counts["completed"] != "3" || counts["failed"] != "0" {
+		t.Errorf("counted %v, %v", counts, err)
+	}
+	quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
+		select agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed', clock_timestamp()
+		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": countedMost})
+	if counts, err := (&Room{Options: Options{Pool: pool}}).countStates(t.Context()); err != nil || counts["completed"] != "3+" || counts["failed"] != "1,000+" {
+		t.Errorf("counted %v, %v", counts, err)
+	}
+}
+
 // listed are those of ids that a page has a row of.
 func listed(body string, ids map[string]string) string {
 	var names []string
