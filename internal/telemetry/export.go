@@ -152,7 +152,7 @@ func (e *Exporter) flush(ctx context.Context) {
 			return
 		}
 		if upto == "" {
-			upto = mine.Now
+			upto = mine.Next
 		}
 		_, err = e.pass(ctx)
 		if err != nil {
@@ -162,7 +162,7 @@ func (e *Exporter) flush(ctx context.Context) {
 		if mine, err = e.take(ctx); err != nil || mine == nil || mine.SentUpto >= upto {
 			return
 		}
-		timer := time.NewTimer(20 * time.Millisecond) // somebody's transaction is under way
+		timer := time.NewTimer(20 * time.Millisecond) // the millisecond is not over, or somebody's transaction is under way
 		select {
 		case <-ctx.Done():
 		case <-timer.C:
@@ -185,6 +185,7 @@ type position struct {
 	SentUpto string
 	Pending  []string
 	Now      string
+	Next     string
 }
 
 //go:embed position.sql

@@ -252,6 +252,21 @@ func TestOneSends(t *testing.T) {
 	}
 }
 
+// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond in which the exporter is told to stop.
+func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	for n := range 25 {
+		stop := s.export()
+		pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "it has the right")
+		s.note(trace.New(trace.Flow), nil, "one")
+		stop()
+		if got := len(s.receiver.Trace("")); got != n+1 {
+			t.Fatalf("%d of %d are sent", got, n+1)
+		}
+	}
+}
+
 // TestARefusedBatchIsGivenUp: it would be refused for ever, and hold up all that comes after it.
 func TestARefusedBatchIsGivenUp(t *testing.T) {
 	t.Parallel()

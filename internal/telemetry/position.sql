@@ -7,4 +7,7 @@ with mine as (
          sent_upto = greatest(sent_upto, agent_uuid7_floor(clock_timestamp() - make_interval(secs => @backlog)))
    where sender = @me or sender_until < clock_timestamp()
   returning sent_upto, pending)
-select m.sent_upto::text, m.pending::text[], agent_uuid7_floor(statement_timestamp())::text as now from mine m
+select m.sent_upto::text, m.pending::text[], agent_uuid7_floor(statement_timestamp())::text as now,
+       -- A bound on ids is a whole millisecond: what has ended by now lies before the next one.
+       agent_uuid7_floor(statement_timestamp() + interval '1 millisecond')::text as next
+  from mine m
