@@ -56,7 +56,7 @@ const (
 		   and (@skill::text = '' or a.skill_name = @skill)
 		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
 		   and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
-		   and (@until::timestamptz is null or (a.id < agent_uuid7_floor(@until) and a.created_at < @until))
+		   and (@until::timestamptz is null or (a.id < agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
 		   and (@before::text is null or a.id < @before::text::uuid)`
 	narrowed = `
 		       (@surface::text = '' or a.surface = @surface)

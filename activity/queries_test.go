@@ -178,6 +178,34 @@ func TestRecentFilters(t *testing.T) {
 	}
 }
 
+// TestUntilIsToTheMicrosecond, though bounds on ids are milliseconds.
+func TestUntilIsToTheMicrosecond(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	at := time.Now().Truncate(time.Millisecond).Add(-time.Minute)
+	var all []string
+	for us := range 3 {
+		var id string
+		err := db.QueryRow(t.Context(), `
+			insert into agent_activity (id, trace_id, skill_name, status, created_at, finished_at)
+			values (agent_uuid7($1), $2, 'x', 'success', $1, $1) returning id::text`,
+			at.Add(time.Duration(300*us)*time.Microsecond), string(trace.New(trace.Flow))).Scan(&id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, id)
+	}
+	f := activity.Filter{Since: at.Add(300 * time.Microsecond), Until: at.Add(600 * time.Microsecond)}
+	rows, _, err := activity.Recent(t.Context(), db, f)
+	if diff := cmp.Diff(all[1:2], ids(rows)); diff != "" || err != nil {
+		t.Errorf("recent: %s %v", diff, err)
+	}
+	list, err := activity.Lines(t.Context(), db, f)
+	if err != nil || len(list.Lines) != 1 || list.Lines[0].ID != all[1] {
+		t.Errorf("lines are %+v (%v)", list.Lines, err)
+	}
+}
+
 func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
 	db := pgtest.DB(t)
 	var want []string
