@@ -170,6 +170,9 @@ func (p *replaying) comeTo(ctx context.Context, r *run, s spec) error {
 		}
 	}
 	if recorded {
+		if point.Failed && endedByAnother(point) && p.parallel(scope) {
+			waited(ctx, nil) // first it is ended as it was then
+		}
 		return nil
 	}
 	if !p.open && p.parallel(scope) && !waited(ctx, nil) && ctx.Err() != nil {
@@ -179,6 +182,12 @@ func (p *replaying) comeTo(ctx context.Context, r *run, s spec) error {
 		return err
 	}
 	return p.beyond(r, s.key)
+}
+
+// endedByAnother reports the record of a step whose context was cancelled, as the failure of another branch does.
+func endedByAnother(c Checkpoint) bool {
+	var failure StepError
+	return json.Unmarshal(c.Output, &failure) == nil && strings.Contains(failure.Message, context.Canceled.Error())
 }
 
 // asideOf holds a step up that the record does not have while another branch has yet to come to the wait in which the
