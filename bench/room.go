@@ -229,8 +229,11 @@ func (b *room) print(out io.Writer, pages []*visited) {
 	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | rows read by sequential scans |")
 	fmt.Fprintln(out, "|---|---|---|---|---|---|---|")
 	for _, p := range pages {
-		ratio := float64(p.large.at(0.5)) / float64(max(p.small.at(0.5), 1))
-		fmt.Fprintf(out, "| `%s` | %s | %s | %s | %s | %.1f | %d |\n", p.path, p.small.show(0.5), p.small.show(0.99),
-			p.large.show(0.5), p.large.show(0.99), ratio, p.scanned)
+		small, of := "| | |", "" // a log that was kept is large from the start
+		if len(p.small) > 0 {
+			small = fmt.Sprintf("| %s | %s |", p.small.show(0.5), p.small.show(0.99))
+			of = fmt.Sprintf("%.1f", ratio(p.large, p.small, 0.5))
+		}
+		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.show(0.5), p.large.show(0.99), of, p.scanned)
 	}
 }
