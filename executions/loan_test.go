@@ -492,6 +492,35 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	wantHolder(t, pool, "pipeline:p", "", false)
 }
 
+// A loan that ends while a sweep is under way goes back with the next one, or when somebody asks. Here the sweep waits for the loan of another lane
+// until that has happened.
+func TestALoanThatEndsDuringASweepStays(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first, second := line(t, pool, "objective:1", 2), line(t, pool, "objective:2", 2)
+	mustTake(t, pool, "objective:1", first[1])
+	mustTake(t, pool, "objective:2", second[1])
+	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
+	tx := begun(t, pool)
+	exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
+	swept := make(chan error, 1)
+	go func() {
+		_, err := pool.Exec(context.WithoutCancel(t.Context()), `select sweep_agent_locks('0')`)
+		swept <- err
+	}()
+	stuck(t, pool, 1, "sweep_agent_locks")
+	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
+	commit(t, tx)
+	if err := <-swept; err != nil {
+		t.Fatal(err)
+	}
+	wantLoans(t, pool, "objective:2", 1)
+	if value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`) {
+		t.Error("an outsider gets a lane whose lender waits")
+	}
+	wantHolder(t, pool, "objective:2", second[0].id, true)
+}
+
 // From Go: a child takes the lane that its parent holds, or that its parent's parent does, even when it comes first.
 func TestAChildWorksInItsParentsLane(t *testing.T) {
 	t.Parallel()
