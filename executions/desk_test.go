@@ -206,6 +206,11 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 		null, null, null, null)`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
 		t.Error("ends did not wait for the standby")
 	}
+	// Its lease has ended, of which the process does not know: it is told that they are in the queue.
+	exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
+	if got, err := begin(true, true); err == nil {
+		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
+	}
 	exec(t, pool, `alter system reset synchronous_standby_names`)
 	exec(t, pool, `select pg_reload_conf()`)
 }

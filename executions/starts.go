@@ -60,7 +60,8 @@ func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, erro
 //
 // Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told before it has ended, and
 // what is committed after it makes it durable with itself: its first record, the intent of a call, a lane, its end. So the statement does not
-// wait for the disk. A server that crashes before any of these has never had the execution, and the run, whose claim is gone, ends with an error.
+// wait for the disk, unless the lease of this process has ended, so that they are in the queue, of which callers are told. A server that crashes
+// before any of these has never had the execution, and the run, whose claim is gone, ends with an error.
 func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Answer[Execution], error) {
 	if len(opens) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
@@ -80,9 +81,9 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	at := e.setAside(queued)
 	defer at.giveBack()
 	rows, err := e.pool.Query(ctx, `
-		select n, id::text, claimed, at, parent_id::text, on_lost, input
-		  from (select set_config('synchronous_commit', case when @waited_for then current_setting('synchronous_commit') else 'off' end, true) offset 0) c,
-		       begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
+		select n, id::text, claimed, at, parent_id::text, on_lost, input,
+		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
+		  from begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
 		       @queue, @agent, @parent_id, @awaited, @inherits, @thread_id, @priority, @on_lost, @max_attempts, @progress_seconds)`,
 		startArguments(opens, queued > 0, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
 	if err != nil {
@@ -91,7 +92,7 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	answers := make([]batch.Answer[Execution], len(opens))
 	var n int
 	var b begun
-	err = each(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input}, func() error {
+	err = each(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
 		b.execution(&answers[n-1].Value, &opens[n-1], worker)
 		return nil
 	})

@@ -230,6 +230,47 @@ func TestSampling(t *testing.T) {
 	}
 }
 
+// TestAnEndThatIsWrittenSlowlyIsSent: its event gets its id when the exporter can see that it is being written. Here the end waits for the table of
+// records while the exporter passes.
+func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	run := s.one(`
+		with w as (insert into agent_workers (name, expires_at) values ('slow', clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim) select $1, 'flow', 'slow', 'running', w.id, 1 from w
+		returning id::text`, string(trace.New(trace.Flow)))
+	tx, err := s.db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := tx.Exec(t.Context(), `lock table agent_checkpoints in share mode`); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() {
+		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `select from close_agent_executions(array[$1::uuid], '{1}', '{completed}',
+			null, null, null, null, null, null, '{step}', null, null, array['1'::jsonb])`, run)
+		ended <- err
+	}()
+	pgtest.Eventually(t, time.Minute, func() bool {
+		return s.one(`select exists (select from pg_locks where relation = 'agent_checkpoints'::regclass and not granted)::text`) == "true"
+	}, "the end waits")
+	stop := s.export()
+	s.note(trace.New(trace.Flow), nil, "later")
+	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "the exporter has passed")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}) {
+		t.Errorf("sent %q", got)
+	}
+}
+
 // TestOneSends: of two exporters one has the right to send, and the other takes its place.
 func TestOneSends(t *testing.T) {
 	t.Parallel()

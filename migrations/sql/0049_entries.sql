@@ -237,8 +237,6 @@ declare
   parents boolean;                  -- somebody waits for an execution
   awaited uuid[] := '{}';           -- by a parent
   at_ timestamptz;
-  time_ bigint;
-  high text;                        -- the first half of the ids of their events: the time
   ended int;
   done text;
 begin
@@ -299,8 +297,6 @@ begin
         from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, several) i offset 0) t order by t.i);
   end if;
   at_ := clock_timestamp();
-  time_ := floor(extract(epoch from at_) * 4096000)::bigint;
-  high := '0' || to_hex((time_ >> 12 << 16) | 28672 | (time_ & 4095));
   -- Where none is odd, the update writes what agent_executions_valid would, and agent_executions_changed has nothing to do.
   done := set_config('lanekeeper.fenced', 'yes', true) || set_config('lanekeeper.follows', case when odd then '' else 'yes' end, true);
   return query
@@ -321,8 +317,11 @@ begin
   select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i], at_
     from generate_series(1, several) i where places[i] is not null and p_steps[i] is not null;
   if not odd then
+    -- The first half of an id is the time, read under the statement's lock of the table: who follows the events by their ids relies on that.
     insert into agent_events (id, event, key, data, external_id, execution_id, created_at)
-    select (high || to_hex((uuid_hash_extended(p_ids[t.i], 0) & 4611686018427387903) | -9223372036854775808))::uuid, 'AGENT_COMPLETED', t.key,
+    select ((select '0' || to_hex((c.time >> 12 << 16) | 28672 | (c.time & 4095))
+               from (select floor(extract(epoch from clock_timestamp()) * 4096000)::bigint as time offset 0) c)
+            || to_hex((uuid_hash_extended(p_ids[t.i], 0) & 4611686018427387903) | -9223372036854775808))::uuid, 'AGENT_COMPLETED', t.key,
            jsonb_build_object('execution_id', t.key, 'result_summary', coalesce(p_summaries[t.i], ''))
              || case p_statuses[t.i] when 'completed' then '{"status": "completed", "result_type": "success", "locks_released": 0}'::jsonb
                   when 'failed' then '{"status": "failed", "result_type": "failure", "locks_released": 0}'::jsonb
