@@ -240,7 +240,7 @@ func TestAStreamGoesOnByState(t *testing.T) {
 	for _, state := range []string{"", "x", "x.y", third.last + ".z", "%0Aid:%20evil.y"} {
 		l := listen(t, server.URL+"/live/watched?seen="+state, "")
 		got := map[string]string{} // in the order in which they are read again
-		for range 2 {
+		for got["one"] == "" || got["calm"] == "" {
 			id, html := l.part()
 			got[id] = html
 		}
