@@ -48,6 +48,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 )
 
 // Options are what the API stands on.
@@ -59,6 +60,8 @@ type Options struct {
 	// ChatKeys are what Visitor routes ask for, by the name that VisitorFrom tells; empty refuses every
 	// request. No key may be empty, the admin token, or another one's.
 	ChatKeys map[string]string
+	// Proxies are believed when they say where a request comes from (see internal/clientip).
+	Proxies clientip.Trusted
 	// Endpoints are the routes of the surfaces.
 	Endpoints []Endpoint
 	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
@@ -86,7 +89,7 @@ func New(o Options) (http.Handler, error) {
 	}
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
-		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, brake: newBrake(),
+		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, brake: newBrake(), proxies: o.Proxies,
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -107,6 +110,7 @@ type server struct {
 	watch    *watch
 	pages    Pages // nil for none
 	brake    *brake
+	proxies  clientip.Trusted
 	log      *slog.Logger
 
 	unsettled unsettled

@@ -5,7 +5,6 @@ import (
 	"hash/maphash"
 	"math"
 	"mime"
-	"net"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -13,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -55,7 +55,7 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Retry-After", strconv.Itoa(seconds))
 		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens came from here. Try again in %d s.", seconds))
 	case !right:
-		s.log.WarnContext(r.Context(), "login refused", "remote", r.RemoteAddr)
+		s.log.WarnContext(r.Context(), "login refused", "remote", clientip.Of(r))
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
 		http.SetCookie(w, s.gate.sessions.begin(r))
@@ -140,13 +140,9 @@ func newBrake() *brake { return &brake{now: time.Now, seed: maphash.MakeSeed()} 
 
 // try asks whether the token is right, unless the address has to wait; then it does not ask.
 func (b *brake) try(r *http.Request, right func() bool) (is bool, wait time.Duration) {
-	host, _, err := net.SplitHostPort(r.RemoteAddr)
-	if err != nil {
-		host = r.RemoteAddr
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	now, slot := b.now(), &b.slots[maphash.String(b.seed, host)%uint64(len(b.slots))]
+	now, slot := b.now(), &b.slots[maphash.String(b.seed, clientip.Key(r))%uint64(len(b.slots))]
 	if wait = slot.until.Sub(now); wait > 0 {
 		return false, wait
 	}

@@ -103,7 +103,7 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, err
 	}
 	handler, err = api.New(api.Options{
-		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys, Proxies: a.config.Proxies,
 		Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log,
 		Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})

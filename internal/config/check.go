@@ -17,6 +17,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
@@ -53,6 +54,7 @@ func (k *checker) all(c *Config) {
 	k.days(c.Limits)
 	k.prices(c)
 	k.private(c)
+	k.proxies(c)
 	k.admission(c)
 	k.chat(c)
 }
@@ -222,6 +224,14 @@ func (k *checker) private(c *Config) {
 		default:
 			c.Private.Hosts = append(c.Private.Hosts, strings.TrimSuffix(strings.ToLower(item), "."))
 		}
+	}
+}
+
+// proxies reads the networks of trusted proxies.
+func (k *checker) proxies(c *Config) {
+	var err error
+	if c.Proxies, err = clientip.Parse(c.ProxyList); err != nil {
+		k.refuse("AGENT_TRUSTED_PROXIES", "%v", err)
 	}
 }
 

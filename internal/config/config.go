@@ -20,6 +20,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
@@ -31,10 +32,11 @@ type Config struct {
 	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
 	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
 
-	Name       string `env:"AGENT_NAME" envDefault:"flowpilot" help:"the agent's name in the activity log, up to 100 printable characters"`
-	Listen     string `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
-	AdminToken Secret `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
-	ChatKey    Secret `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, or several as name=text,name=text; without it the chat answers 401"`
+	Name       string   `env:"AGENT_NAME" envDefault:"flowpilot" help:"the agent's name in the activity log, up to 100 printable characters"`
+	Listen     string   `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
+	AdminToken Secret   `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
+	ChatKey    Secret   `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, or several as name=text,name=text; without it the chat answers 401"`
+	ProxyList  []string `env:"AGENT_TRUSTED_PROXIES" help:"the addresses or networks of the proxies whose X-Forwarded-For says where a request comes from, for example 10.0.0.0/8; without it that is the connection's address"`
 
 	OpenAIKey     Secret `env:"OPENAI_API_KEY" help:"the key of the model's provider"`
 	OpenAIBaseURL string `env:"OPENAI_BASE_URL" help:"the URL of an OpenAI-compatible API, for example https://api.openai.com/v1"`
@@ -68,6 +70,7 @@ type Config struct {
 	Prices    map[string]Price  `env:"-"` // by model; empty when AGENT_PRICES is not set
 	Private   Private           `env:"-"` // PrivateHTTP
 	Admission []Admission       `env:"-"` // RunLimits
+	Proxies   clientip.Trusted  `env:"-"` // ProxyList
 	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; one without a name is called visitor
 	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable that nobody reads
 }

@@ -130,6 +130,7 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_DRAIN_DELAY":             {"1h", "behind a load balancer"},
 	"AGENT_SHUTDOWN_TIMEOUT":        {"-1s", "25s"},
 	"AGENT_ALLOW_PRIVATE_HTTP":      {"http://wiki", "not a host"},
+	"AGENT_TRUSTED_PROXIES":         {"proxy.local", "not an address or a network"},
 	"AGENT_MAX_ITERATIONS":          {"0", "from 1 to 10000"},
 	"AGENT_MAX_TOKENS":              {"-1", "0 is no bound"},
 	"AGENT_MAX_COST_USD":            {"NaN", "US dollars"},

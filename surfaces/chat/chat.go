@@ -41,6 +41,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -83,7 +84,7 @@ type Chat struct {
 	Instructions string
 	// Visitor names the key a request came with; that is who owns the threads it begins. Default: nobody in particular.
 	Visitor func(r *http.Request) string
-	// Address is where a request came from, for the rate limit; default the connection's remote host.
+	// Address is where a request came from, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
 	DoubleTexting DoubleTexting // default Enqueue
 	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
@@ -137,7 +138,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 		c.Visitor = func(*http.Request) string { return "" }
 	}
 	if c.Address == nil {
-		c.Address = remoteHost
+		c.Address = clientip.Key
 	}
 	if c.Summarise == nil {
 		c.Summarise = c.Loop.Summarise

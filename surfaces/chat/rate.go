@@ -2,7 +2,6 @@ package chat
 
 import (
 	"container/list"
-	"net"
 	"net/http"
 	"sync"
 	"time"
@@ -79,13 +78,4 @@ func (c *Chat) allow(r *http.Request, owner, user string) error {
 		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
 		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
 	}
-}
-
-// remoteHost is the address of the connection.
-func remoteHost(r *http.Request) string {
-	host, _, err := net.SplitHostPort(r.RemoteAddr)
-	if err != nil {
-		return r.RemoteAddr
-	}
-	return host
 }

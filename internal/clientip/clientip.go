@@ -1,0 +1,142 @@
+// Package clientip finds the address that a request came from.
+//
+// It is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then it is the right-most
+// address of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can write anything further left.
+// A header that cannot be read, or two headers that disagree, leave the address at the last proxy that was read: who sends
+// nonsense shares a limit with others who do, never with a visitor of another address.
+//
+// Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from freely.
+package clientip
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"strings"
+)
+
+// maxHops bounds how many addresses of a header are read.
+const maxHops = 32
+
+// Trusted are the networks of the proxies whose headers are believed. The zero value believes nobody.
+type Trusted []netip.Prefix
+
+// Parse reads addresses and networks (CIDR). Empty items are skipped.
+func Parse(items []string) (Trusted, error) {
+	var trusted Trusted
+	for _, item := range items {
+		item = strings.TrimSpace(item)
+		if item == "" {
+			continue
+		}
+		network, err := netip.ParsePrefix(item)
+		if err != nil {
+			addr, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))
+			if addrErr != nil || addr.Zone() != "" {
+				return nil, fmt.Errorf("%q is not an address or a network", item)
+			}
+			network = netip.PrefixFrom(addr.Unmap(), addr.Unmap().BitLen())
+		}
+		if network.Addr().Is4In6() && network.Bits() >= 96 {
+			network = netip.PrefixFrom(network.Addr().Unmap(), network.Bits()-96)
+		}
+		if network.Bits() == 0 {
+			return nil, fmt.Errorf("%q is every address, and everybody could claim any", item)
+		}
+		trusted = append(trusted, network.Masked())
+	}
+	return trusted, nil
+}
+
+// Has reports whether an address is a trusted proxy.
+func (t Trusted) Has(addr netip.Addr) bool {
+	for _, network := range t {
+		if network.Contains(addr) {
+			return true
+		}
+	}
+	return false
+}
+
+// Find returns the address of the client; the zero value when the connection has no address.
+func (t Trusted) Find(r *http.Request) netip.Addr {
+	peer := Peer(r)
+	if !t.Has(peer) {
+		return peer
+	}
+	list, both := hops(r.Header)
+	client := t.walk(peer, list)
+	if both != nil && t.walk(peer, both) != client {
+		return peer
+	}
+	return client
+}
+
+// walk follows the hops from the right for as long as the one before is trusted.
+func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
+	client := peer
+	for i := len(list) - 1; i >= 0 && t.Has(client); i-- {
+		next, ok := parseHost(list[i])
+		if !ok {
+			break
+		}
+		client = next
+	}
+	return client
+}
+
+// Handler serves requests whose context has the address that [Of] and [Key] return. A request that a handler makes of
+// another one keeps its address.
+func (t Trusted) Handler(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if _, found := r.Context().Value(contextKey{}).(netip.Addr); !found {
+			r = r.WithContext(context.WithValue(r.Context(), contextKey{}, t.Find(r)))
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+type contextKey struct{}
+
+// Of returns the client's address as [Trusted.Handler] found it, or else the address of the connection.
+func Of(r *http.Request) netip.Addr {
+	if addr, ok := r.Context().Value(contextKey{}).(netip.Addr); ok {
+		return addr
+	}
+	return Peer(r)
+}
+
+// Key is what limits count by: the client's IPv4 address or IPv6 /64 network. All connections without an address share one.
+func Key(r *http.Request) string { return Group(Of(r)) }
+
+// Group is the key of an address.
+func Group(addr netip.Addr) string {
+	switch {
+	case !addr.IsValid():
+		return "unknown"
+	case addr.Is4():
+		return addr.String()
+	}
+	return netip.PrefixFrom(addr, 64).Masked().String()
+}
+
+// Peer is the address of the connection.
+func Peer(r *http.Request) netip.Addr {
+	addr, _ := parseHost(r.RemoteAddr)
+	return addr
+}
+
+// parseHost reads an address with or without port, brackets and zone.
+func parseHost(text string) (netip.Addr, bool) {
+	text = strings.TrimSpace(text)
+	addr, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(text, "["), "]"))
+	if err != nil {
+		withPort, portErr := netip.ParseAddrPort(text)
+		if portErr != nil {
+			return netip.Addr{}, false
+		}
+		addr = withPort.Addr()
+	}
+	return addr.WithZone("").Unmap(), true
+}
