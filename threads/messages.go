@@ -64,6 +64,7 @@ type Draft struct {
 	TraceID     string
 	Status      Status
 	Turn        int64 // the turn it belongs to; 0: it begins one
+	Follows     bool  // of PostAll: it belongs to the turn of the draft before it, if there is one
 	Interrupted bool
 }
 
@@ -71,36 +72,83 @@ type Draft struct {
 // until the caller's transaction ends, so places become visible in their order. ErrNotFound when there is
 // no such thread.
 func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
-	content := postgres.Text(d.Content)
-	rows, err := db.Query(ctx, `
-		with place as (
-		  update agent_threads
-		     set next_seq = next_seq + case when @status = 'queued' then 0 else 1 end, updated_at = clock_timestamp()
-		   where id = @thread_id returning case when @status <> 'queued' then next_seq - 1 end as seq)
+	got, err := PostAll(ctx, db, d.ThreadID, []Draft{d})
+	if err != nil {
+		return Message{}, err
+	}
+	return got[0], nil
+}
+
+// PostAll adds messages to one thread in one statement, in their order, as [Post] adds one. Either all of them have
+// places, or all are queued.
+func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []Draft) ([]Message, error) {
+	if len(drafts) == 0 {
+		return nil, nil
+	}
+	var rows batch
+	for i, d := range drafts {
+		rows.add(i, d)
+	}
+	found, err := db.Query(ctx, `
+		with drafts as (
+		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @executions::text[], @traces::text[], @statuses::text[],
+		         @interrupted::boolean[], @tokens::int[], @turns::bigint[], @starts::int[])
+		         with ordinality d (role, content, channel, execution_id, trace_id, status, interrupted, tokens, turn, start, n)),
+		place as (
+		  update agent_threads set next_seq = next_seq + @places::int, updated_at = clock_timestamp()
+		   where id = @thread_id returning next_seq - @places::int - 1 as before)
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, interrupted,
 		       tokens, sent_at)
-		select @thread_id, p.seq, case when p.seq is not null then coalesce(nullif(@turn::bigint, 0), p.seq) end, @role, @content,
-		       @channel, nullif(@execution_id, '')::uuid, @trace_id, @status, @interrupted, @tokens,
-		       case when @status in ('sent', 'delivered', 'received') then clock_timestamp() end
-		  from place p
+		select @thread_id, s.seq, case when s.seq is not null then coalesce(nullif(d.turn, 0), p.before + d.start) end, d.role, d.content,
+		       d.channel, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted, d.tokens,
+		       case when d.status in ('sent', 'delivered', 'received') then clock_timestamp() end
+		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s order by d.n
 		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
-		       tokens, attempts, error_message, created_at, sent_at`,
-		postgres.Strict{
-			"thread_id": postgres.Text(d.ThreadID), "status": string(d.Status), "turn": d.Turn, "role": d.Role, "content": content,
-			"channel": d.Channel, "execution_id": d.ExecutionID, "trace_id": d.TraceID, "interrupted": d.Interrupted,
-			"tokens": tokens(d.Role, content),
-		})
+		       tokens, attempts, error_message, created_at, sent_at`, rows.args(thread))
 	if err != nil {
-		return Message{}, fmt.Errorf("post message: %w", err)
+		return nil, fmt.Errorf("post message: %w", err)
 	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Message])
-	if errors.Is(err, pgx.ErrNoRows) {
+	got, err := pgx.CollectRows(found, pgx.RowToStructByName[Message])
+	if err == nil && len(got) == 0 {
 		err = ErrNotFound
 	}
 	if err != nil {
-		return Message{}, fmt.Errorf("post message: %w", err)
+		return nil, fmt.Errorf("post message: %w", err)
 	}
 	return got, nil
+}
+
+// batch is the columns of messages to be.
+type batch struct {
+	roles, contents, channels, executions, traces, statuses []string
+	interrupted                                             []bool
+	tokens, starts                                          []int
+	turns                                                   []int64
+	places                                                  int
+}
+
+// add adds the i-th draft. Its start is the number of the draft that begins its turn, where it names no turn.
+func (b *batch) add(i int, d Draft) {
+	content := postgres.Text(d.Content)
+	start, turn := i+1, d.Turn
+	if d.Follows && i > 0 {
+		start, turn = b.starts[i-1], b.turns[i-1]
+	}
+	if d.Status != Queued {
+		b.places++
+	}
+	b.roles, b.contents, b.channels = append(b.roles, d.Role), append(b.contents, content), append(b.channels, d.Channel)
+	b.executions, b.traces, b.statuses = append(b.executions, d.ExecutionID), append(b.traces, d.TraceID), append(b.statuses, string(d.Status))
+	b.interrupted, b.tokens = append(b.interrupted, d.Interrupted), append(b.tokens, tokens(d.Role, content))
+	b.turns, b.starts = append(b.turns, turn), append(b.starts, start)
+}
+
+func (b *batch) args(thread string) postgres.Strict {
+	return postgres.Strict{
+		"thread_id": postgres.Text(thread), "roles": b.roles, "contents": b.contents, "channels": b.channels, "executions": b.executions,
+		"traces": b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens, "turns": b.turns, "starts": b.starts,
+		"places": b.places,
+	}
 }
 
 // tokens is about what a message costs as a part of a prompt.

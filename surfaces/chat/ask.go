@@ -219,42 +219,30 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	if err != nil {
 		return nil, err
 	}
+	var drafts []threads.Draft
 	if thread.NextSeq == 1 {
-		if err := takeOver(ctx, tx, a, from); err != nil {
-			return nil, err
-		}
+		drafts = takeOver(a, from)
 	}
-	var turn int64
-	for _, words := range a.Texts {
-		m, err := threads.Post(ctx, tx, threads.Draft{
-			ThreadID: a.ThreadID, Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
-			Status: threads.Received, Turn: turn,
+	for i, words := range a.Texts {
+		drafts = append(drafts, threads.Draft{
+			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received, Follows: i > 0,
 		})
-		if err != nil {
-			return nil, err
-		}
-		turn = *m.Turn
 	}
-	return cut, nil
+	_, err = threads.PostAll(ctx, tx, a.ThreadID, drafts)
+	return cut, err
 }
 
-// takeOver fills a new thread with what the client says was said before.
-func takeOver(ctx context.Context, tx pgx.Tx, a Ask, from string) error {
-	var turn int64
+// takeOver is what the client says was said before, to fill a new thread with.
+func takeOver(a Ask, from string) []threads.Draft {
+	drafts := make([]threads.Draft, 0, len(a.Earlier)+len(a.Texts))
 	for _, line := range a.Earlier {
-		d := threads.Draft{ThreadID: a.ThreadID, Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received}
+		d := threads.Draft{Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received}
 		if line.Role == threads.Assistant {
-			d.Status, d.Turn = threads.Sent, turn
+			d.Status, d.Follows = threads.Sent, true
 		}
-		m, err := threads.Post(ctx, tx, d)
-		if err != nil {
-			return err
-		}
-		if line.Role == threads.User {
-			turn = *m.Turn
-		}
+		drafts = append(drafts, d)
 	}
-	return nil
+	return drafts
 }
 
 // refused turns an error of a thread into what a visitor may know of it.

@@ -4,9 +4,9 @@
 // A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by
 // metadata.thread_id or by user, else it begins a new one; the answer names it in X-Thread-Id. A thread belongs
 // to the key that began it; for other keys it does not exist. Of a request's messages only the user's after the
-// last answer are new. Earlier ones are taken over when the thread is new, so that clients which keep their own
-// history work; system and developer messages are dropped, because nothing that a client sends is an
-// instruction to the agent.
+// last answer are new, at most 32. The last 200 earlier ones are taken over when the thread is new, so that clients
+// which keep their own history work; all are stored in one statement. System and developer messages are dropped,
+// because nothing that a client sends is an instruction to the agent.
 //
 // A turn is one execution. It is inserted, claimed by the process that has the connection, in one transaction with
 // the visitor's message, and does not end with the connection: GET /v1/chat/completions/{id} attaches again, with

@@ -22,25 +22,20 @@ import (
 // (the agent's tools are its own), temperature, stop, response_format, store and whatever comes next. n
 // must be 1, because a turn has one answer.
 type request struct {
-	Model         json.RawMessage   `json:"model"`
-	Messages      []said            `json:"messages"`
-	Stream        *bool             `json:"stream"`
-	StreamOptions *streamOptions    `json:"stream_options"`
-	MaxTokens     *int              `json:"max_tokens"`
-	MaxCompletion *int              `json:"max_completion_tokens"`
-	N             *int              `json:"n"`
-	User          json.RawMessage   `json:"user"`
-	Metadata      map[string]string `json:"-"`
+	Model         json.RawMessage `json:"model"`
+	Messages      history         `json:"messages"`
+	Stream        *bool           `json:"stream"`
+	StreamOptions *streamOptions  `json:"stream_options"`
+	MaxTokens     *int            `json:"max_tokens"`
+	MaxCompletion *int            `json:"max_completion_tokens"`
+	N             *int            `json:"n"`
+	User          json.RawMessage `json:"user"`
+	Metadata      json.RawMessage `json:"metadata"`
+	thread        string          // of the metadata
 }
 
 type streamOptions struct {
 	IncludeUsage bool `json:"include_usage"`
-}
-
-// said is one message of a request.
-type said struct {
-	Role    string          `json:"role"`
-	Content json.RawMessage `json:"content"`
 }
 
 // decode reads a request.
@@ -57,26 +52,21 @@ func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, 
 	case err != nil:
 		return req, "", bad("", "invalid_body", "The request's body could not be read.")
 	}
-	var extra struct {
-		Metadata json.RawMessage `json:"metadata"`
-	}
 	if err := json.Unmarshal(body, &req); err != nil {
 		var kind *json.UnmarshalTypeError
+		if refusal, is := errors.AsType[*Refusal](err); is {
+			return req, "", refusal
+		}
 		if errors.As(err, &kind) && kind.Field != "" {
 			return req, "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
 		}
 		return req, "", bad("", "invalid_json", "The request's body is not valid JSON.")
 	}
-	if json.Unmarshal(body, &extra) == nil && len(extra.Metadata) > 0 {
-		var values map[string]json.RawMessage
-		if json.Unmarshal(extra.Metadata, &values) == nil {
-			id, ok := text(values["thread_id"])
-			if !ok { // another thread than meant would be begun
-				return req, "", bad("metadata.thread_id", "invalid_type", "The parameter metadata.thread_id must be a string.")
-			}
-			if id != "" {
-				req.Metadata = map[string]string{"thread_id": id}
-			}
+	var values map[string]json.RawMessage
+	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) == nil {
+		var ok bool
+		if req.thread, ok = text(values["thread_id"]); !ok { // another thread than meant would be begun
+			return req, "", bad("metadata.thread_id", "invalid_type", "The parameter metadata.thread_id must be a string.")
 		}
 	}
 	sum := sha256.Sum256(compact(body))
@@ -119,7 +109,7 @@ func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
 		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
 	a := Ask{Owner: c.Visitor(r), Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
-	a.ThreadID = cmp.Or(r.Header.Get("X-Thread-Id"), req.Metadata["thread_id"], threadOf(a.Owner, user))
+	a.ThreadID = cmp.Or(r.Header.Get("X-Thread-Id"), req.thread, threadOf(a.Owner, user))
 	if a.ThreadID == "" {
 		a.ThreadID = NewThreadID()
 	}
@@ -146,60 +136,6 @@ func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
 
 // NewThreadID is an id that nobody can guess.
 func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).String() }
-
-// messages finds what is new: the user's messages after the last answer. What was said before is kept for a
-// thread that is new. Instructions and the results of the client's own tools are dropped.
-func (c *Chat) messages(a *Ask, all []said) error {
-	if len(all) == 0 {
-		return bad("messages", "missing_messages", "messages must not be empty.")
-	}
-	type line struct {
-		Line
-		at int
-		ok bool
-	}
-	var talk []line
-	for i, m := range all {
-		switch m.Role {
-		case "system", "developer":
-		case threads.User, threads.Assistant, "tool", "function":
-			words, whole, err := content(m.Content)
-			if err != nil {
-				return bad(fmt.Sprintf("messages[%d].content", i), "invalid_type", "The content of a message is a string or a list of parts.")
-			}
-			talk = append(talk, line{Line{m.Role, words}, i, whole})
-		default:
-			return bad(fmt.Sprintf("messages[%d].role", i), "invalid_value", "The role %q is not known.", clip(m.Role, 40))
-		}
-	}
-	first := len(talk)
-	for first > 0 && talk[first-1].Role == threads.User {
-		first--
-	}
-	if first == len(talk) {
-		return bad("messages", "invalid_value", "The last message must be the user's.")
-	}
-	size := 0
-	for _, m := range talk[first:] {
-		param := fmt.Sprintf("messages[%d].content", m.at)
-		if !m.ok {
-			return bad(param, "unsupported_content", "Only text is understood: images, audio and files are not.")
-		}
-		if blank(m.Text) {
-			return bad(param, "empty_message", "A message must not be empty.")
-		}
-		if size += len(m.Text); size > c.MaxMessage {
-			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
-		}
-		a.Texts = append(a.Texts, m.Text)
-	}
-	for _, m := range talk[:first] {
-		if (m.Role == threads.User || m.Role == threads.Assistant) && !blank(m.Text) {
-			a.Earlier = append(a.Earlier, m.Line)
-		}
-	}
-	return nil
-}
 
 // blank reports a text of which nothing is stored: NUL is left out.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }

@@ -1,0 +1,108 @@
+package chat_test
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+// countInserts counts the statements that insert messages of visitors, not those of answers.
+const countInserts = `
+	create table test_inserts (n int);
+	create function test_count() returns trigger language plpgsql as $$
+	begin
+	  insert into test_inserts select count(*) from added where role = 'user' having count(*) > 0;
+	  return null;
+	end $$;
+	create trigger test_count after insert on agent_messages referencing new table as added for each statement execute function test_count()`
+
+// roomy takes requests as large as the settings allow by default.
+func roomy(c *chat.Chat) { c.MaxBody = 4 << 20 }
+
+// invented is a request's JSON with a history of so many messages.
+func invented(n int, last string) string {
+	var b strings.Builder
+	b.WriteString(`{"model":"agent","messages":[`)
+	for i := range n {
+		fmt.Fprintf(&b, `{"role":%q,"content":"%d"},`, []string{"user", "assistant"}[i%2], i)
+	}
+	fmt.Fprintf(&b, `{"role":"user","content":%q}]}`, last)
+	return b.String()
+}
+
+// The thread is the history: what a client invents costs one statement and a bounded number of rows, once.
+func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	p := w.process(t, roomy)
+	exec(t, w.pool, countInserts)
+	if r, body := p.post(t, invented(8000, "first"), inThread("long")...); r.StatusCode != http.StatusOK {
+		t.Fatalf("a new thread: %d %s", r.StatusCode, body)
+	}
+	lines := w.transcript(t, "long")
+	if len(lines) != 202 || lines[0] != "user: 7800" || lines[199] != "assistant: 7999" || lines[200] != "user: first" || lines[201] != "assistant: One." {
+		t.Errorf("the thread has %d messages: %s … %s", len(lines), lines[0], strings.Join(lines[max(0, len(lines)-3):], ", "))
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq else seq - 1 end`); n != 202 {
+		t.Errorf("%d messages have their turn, want 202", n)
+	}
+	if r, body := p.post(t, invented(8000, "second"), inThread("long")...); r.StatusCode != http.StatusOK {
+		t.Fatalf("the thread again: %d %s", r.StatusCode, body)
+	}
+	if lines = w.transcript(t, "long"); len(lines) != 204 || lines[202] != "user: second" {
+		t.Errorf("an existing thread took %d messages", len(lines)-202)
+	}
+	if got := value[string](t, w.pool, `select string_agg(n::text, ' ') from test_inserts`); got != "101 1" {
+		t.Errorf("user messages by statement: %s", got)
+	}
+}
+
+func TestTooManyNewMessagesAreRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Yes."))
+	p := w.process(t, roomy)
+	some := func(n int) (messages []openai.ChatCompletionMessage) {
+		for i := range n {
+			messages = append(messages, openai.ChatCompletionMessage{Role: "user", Content: fmt.Sprint(i)})
+		}
+		return messages
+	}
+	req := says("")
+	req.Messages = some(32)
+	if _, err := p.client(inThread("many")...).CreateChatCompletion(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`); n != 32 {
+		t.Errorf("%d messages are in the turn", n)
+	}
+	body := `{"model":"agent","messages":[` + strings.TrimSuffix(strings.Repeat(`{"role":"user","content":"x"},`, 8000), ",") + `]}`
+	r, answer := p.post(t, body, inThread("many")...)
+	if got := failureOf(t, answer); r.StatusCode != http.StatusBadRequest || got.Code != "too_many_messages" {
+		t.Errorf("8,000 new messages: %d %s", r.StatusCode, answer)
+	}
+}
+
+// What a message may look like is said of its place in the whole request, also behind many others.
+func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t).process(t, roomy)
+	for name, c := range map[string]struct{ message, code, param string }{
+		"role":    {`{"role":"root","content":"x"}`, "invalid_value", "messages[8000].role"},
+		"content": {`{"role":"user","content":7}`, "invalid_type", "messages[8000].content"},
+		"number":  {`7`, "invalid_type", "messages[8000]"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, body := p.post(t, strings.Replace(invented(8000, "x"), `{"role":"user","content":"x"}`, c.message, 1))
+			got := failureOf(t, body)
+			if r.StatusCode != http.StatusBadRequest || got.Code != c.code || got.Param == nil || *got.Param != c.param {
+				t.Errorf("%d %s", r.StatusCode, body)
+			}
+		})
+	}
+}
