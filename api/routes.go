@@ -173,10 +173,10 @@ func (s *server) acting() []route {
 			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered.",
 		}, {
 			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, answer: skillChange{}, handle: s.enableSkill,
-			about: "Put a skill back into service, with the automations that self-heal paused for it. Failures until now no longer count.",
+			about: "Put a skill back into service, with the automations that were paused for it. Failures until now no longer count.",
 		}, {
 			method: "POST", path: "/v1/skills/{name}/disable", body: because{}, answer: skillChange{}, handle: s.disableSkill,
-			about: "Take a skill out of service.",
+			about: "Take a skill out of service, and pause its automations until it is enabled.",
 		}, {
 			method: "POST", path: "/v1/lanes/{lane}/break", body: because{}, answer: laneBreak{}, handle: s.breakLane, conflicts: true,
 			about: "Take a lane away from its holder, whose token is void from then on. The lane is path-escaped.",

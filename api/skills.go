@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -33,7 +34,7 @@ type skillChange struct {
 	Name        string   `json:"name"`
 	Enabled     bool     `json:"enabled"`
 	Changed     bool     `json:"changed"`
-	Automations []string `json:"automations"` // put back into service with it
+	Automations []string `json:"automations"` // put back into service with it, or paused
 	TraceID     string   `json:"trace_id"`
 	ActivityID  string   `json:"activity_id"`
 }
@@ -100,8 +101,10 @@ func (s *server) enableSkill(r request) (answer, error) {
 
 func (s *server) disableSkill(r request) (answer, error) {
 	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
-		c.Automations = []string{}
 		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason, map[string]string{"disabled_by": admin, "reason": reason})
+		if err == nil {
+			c.Automations, err = automations.PausedFor(r.Context(), tx, name)
+		}
 		return err
 	})
 }

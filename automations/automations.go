@@ -23,8 +23,8 @@
 // A failed run is tried again, later each time, until the automation's attempts are used up; then
 // it is dead, and stays there to be looked at ([Runs]) or tried again by hand ([Redrive]).
 //
-// Self-heal pauses the automations of a skill it disables ([Pause]) and resumes exactly those
-// ([Resume]): what an admin disabled, before or since, stays disabled.
+// The automations of a skill are paused when it is disabled, whoever does that, and exactly those ([PausedFor]) resume when
+// it is enabled: what an admin disabled, before or since, stays disabled. The database does it, so no writer has to.
 package automations
 
 import (
@@ -44,6 +44,8 @@ var (
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrProposal reports a proposal that has to be accepted first.
 	ErrProposal = errors.New("it is a proposal; accept it first")
+	// ErrSkillDisabled reports an automation whose skill is out of service: it goes back into service with that.
+	ErrSkillDisabled = errors.New("its skill is disabled, and it resumes with that")
 )
 
 // Triggers.
@@ -69,7 +71,7 @@ const (
 	Skipped = "skipped"
 )
 
-// SelfHeal is who disabled an automation that [Pause] paused.
+// SelfHeal is who disabled an automation that is paused for a skill which self-heal disabled.
 const SelfHeal = "self_heal"
 
 // Proposal is who disabled an automation that the agent proposed and nobody accepted.
@@ -102,7 +104,7 @@ type Automation struct {
 	DisabledReason string          `json:"disabled_reason"`
 	DisabledBy     string          `json:"disabled_by"`
 	DisabledAt     *time.Time      `json:"disabled_at"`
-	PausedFor      string          `json:"paused_for"`  // the skill for which self-heal paused it
+	PausedFor      string          `json:"paused_for"`  // the skill for which it is paused
 	ProposedBy     string          `json:"proposed_by"` // the agent; empty for what people declared
 	DecidedBy      string          `json:"decided_by"`  // who accepted or refused it
 	Revision       int             `json:"revision"`    // grows with every change

@@ -157,9 +157,9 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	if changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); changed || err != nil {
 		t.Errorf("the same again: %v, %v", changed, err)
 	}
-	if _, err := automations.Pause(t.Context(), pool, "s", "3 failures"); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, pool, `
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
+		values ('s', '{}', 'builtin:x', false, 'self_heal', '3 failures', clock_timestamp())`)
 	exec(t, pool, `update agent_automations set next_run_at = '2020-01-01'`)
 	d.Description = "other"
 	if a := put(t, pool, d); a.Enabled || a.PausedFor != "s" || a.NextRunAt.Year() != 2020 || a.Description != "other" {
@@ -369,9 +369,10 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	}
 }
 
-func TestResumeRestoresExactlyWhatWasPaused(t *testing.T) {
+func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	pool := pgtest.DB(t)
-	for _, name := range []string{"one", "two", "admins", "taken over"} {
+	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'), ('fine', '{}', 'builtin:x')`)
+	for _, name := range []string{"one", "two", "admins"} {
 		putDue(t, pool, automations.Definition{Name: name, Skill: "broken"}, "1 hour")
 	}
 	put(t, pool, automations.Definition{Name: "other", Skill: "fine"})
@@ -381,38 +382,112 @@ func TestResumeRestoresExactlyWhatWasPaused(t *testing.T) {
 			t.Fatalf("disable %s: %v, %v", name, ok, err)
 		}
 	}
+	paused := func(want ...string) {
+		t.Helper()
+		if got, err := automations.PausedFor(t.Context(), pool, "broken"); err != nil || !slices.Equal(got, want) {
+			t.Errorf("paused are %v (%v), want %v", got, err, want)
+		}
+	}
 	run := finish(t, pool, claim(t, pool, get(t, pool, "one")), automations.Result{Error: "x"})
 	exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	disable("admins", true)
-	paused, err := automations.Pause(t.Context(), pool, "broken", "3 failures in a row")
-	if err != nil || !slices.Equal(paused, []string{"one", "taken over", "two"}) {
-		t.Fatalf("paused %v, %v", paused, err)
+	for _, by := range []string{"self_heal", "admin", "mcp"} {
+		exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+`', disabled_reason = 'broken' where name = 'broken'`)
+		paused("one", "two")
+		if a := get(t, pool, "one"); a.DisabledBy != by || a.DisabledReason != "its skill broken is disabled: broken" || a.DisabledAt == nil {
+			t.Errorf("got %+v", a)
+		}
+		if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
+			t.Error("a paused automation goes on")
+		}
+		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, 1, "", traceID); ok {
+			t.Error("a paused automation was retried")
+		}
+		exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
+		paused()
+		if a, b, c := get(t, pool, "one"), get(t, pool, "admins"), get(t, pool, "other"); !a.Enabled || a.DisabledAt != nil || b.Enabled || !c.Enabled {
+			t.Errorf("after the skill was enabled again: %+v, %+v, %+v", a, b, c)
+		}
 	}
-	if a := get(t, pool, "one"); a.Enabled || a.DisabledBy != automations.SelfHeal || a.PausedFor != "broken" || a.DisabledReason != "3 failures in a row" {
-		t.Errorf("got %+v", a)
-	}
-	if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
-		t.Error("a paused automation goes on")
-	}
-	if _, ok, _ := automations.Take(t.Context(), pool, run.ID, 1, "", traceID); ok {
-		t.Error("a paused automation was retried")
-	}
-	disable("taken over", true)
-	disable("taken over", false)
-	resumed, err := automations.Resume(t.Context(), pool, "broken")
-	if err != nil || !slices.Equal(resumed, []string{"one", "two"}) {
-		t.Errorf("resumed %v, %v", resumed, err)
-	}
-	if again, err := automations.Resume(t.Context(), pool, "broken"); err != nil || len(again) != 0 {
-		t.Errorf("resumed %v again, %v", again, err)
-	}
-	if ok, err := automations.Enable(t.Context(), pool, "taken over"); !ok || err != nil {
+	if ok, err := automations.Enable(t.Context(), pool, "admins"); !ok || err != nil {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
+	exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal' where name = 'broken'`)
+	exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good' where name = 'broken'`)
+	paused("admins", "one", "two")
+	if a := get(t, pool, "two"); a.DisabledBy != "admin" || a.DisabledReason != "its skill broken is disabled: for good" {
+		t.Errorf("got %+v", a)
+	}
+	disable("two", true)
+	disable("two", false)
+	paused("admins", "one")
 	if _, err := automations.Enable(t.Context(), pool, "nobody"); !errors.Is(err, automations.ErrNotFound) {
 		t.Errorf("got %v", err)
 	}
 	if _, err := automations.Disable(t.Context(), pool, "one", automations.SelfHeal, ""); err == nil {
 		t.Error("an admin passed as self-heal")
+	}
+}
+
+func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
+	pool := pgtest.DB(t)
+	exec(t, pool, `
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
+		values ('broken', '{}', 'builtin:x', false, 'admin'), ('fine', '{}', 'builtin:x', true, '')`)
+	a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
+	if a.Enabled || a.PausedFor != "broken" {
+		t.Errorf("one that is new runs: %+v", a)
+	}
+	if ok, err := automations.Enable(t.Context(), pool, "a"); ok || !errors.Is(err, automations.ErrSkillDisabled) {
+		t.Errorf("enable: %v, %v", ok, err)
+	}
+	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"}); !a.Enabled || a.PausedFor != "" {
+		t.Errorf("one that calls another skill now stays paused: %+v", a)
+	}
+	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"}); a.Enabled {
+		t.Errorf("one that calls a disabled skill now runs: %+v", a)
+	}
+	if _, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "flowpilot", traceID); err != nil {
+		t.Fatal(err)
+	}
+	if ok, err := automations.Accept(t.Context(), pool, "p", "admin"); !ok || err != nil {
+		t.Fatalf("accept: %v, %v", ok, err)
+	}
+	if p := get(t, pool, "p"); p.Enabled || p.PausedFor != "broken" || p.DecidedBy != "admin" {
+		t.Errorf("the accepted proposal is %+v", p)
+	}
+	exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
+	if a, p := get(t, pool, "a"), get(t, pool, "p"); !a.Enabled || !p.Enabled {
+		t.Errorf("they do not resume: %+v, %+v", a, p)
+	}
+}
+
+// Automations are made while their skill is switched: in the end each goes by the skill.
+func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) {
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:x')`)
+	var wg sync.WaitGroup
+	for i := range 4 {
+		wg.Go(func() {
+			for n := range 15 {
+				d := automations.Definition{Name: strings.Repeat("a", i*20+n+1), Cron: "@daily", Skill: "s"}
+				if _, err := automations.Put(t.Context(), pool, d, "workspace"); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for i := range 41 {
+		exec(t, pool, `update agent_skills set enabled = `+[]string{"false, disabled_by = 'admin'", "true, disabled_by = ''"}[i%2]+` where name = 's'`)
+	}
+	wg.Wait()
+	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 1000})
+	if err != nil || len(list) != 60 {
+		t.Fatalf("%d automations, %v", len(list), err)
+	}
+	for _, a := range list {
+		if a.Enabled {
+			t.Errorf("%s is in service", a.Name)
+		}
 	}
 }

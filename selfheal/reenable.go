@@ -23,9 +23,9 @@ type Restored struct {
 }
 
 // Reenable puts a disabled skill back into service, whoever disabled it, and with it exactly the
-// automations that self-heal paused for it. The count starts afresh: nothing before now counts. A
-// skill in service stays so, and automations left paused for it are restored. by and reason go into
-// the activity that the caller writes. The error wraps skills.ErrNotFound.
+// automations that were paused for it. The count starts afresh: nothing before now counts. A
+// skill in service stays so. by and reason go into the activity that the caller writes. The error wraps
+// skills.ErrNotFound.
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -34,10 +34,10 @@ func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason strin
 			return err
 		}
 		restored.WasReason = before.DisabledReason
-		if restored.Settled, err = skills.Enable(ctx, tx, skill, by, reason); err != nil {
+		if restored.Automations, err = automations.PausedFor(ctx, tx, skill); err != nil {
 			return err
 		}
-		restored.Automations, err = automations.Resume(ctx, tx, skill)
+		restored.Settled, err = skills.Enable(ctx, tx, skill, by, reason)
 		return err
 	})
 	if err != nil {

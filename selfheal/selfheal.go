@@ -12,7 +12,7 @@
 // for what it was disabled for. A rate per error class decides nothing of its own (a class cannot fail
 // more often than all classes together); the classes are counted to say what is wrong.
 //
-// A tripped skill is disabled by "self_heal" and its enabled automations are paused, in one transaction
+// A tripped skill is disabled by "self_heal", which pauses its enabled automations, in one transaction
 // that first locks the skill and then measures it again. So two heals at once disable it once, and a
 // success or an admin's re-enabling that came in between is seen. What an admin disabled is not touched.
 //
@@ -119,7 +119,7 @@ func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (he
 		if done, err = skills.Disable(ctx, tx, skill, By, healed.Reason, healed.Evidence); err != nil || !done {
 			return err
 		}
-		healed.AutomationsPaused, err = automations.Pause(ctx, tx, skill, "its skill "+skill+" is disabled: "+healed.Reason)
+		healed.AutomationsPaused, err = automations.PausedFor(ctx, tx, skill)
 		return err
 	})
 	return healed, done && err == nil, err

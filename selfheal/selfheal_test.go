@@ -257,7 +257,7 @@ func TestWhatAnAdminDisabledIsNotTouched(t *testing.T) {
 	if s := get(t, db, fetch); s.DisabledBy != "admin" || s.DisabledReason != "not now" || s.TrialAt != nil {
 		t.Errorf("skill is %+v", s)
 	}
-	if diff := cmp.Diff([]string{"daily"}, inService(t, db)); diff != "" {
+	if diff := cmp.Diff([]string{}, inService(t, db), cmpopts.EquateEmpty()); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -271,7 +271,7 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 	exec(t, db, "update agent_automations set enabled = false, disabled_by = 'admin' where name = 'a'")
 	calls(t, db, fetch, 0, "timeout timeout timeout timeout")
 	run(t, db, selfheal.Default())
-	exec(t, db, "update agent_automations set disabled_by = 'admin' where name = 'b'")
+	exec(t, db, "update agent_automations set disabled_by = 'admin', paused_for = '' where name = 'b'")
 
 	restored, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed")
 	if err != nil {

@@ -99,10 +99,10 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 			return err
 		}
 		restored.Enabled, restored.Reason = true, "the trial succeeded"
-		if _, err = skills.Enable(ctx, tx, skill, By, restored.Reason); err != nil {
+		if restored.Automations, err = automations.PausedFor(ctx, tx, skill); err != nil {
 			return err
 		}
-		restored.Automations, err = automations.Resume(ctx, tx, skill)
+		_, err = skills.Enable(ctx, tx, skill, By, restored.Reason)
 		return err
 	})
 	if err != nil {

@@ -13,7 +13,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -207,9 +206,7 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := automations.Pause(t.Context(), pool, "two", "its skill failed"); err != nil {
-		t.Fatal(err)
-	}
+	exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now', disabled_at = now()`)
 	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
 	exec(t, pool, `
 		insert into agent_objective_evidence (step_id, given_by, reason) select id, 'admin', 'seen' from agent_objective_steps where title = 'first'`)

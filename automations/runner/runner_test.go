@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 const hook = "wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
@@ -171,6 +172,34 @@ func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
 	}
 	w.until(t, "success 1")
 	if n := w.count(); n != 3 {
+		t.Errorf("look was called %d times", n)
+	}
+}
+
+func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
+	w := newWorld(t)
+	a := w.put(t, automations.Definition{Name: "a", Event: "E", MaxAttempts: 1})
+	w.exec(t, `select try_acquire_agent_lock($1, 'somebody', 3600)`, "automation:"+a.ID)
+	w.process(t)
+	w.raise(t, "E", "k", `{}`)
+	pgtest.Eventually(t, patience, func() bool {
+		return w.value(t, `select count(*)::text from agent_executions where flow = 'automation' and status = 'waiting'`) == "1"
+	}, "the run waits for the lane")
+	if _, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil); err != nil {
+		t.Fatal(err)
+	}
+	w.exec(t, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
+	w.until(t, "error 1")
+	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	w.raise(t, "E", "k2", `{}`) // which a paused automation does not hear
+	if ready, err := automations.Ready(t.Context(), w.pool, 0); err != nil || len(ready) != 0 {
+		t.Errorf("ready while the skill is disabled: %v, %v", ready, err)
+	}
+	if _, err := skills.Enable(t.Context(), w.pool, "look", "admin", "again"); err != nil {
+		t.Fatal(err)
+	}
+	w.until(t, "success 1")
+	if n := w.count(); n != 1 {
 		t.Errorf("look was called %d times", n)
 	}
 }

@@ -19,8 +19,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// classPending marks a run that waits for an admin.
-const classPending = "pending_approval"
+// What a run can fail with that is not its own failure.
+const (
+	classPending  = "pending_approval" // it waits for an admin
+	classDisabled = "disabled"         // its skill was disabled when it had begun
+)
 
 // maxPayload is how much of a cause the model gets to see, in bytes.
 const maxPayload = 16 << 10
@@ -188,7 +191,7 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 	skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, loop.Pool, a.SkillName)
 		if err == nil && !skill.Callable() {
-			err = fmt.Errorf("skill %s is disabled: %s", a.SkillName, skill.DisabledReason)
+			err = &executions.StepError{Class: classDisabled, Message: fmt.Sprintf("skill %s is disabled: %s", a.SkillName, skill.DisabledReason)}
 		}
 		return skill, err
 	})
@@ -217,6 +220,13 @@ type GivenBack struct{ Cause error }
 func (e GivenBack) Error() string { return e.Cause.Error() }
 func (e GivenBack) Unwrap() error { return e.Cause }
 
+// paused says that a run failed because its skill was disabled. Its automation is paused with the skill, so the run is
+// tried again when the skill is enabled, even if this was its last attempt. A run by hand is not: nobody has paused it.
+func paused(run automations.Run, failure error) bool {
+	var step *executions.StepError
+	return run.Cause != automations.Manual && errors.As(failure, &step) && step.Class == classDisabled
+}
+
 // Finish records how a claimed run went, in a step, and returns its status. failure is Work's, or [GivenBack]; the error returned
 // is that of the run, for its row. A run that awaits leave ends as skipped: what is approved is done by the
 // follow-through of a heartbeat.
@@ -230,7 +240,7 @@ func Finish(ctx context.Context, a automations.Automation, run automations.Run, 
 		ended.Skipped, failure, effect.Status = true, nil, activity.PendingApproval
 	}
 	if failure != nil {
-		ended.Error, ended.GivenBack = failure.Error(), errors.As(failure, &GivenBack{})
+		ended.Error, ended.GivenBack = failure.Error(), errors.As(failure, &GivenBack{}) || paused(run, failure)
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)

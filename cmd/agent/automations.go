@@ -43,6 +43,8 @@ func automationHint(err error) error {
 		return hint(err, "see agent automations ls")
 	case errors.Is(err, automations.ErrProposal):
 		return hint(err, "agent automations accept NAME puts it into service")
+	case errors.Is(err, automations.ErrSkillDisabled):
+		return hint(err, "agent skills enable NAME puts the skill back into service, and its automations with it")
 	case errors.Is(err, automations.ErrRunNotFound):
 		return hint(err, "see agent automations dead")
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -154,9 +155,9 @@ func skillHint(err error) error {
 // skillsSwitchCommand is enable or disable.
 func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	var reason string
-	use, short := "disable NAME", "Take a skill out of service"
+	use, short := "disable NAME", "Take a skill out of service, and pause its automations"
 	if enable {
-		use, short = "enable NAME", "Put a skill back into service, with the automations that self-heal paused for it"
+		use, short = "enable NAME", "Put a skill back into service, with the automations that were paused for it"
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
@@ -171,7 +172,7 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 // switchSkill changes a skill's state and records that as an admin's act, in one transaction.
 func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string) error {
 	var changed bool
-	restored := []string{}
+	paused, restored := []string{}, []string{}
 	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
 		verb := "disable_skill"
 		if enable {
@@ -186,6 +187,9 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 			if changed, err = skills.Disable(ctx, tx, name, "admin", reason, map[string]string{"by": "command line"}); err != nil {
 				return err
 			}
+			if paused, err = automations.PausedFor(ctx, tx, name); err != nil {
+				return err
+			}
 		}
 		if !changed {
 			return nil
@@ -193,20 +197,23 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 		_, err := activity.Note(ctx, tx, activity.Entry{
 			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: s.config.Name, Skill: verb,
 			Input: map[string]any{"skill": name, "reason": reason},
-		}, activity.Outcome{Output: map[string]any{"automations": restored}})
+		}, activity.Outcome{Output: map[string]any{"automations": append(paused, restored...)}})
 		return err
 	})
 	if err != nil {
 		return skillHint(err)
 	}
 	state := map[bool]string{true: "enabled", false: "disabled"}[enable]
-	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_restored": restored}, func(w io.Writer) error {
+	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_paused": paused, "automations_restored": restored}, func(w io.Writer) error {
 		said := map[bool]string{true: "in service", false: "out of service"}[enable]
 		if !changed {
 			_, err := fmt.Fprintf(w, "%s was %s already\n", name, said)
 			return err
 		}
 		fmt.Fprintf(w, "%s is %s\n", name, said)
+		for _, a := range paused {
+			fmt.Fprintf(w, "automation %s is paused until it is enabled\n", a)
+		}
 		for _, a := range restored {
 			fmt.Fprintf(w, "automation %s runs again\n", a)
 		}

@@ -49,7 +49,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, threads.ErrEmpty):
 		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
 	case is(err, memory.ErrConflict, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence, objectives.ErrTaken,
-		automations.ErrProposal, automations.ErrTaken, approvals.ErrDecided):
+		automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken, approvals.ErrDecided):
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):
 		return New(http.StatusServiceUnavailable, "the request was given up"), false
