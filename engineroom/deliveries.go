@@ -70,7 +70,7 @@ type deliveryRow struct {
 	ID, Endpoint, DeliveryID, Status, TraceID, Error, Event string
 	Scheme                                                  string // empty when the endpoint is no longer there
 	ExecutionID                                             *string
-	Attempts, Replays, Repeats                              int
+	Attempts, Replays, Repeats, Conflicts                   int
 	Bytes                                                   int64
 	NextAttemptAt                                           *time.Time
 	ReceivedAt                                              time.Time
@@ -80,7 +80,7 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(deliveriesWanted)
 	rows, err := room.Pool.Query(ctx, `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
-		       d.repeats, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
+		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
 		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}', jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint

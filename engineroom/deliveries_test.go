@@ -56,6 +56,11 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := delivered(t, pool, "dead", `{"order": 7, "password": "hunter22"}`)
+	put(t, pool, `
+		with kept as (insert into agent_webhook_conflicts (delivery, body, body_sha256) values ($1, convert_to('{"order": 8}', 'UTF8'), 'y'))
+		update agent_webhook_deliveries set repeats = 3, conflicts = 2 where id = $1 returning id::text`, id)
+	shows(t, server.URL+"/deliveries", "2 with another body")
+	shows(t, server.URL+"/deliveries/"+id, "2 with another body", "Other bodies under the same id", "&#34;order&#34;: 8")
 	body := shows(t, server.URL+"/deliveries/"+id, "order-7", "&#34;order&#34;: 7", `action="/act/v1/webhooks/deliveries/`+id+`/replay"`,
 		`name="replays" value="0"`)
 	for _, secret := range []string{"hunter22", "sk-abcdefghijklmnopqrstuvwxyz"} {

@@ -62,7 +62,7 @@ func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
-		       d.attempts, d.replays, d.repeats, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
+		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
 		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
 		       d.traceparent, coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
 		       coalesce(left(d.outcome::text, 20000), '') as outcome
@@ -105,21 +105,40 @@ func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Attempts": list, "More": more}, nil
 }
 
-// deliveryContent is what came: the headers that are kept, and the beginning of the body as text without secrets.
+// deliveryBody is what came: the headers that are kept, and the beginning of the body as text without secrets.
+type deliveryBody struct {
+	ID, Headers, Body, Marker string
+	Bytes, Shown              int64
+	Whole                     bool
+	ReceivedAt                time.Time
+}
+
+// deliveryContent is what came, and then the other bodies that came under its id.
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
-	var headers string
-	var body []byte
-	var bytes int64
-	err := room.Pool.QueryRow(ctx, `
-		select left(d.headers::text, 70000), substring(d.body from 1 for @most), octet_length(d.body)
-		  from agent_webhook_deliveries d where d.id = @id`,
-		postgres.Strict{"id": v.About, "most": mostShown}).Scan(&headers, &body, &bytes)
+	rows, err := room.Pool.Query(ctx, `
+		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body, octet_length(x.body)::bigint as bytes,
+		       x.received_at
+		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id
+		        union all
+		        select c.id, c.headers, c.body, c.received_at, 1 from agent_webhook_conflicts c where c.delivery = @id) x
+		 order by x.place, x.id`, postgres.Strict{"id": v.About, "most": mostShown})
 	if err != nil {
 		return nil, fmt.Errorf("read what came: %w", err)
 	}
-	whole := bytes == int64(len(body)) // else a character may be cut in two, which redact leaves out
-	return map[string]any{
-		"Headers": argumentsShown(headers), "Body": argumentsShown(string(body)), "Bytes": bytes, "Shown": int64(len(body)), "Whole": whole,
-		"Marker": redact.Marker,
-	}, nil
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (b deliveryBody, err error) {
+		var headers string
+		var body []byte
+		err = row.Scan(&b.ID, &headers, &body, &b.Bytes, &b.ReceivedAt)
+		b.Shown = int64(len(body))
+		b.Whole = b.Bytes == b.Shown // else a character may be cut in two, which redact leaves out
+		b.Headers, b.Body, b.Marker = argumentsShown(headers), argumentsShown(string(body)), redact.Marker
+		return b, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read what came: %w", err)
+	}
+	if len(all) == 0 {
+		return nil, missing("there is no delivery %s", v.About)
+	}
+	return map[string]any{"First": all[0], "Others": all[1:]}, nil
 }

@@ -22,7 +22,7 @@ import (
 )
 
 const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.last_trace_id, d.execution_id::text, d.status, d.attempts,
-	d.replays, d.repeats, d.headers, d.body_sha256, octet_length(d.body) as body_bytes, d.traceparent, d.outcome, d.error_message,
+	d.replays, d.repeats, d.conflicts, d.headers, d.body_sha256, octet_length(d.body) as body_bytes, d.traceparent, d.outcome, d.error_message,
 	d.next_attempt_at, d.received_at, d.updated_at, d.finished_at`
 
 const maxHeaders = 64 << 10

@@ -77,7 +77,8 @@ type Delivery struct {
 	Status        string          `json:"status"`
 	Attempts      int             `json:"attempts"` // of the last handling
 	Replays       int             `json:"replays"`
-	Repeats       int             `json:"repeats"` // how often it came again
+	Repeats       int             `json:"repeats"`   // how often it came again
+	Conflicts     int             `json:"conflicts"` // and of these, with another body
 	Headers       json.RawMessage `json:"headers"`
 	BodySHA256    string          `json:"body_sha256"`
 	BodyBytes     int             `json:"body_bytes"`

@@ -66,11 +66,10 @@ func (c *cli) webhooksShowCommand() *cobra.Command {
 			if err != nil {
 				return deliveryHint(err)
 			}
-			body, err := webhooks.Body(cmd.Context(), s.pool, d.ID)
+			shown, err := webhook.Show(cmd.Context(), s.pool, d)
 			if err != nil {
 				return err
 			}
-			shown := webhook.Show(d, body)
 			return c.print(shown, func(w io.Writer) error { return writeDelivery(w, shown) })
 		}),
 	}
@@ -102,6 +101,7 @@ func writeDelivery(w io.Writer, d webhook.Shown) error {
 		{"error", deref(d.ErrorMessage)},
 		{"received", when(d.ReceivedAt)},
 		{"came again", fmt.Sprint(d.Repeats)},
+		{"other bodies", fmt.Sprintf("%d, of which none was handled", d.Conflicts)},
 		{"replayed", fmt.Sprint(d.Replays)},
 		{"first trace", d.TraceID},
 		{"last trace", d.LastTraceID},
@@ -116,6 +116,9 @@ func writeDelivery(w io.Writer, d webhook.Shown) error {
 	writeForeign(w, "headers", d.Headers)
 	writeForeign(w, "body", d.Body)
 	writeForeign(w, "outcome", d.Outcome)
+	for _, o := range d.OtherBodies {
+		writeForeign(w, "another body, received "+when(o.ReceivedAt)+", sha256 "+o.BodySHA256, o.Body)
+	}
 	return nil
 }
 

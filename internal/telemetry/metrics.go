@@ -59,7 +59,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", shortly, "skill")
 	m.laneWait = histogram("agent_lane_lock_wait_seconds", "How long it was waited for a lane, by its kind, whether it was got or not.", shortly, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
-	m.deliveries = counter("agent_webhook_deliveries_total", "Webhooks that came in: accepted, repeated or refused.", "source", "result")
+	m.deliveries = counter("agent_webhook_deliveries_total", "Webhooks that came in: accepted, repeated, in conflict or refused.", "source", "result")
 	m.spans = counter("agent_telemetry_spans_total", "Spans: sent, sampled_out, refused by the receiver, or forgotten.", "result")
 	m.exportFailures = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "agent_telemetry_export_failures_total", Help: "Tries to send spans that failed; what they had is tried again.",

@@ -64,3 +64,20 @@ update agent_automations a set enabled = a.enabled
  where a.enabled and exists (select from agent_skills k where k.name = a.skill_name and not k.enabled);
 
 comment on column agent_automations.paused_for is 'The skill for which it is paused, whoever disabled that; empty when it is not paused.';
+
+-- A delivery id that comes again with another body: what came is kept for a person to look at, and not handled.
+
+alter table agent_webhook_deliveries add column conflicts int not null default 0;
+comment on column agent_webhook_deliveries.conflicts is 'How often it came again with another body; the first of these are in agent_webhook_conflicts.';
+
+create table agent_webhook_conflicts (
+  id          uuid primary key default agent_uuid7(),
+  delivery    uuid not null references agent_webhook_deliveries (id) on delete cascade,
+  headers     jsonb not null default '{}',
+  body        bytea not null,
+  body_sha256 text not null,
+  received_at timestamptz not null default clock_timestamp(),
+  constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
+);
+comment on table agent_webhook_conflicts is
+  'Other bodies that came, signed, under the id of a delivery: as they came, a few for each delivery. None of them was handled.';

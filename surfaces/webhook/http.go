@@ -2,6 +2,7 @@ package webhook
 
 import (
 	"bytes"
+	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -13,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -32,14 +34,39 @@ type Page struct {
 	NextCursor *string             `json:"next_cursor"` // null after the last one
 }
 
-// Shown is a delivery with its body, which is redacted and cut for showing.
+// Shown is a delivery with what came, which is redacted and cut for showing.
 type Shown struct {
 	webhooks.Delivery
+	Body        json.RawMessage `json:"body"`
+	OtherBodies []OtherBody     `json:"other_bodies"` // that came under its id, and were not handled
+}
+
+// OtherBody is a body that came under the id of a delivery which has another one.
+type OtherBody struct {
+	webhooks.Conflict
 	Body json.RawMessage `json:"body"`
 }
 
-// Show makes a delivery fit to be looked at.
-func Show(d webhooks.Delivery, body []byte) Shown { return Shown{d, redact.JSON(body, maxShown)} }
+// Show reads what came with a delivery, fit to be looked at.
+func Show(ctx context.Context, db postgres.DB, d webhooks.Delivery) (Shown, error) {
+	body, err := webhooks.Body(ctx, db, d.ID)
+	if err != nil {
+		return Shown{}, err
+	}
+	shown := Shown{Delivery: d, Body: redact.JSON(body, maxShown), OtherBodies: []OtherBody{}}
+	conflicts, err := webhooks.Conflicts(ctx, db, d.ID)
+	if err != nil {
+		return Shown{}, err
+	}
+	for _, c := range conflicts {
+		body, err := webhooks.ConflictBody(ctx, db, c.ID)
+		if err != nil {
+			return Shown{}, err
+		}
+		shown.OtherBodies = append(shown.OtherBodies, OtherBody{c, redact.JSON(body, maxShown)})
+	}
+	return shown, nil
+}
 
 // ReplayRequest is the body of POST /v1/webhooks/deliveries/{id}/replay; it may be left out.
 type ReplayRequest struct {
@@ -142,8 +169,7 @@ func (s *Surface) show(r *http.Request) (Shown, error) {
 	if err != nil {
 		return Shown{}, err
 	}
-	body, err := webhooks.Body(r.Context(), s.Pool, d.ID)
-	return Show(d, body), err
+	return Show(r.Context(), s.Pool, d)
 }
 
 func pathID(r *http.Request) (string, error) {

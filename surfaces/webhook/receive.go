@@ -23,23 +23,25 @@ import (
 type Receipt struct {
 	TraceID    string `json:"trace_id"`
 	DeliveryID string `json:"delivery_id"`
+	// Conflict says that another body came under this id before: this one is kept for the admin and not handled.
+	Conflict bool `json:"conflict,omitempty"`
 }
 
 // Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever limits it
 // before must allow webhooks.MostMaxBytes.
 func (s *Surface) Receive() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		d, fresh, err := s.receive(w, r)
+		got, err := s.receive(w, r)
 		if err != nil {
 			problem.Write(w, r, err, "", s.Logger)
 			return
 		}
 		status := http.StatusOK
-		if fresh {
+		if got.fresh {
 			status = http.StatusAccepted
 		}
-		w.Header().Set("X-Trace-Id", d.TraceID)
-		s.answer(w, r, status, Receipt{TraceID: d.TraceID, DeliveryID: d.DeliveryID})
+		w.Header().Set("X-Trace-Id", got.TraceID)
+		s.answer(w, r, status, Receipt{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
 	})
 }
 
@@ -52,20 +54,26 @@ func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v a
 	}
 }
 
+// received is a delivery as it is acknowledged.
+type received struct {
+	webhooks.Delivery
+	fresh    bool // it came for the first time
+	conflict bool // it came before, with another body
+}
+
 // receive is the order of things: limit, read, verify, parse, store, acknowledge.
-func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (webhooks.Delivery, bool, error) {
+func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (received, error) {
 	ctx := trace.WithCaller(r.Context(), r.Header.Get("Traceparent"))
-	none := webhooks.Delivery{}
 	e, err := webhooks.GetEndpoint(ctx, s.Pool, r.PathValue("endpoint"))
 	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
-		return none, false, problem.New(http.StatusNotFound, "there is no such endpoint")
+		return received{}, problem.New(http.StatusNotFound, "there is no such endpoint")
 	}
 	if err != nil {
-		return none, false, err
+		return received{}, err
 	}
 	in := webhooks.Incoming{Header: r.Header}
 	if in.Body, err = read(w, r, e.Settings.MaxBytes); err != nil {
-		return none, false, err
+		return received{}, err
 	}
 	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
 	if err == nil {
@@ -74,18 +82,18 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (webhooks.Deli
 	if errors.Is(err, signature.ErrRefused) {
 		s.count(e.Name, "refused")
 		s.noteRefusal(ctx, e.Name, err)
-		return none, false, problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
+		return received{}, problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
 	}
 	if err != nil {
-		return none, false, err // the receiver's mistake: 500, and the sender tries again
+		return received{}, err // the receiver's mistake: 500, and the sender tries again
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
-		return none, false, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
+		return received{}, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
 			Kind("unparsable", "Unparsable body")
 	}
 	id, err := e.DeliveryID(in)
 	if err != nil {
-		return none, false, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
+		return received{}, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
 	}
 	return s.store(ctx, e, id, in)
 }
@@ -120,29 +128,50 @@ func tooLarge(most int64) error {
 }
 
 // store is the transaction after which the delivery is ours: its row and the execution that handles it.
-func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (d webhooks.Delivery, fresh bool, err error) {
+func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got received, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
 	err = postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
-		if d, fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil || !fresh {
+		if got.Delivery, got.fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
 			return err
 		}
-		if _, err = s.start(ctx, tx, d); err != nil {
+		if !got.fresh {
+			got.conflict, err = keepConflict(ctx, tx, e, got.Delivery, in)
+			return err
+		}
+		if _, err = s.start(ctx, tx, got.Delivery); err != nil {
 			return err
 		}
 		return activity.Link(ctx, tx, traceID)
 	})
 	switch {
 	case err != nil:
-		return webhooks.Delivery{}, false, err
-	case fresh:
+		return received{}, err
+	case got.fresh:
 		s.count(e.Name, "accepted")
 		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
+	case got.conflict:
+		s.count(e.Name, "conflict")
+		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id, "first_trace_id", got.TraceID)
 	default:
 		s.count(e.Name, "repeated")
-		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id, "first_trace_id", d.TraceID)
+		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id, "first_trace_id", got.TraceID)
 	}
-	return d, fresh, nil
+	return got, nil
+}
+
+// keepConflict keeps another body that came under the id of a delivery, with an activity under the delivery's trace.
+func keepConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming) (bool, error) {
+	conflict, kept, err := webhooks.KeepConflict(ctx, tx, e, d, in)
+	if err != nil || !kept {
+		return conflict, err
+	}
+	_, err = activity.Note(ctx, tx, activity.Entry{
+		TraceID: d.TraceID, Skill: "webhook_conflict", Input: map[string]any{"endpoint": e.Name, "delivery_id": d.DeliveryID, "delivery": d.ID},
+	}, activity.Outcome{
+		Status: activity.Error, Class: "conflict", Message: "another body came under the id of this delivery; it is kept, and was not handled",
+	})
+	return conflict, err
 }
 
 // count tells what became of a request at an endpoint, for metrics.

@@ -3,6 +3,7 @@ package webhook_test
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -16,6 +17,7 @@ import (
 	stripe "github.com/stripe/stripe-go/v85/webhook"
 
 	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -249,6 +251,71 @@ func TestATruncatedBodyIsNotStored(t *testing.T) {
 	}
 	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
 		t.Errorf("%d deliveries", n)
+	}
+}
+
+// A sender that uses one delivery id for two bodies loses neither: the first is handled, the others are kept to be looked at.
+func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.raises(t, "twice")
+	w.work(t)
+	first := w.accepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
+	for body, conflict := range map[string]bool{
+		`{"order": 7, "note": "a"}`: false,
+		`{"note":"a","order":7}`:    false, // written anew
+		`{"order": 8, "note": "a"}`: true,
+	} {
+		got := w.send(t, "twice", "msg_1", body)
+		if got.status != http.StatusOK || got.TraceID != first.TraceID || got.Conflict != conflict {
+			t.Errorf("%s: answer %d %s", body, got.status, got.body)
+		}
+	}
+	for i := range 9 { // each twice
+		w.send(t, "twice", "msg_1", fmt.Sprintf(`{"order": %d}`, 100+i/2))
+	}
+	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
+	if err != nil || d.Repeats != 12 || d.Conflicts != 10 {
+		t.Errorf("the delivery came %d times again, %d with another body (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
+	}
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries/"+d.ID, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var shown webhook.Shown
+	if got := w.do(t, r); json.Unmarshal([]byte(got.body), &shown) != nil || len(shown.OtherBodies) != 5 ||
+		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) && !strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {
+		t.Errorf("the admin sees %s", got.body)
+	}
+	if n := value[int](t, w.pool, `
+		select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_conflict' and status = 'error' and error_class = 'conflict'`,
+		first.TraceID); n != 5 {
+		t.Errorf("%d activities tell of 5 other bodies", n)
+	}
+	w.until(t, d.ID, "done")
+	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
+		t.Errorf("%d executions", n)
+	}
+}
+
+func TestStripesOwnCountOfAttemptsIsNoConflict(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "pay", Scheme: signature.Stripe, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	for i, c := range []struct {
+		body     string
+		status   int
+		conflict bool
+	}{
+		{`{"id": "evt_1", "pending_webhooks": 2, "data": {"pending_webhooks": 1}}`, 202, false},
+		{`{"id": "evt_1", "pending_webhooks": 1, "data": {"pending_webhooks": 1}}`, 200, false},
+		{`{"id": "evt_1", "pending_webhooks": 1, "data": {"pending_webhooks": 2}}`, 200, true},
+	} {
+		got := w.post(t, "/webhooks/pay", header("Stripe-Signature", stripe.GenerateTestSignedPayload(
+			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: whsec, Timestamp: time.Now()}).Header), strings.NewReader(c.body))
+		if got.status != c.status || got.Conflict != c.conflict {
+			t.Errorf("%d: answer %d %s", i, got.status, got.body)
+		}
 	}
 }
 

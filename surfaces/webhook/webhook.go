@@ -56,7 +56,7 @@ type Surface struct {
 	Now func() time.Time
 	// Backoff is how long after a failed attempt the next one is made; default 10 s, 1 min, 6 min, 36 min, then 2 h.
 	Backoff func(attempt int) time.Duration
-	// Received is told of each request at an endpoint: accepted, repeated or refused. It must return at once; may be nil.
+	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once; may be nil.
 	Received func(endpoint, result string)
 
 	mu      sync.Mutex
