@@ -51,12 +51,15 @@ const (
 	Unknown         Status = "unknown"
 )
 
-// Usage is what a model call consumed, in tokens.
+// Usage is what a model call consumed, in tokens. UnknownTokens of TotalTokens, and UnknownUSD of the call's cost, are what the
+// provider may have billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
 type Usage struct {
-	PromptTokens     int  `json:"prompt_tokens"`
-	CompletionTokens int  `json:"completion_tokens"`
-	TotalTokens      int  `json:"total_tokens"`
-	Estimated        bool `json:"estimated,omitempty"`
+	PromptTokens     int     `json:"prompt_tokens"`
+	CompletionTokens int     `json:"completion_tokens"`
+	TotalTokens      int     `json:"total_tokens"`
+	Estimated        bool    `json:"estimated,omitempty"`
+	UnknownTokens    int     `json:"unknown_tokens,omitempty"`
+	UnknownUSD       float64 `json:"unknown_usd,omitempty"`
 }
 
 // Entry describes an action before it happens. Skill is required; trace, execution, parent, surface and

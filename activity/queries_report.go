@@ -30,6 +30,8 @@ type Spending struct {
 	CompletionTokens int64   `json:"completion_tokens"`
 	Tokens           int64   `json:"tokens"`
 	CostUSD          float64 `json:"cost_usd"`
+	UnknownTokens    int64   `json:"unknown_tokens"` // the part of Tokens that nobody reported
+	UnknownUSD       float64 `json:"unknown_usd"`    // the part of CostUSD that nobody reported
 }
 
 // Spend attributes tokens and money since a moment (the zero time: ever) by skill, surface, model and
@@ -46,7 +48,9 @@ func Spend(ctx context.Context, db postgres.DB, since time.Time, by Period) ([]S
 		       coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt_tokens,
 		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as completion_tokens,
 		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
-		       sum(a.cost_usd)::float8 as cost_usd
+		       sum(a.cost_usd)::float8 as cost_usd,
+		       coalesce(sum(agent_tokens(a.token_usage, 'unknown_tokens')), 0)::bigint as unknown_tokens,
+		       coalesce(sum(agent_usd(a.token_usage, 'unknown_usd')), 0)::float8 as unknown_usd
 		  from agent_activity a
 		 where a.kind = 'model' and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
 		 group by 1, 2, 3, 4

@@ -165,7 +165,7 @@ func (e Entry) arguments(ctx context.Context) postgres.Strict {
 func (o Outcome) arguments(args postgres.Strict) {
 	usage := json.RawMessage("{}")
 	if o.Usage != (Usage{}) {
-		usage, _ = json.Marshal(o.Usage) // four plain fields: cannot fail
+		usage, _ = json.Marshal(o.Usage) // plain fields: cannot fail
 	}
 	args["status"] = string(cmp.Or(o.Status, Success))
 	args["output"] = field(o.Output, "null")

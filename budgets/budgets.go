@@ -11,10 +11,11 @@
 //     too low) can go beyond a limit; it is settled at what it used, and the next call finds less.
 //   - A small rest shortens the answer that is asked for instead of refusing it, down to a least.
 //   - Others' reservations make a call wait, for a bounded time; only what is spent ends a run at once.
-//   - A reservation belongs to (execution, step): a call repeated after a crash finds its own and does not
-//     reserve twice. What an earlier claim's lost request has used is not known, and is not counted again.
-//   - Reservations of executions that end with a call under way are settled at their worst case, by the
-//     database, and counted as unsettled.
+//   - Each request to a provider has a reservation of its own, committed before it leaves. What was spent is never below
+//     what the provider bills, over kills, pauses and time-outs: a request that was sent and not answered may have been
+//     billed, so its reservation is written off. It counts as spent at its worst case, and as unknown.
+//   - The database writes off what a lost claim has reserved, when another claim takes the execution over, and what is
+//     under way when an execution ends. A call that is made again has another reservation: the provider bills both.
 //
 // Limits are the caller's and come with every reservation, so a change of configuration holds from the next
 // call on. What is spent is counted also where nothing bounds it. All functions are safe for concurrent use.
@@ -130,13 +131,16 @@ type Standing struct {
 	CostUSD        float64 `json:"cost_usd"`
 	ReservedTokens int64   `json:"reserved_tokens"`
 	ReservedUSD    float64 `json:"reserved_usd"`
-	Unsettled      int     `json:"unsettled"` // calls counted at their worst case
+	Unsettled      int     `json:"unsettled"`      // calls whose usage nobody reported
+	UnknownTokens  int64   `json:"unknown_tokens"` // the part of Tokens that is theirs, at its worst case
+	UnknownUSD     float64 `json:"unknown_usd"`    // the part of CostUSD that is theirs
 }
 
 // Today lists the day's scopes by name: the day itself and each surface that has asked a model.
 func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	rows, err := db.Query(ctx, `
-		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled from agent_budget_today`)
+		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
+		  from agent_budget_today`)
 	if err != nil {
 		return nil, fmt.Errorf("list budgets: %w", err)
 	}
@@ -150,7 +154,8 @@ func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 // Of returns what a scope has used: nothing, where no call was counted.
 func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	rows, err := db.Query(ctx, `
-		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled from agent_budgets
+		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
+		  from agent_budgets
 		 where scope = @scope`, postgres.Strict{"scope": scope})
 	if err != nil {
 		return Standing{}, fmt.Errorf("read budget of %s: %w", scope, err)

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -83,27 +84,102 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 
 func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 	db := pgtest.DB(t)
-	id := running(t, db)
-	r := call(id, 0, scope("s", 1500, 0))
+	r := call(running(t, db), 0, scope("s", 1500, 0))
 	for range 2 { // an answer that was lost on the way
 		if got, err := reserve(t, db, r); err != nil || got != 1000 {
 			t.Fatalf("granted %d (%v)", got, err)
 		}
 	}
+	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown" {
+		t.Errorf("s has %s", got)
+	}
+	for range 2 {
+		settle(t, db, r, 400, 0.25)
+	}
+	if got := standing(t, db, "s"); got != "400 0.25$ spent, 0 0$ set aside, 0 0$ of 0 unknown" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+// The request of the claim that was lost may have been billed, and so will be the one that follows.
+func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	if _, err := reserve(t, db, call(id, 0, scope("s", 0, 0))); err != nil {
+		t.Fatal(err)
+	}
 	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
-	again := call(id, 0, scope("s", 1500, 0))
+	again := call(id, 0, scope("s", 0, 0))
 	again.Claim = 2
 	if got, err := reserve(t, db, again); err != nil || got != 1000 {
 		t.Errorf("after a crash the call was granted %d (%v)", got, err)
 	}
-	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 unsettled" {
+	if got := standing(t, db, "s"); got != "1100 0$ spent, 1100 0$ set aside, 1100 0$ of 1 unknown" {
 		t.Errorf("s has %s", got)
 	}
+	settle(t, db, again, 400, 0.25)
+	if got := standing(t, db, "s"); got != "1500 0.25$ spent, 0 0$ set aside, 1100 0$ of 1 unknown" {
+		t.Errorf("s has %s", got)
+	}
+}
+
+// What a lost claim has reserved counts when another claim begins, and is in the row of its call.
+func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	r := call(id, 0, scope("s", 0, 0))
+	r.Need.PromptUSD, r.Need.TokenUSD = 1, 0.001
+	row, err := activity.Open(t.Context(), db, activity.Entry{
+		TraceID: "fl_x", ExecutionID: id, Claim: 1, Step: r.Step, Skill: "model_call", Kind: activity.KindModel,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := reserve(t, db, r); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
 	for range 2 {
-		settle(t, db, again, 400, 0.25)
+		exec(t, db, `select recover_agent_claim($1, 2)`, id)
 	}
-	if got := standing(t, db, "s"); got != "400 0.25$ spent, 0 0$ set aside, 0 unsettled" {
+	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
+	}
+	if got := value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity where id = $1`, row); got !=
+		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
+		t.Errorf("the row says %s", got)
+	}
+	if got := value[string](t, db, `select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
+		t.Errorf("spent are %s", got)
+	}
+}
+
+// A request that may have been billed is written off before another leaves.
+func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
+	db := pgtest.DB(t)
+	id := running(t, db)
+	r := call(id, 0, scope("s", 1500, 0))
+	r.Patience = 1
+	if _, err := reserve(t, db, r); err != nil {
+		t.Fatal(err)
+	}
+	lost, granted, err := r.Renew(t.Context(), db)
+	if err != nil || granted != 300 || lost != (budgets.Spend{Tokens: 1100, UnknownTokens: 1100}) {
+		t.Errorf("lost %+v, granted %d (%v); want the 300 that are left", lost, granted, err)
+	}
+	if got := standing(t, db, "s"); got != "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown" {
+		t.Errorf("s has %s", got)
+	}
+	var refused *budgets.Error
+	if _, _, err := r.Renew(t.Context(), db); !errors.As(err, &refused) || refused.Kind != budgets.Spent {
+		t.Errorf("a third request: %v", err)
+	}
+	if got := standing(t, db, "s"); got != "1500 0$ spent, 0 0$ set aside, 1500 0$ of 2 unknown" {
+		t.Errorf("s has %s", got)
+	}
+	r.Claim = 0
+	if _, _, err := r.Renew(t.Context(), db); !postgres.IsCode(err, "LK001") {
+		t.Errorf("a stale claim: %v, want SQLSTATE LK001", err)
 	}
 }
 
@@ -111,7 +187,7 @@ func TestAStaleClaimReservesNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 0, 0))
 	r.Claim = 0
-	if err := send(t, db, r.Reserve); !postgres.IsCode(err, "LK001") {
+	if err := send(t, db, queued(r)); !postgres.IsCode(err, "LK001") {
 		t.Errorf("err = %v, want SQLSTATE LK001", err)
 	}
 	if n := value[int](t, db, `select count(*) from agent_budget_reservations`); n != 0 {
@@ -132,7 +208,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 		t.Fatalf("err = %v, want the reservation of the first to be in the way", err)
 	}
 	second.Patience = time.Minute
-	if err := send(t, db, second.Reserve); err != nil {
+	if err := send(t, db, queued(second)); err != nil {
 		t.Fatal(err)
 	}
 	settled := make(chan error, 1)
@@ -167,7 +243,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	second := call(running(t, db), 2, scope("s", 1220, 0))
 	second.Patience = 1
 	sent := make(chan error, 1)
-	go func() { sent <- send(t, db, second.Reserve) }()
+	go func() { sent <- send(t, db, queued(second)) }()
 	pgtest.Eventually(t, 90*time.Second, func() bool {
 		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%from reserve_agent_budget%'`) == 1
@@ -184,7 +260,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	if got, err := second.Await(t.Context(), db); err == nil {
 		t.Errorf("the second was granted %d beside the first", got)
 	}
-	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 unsettled" {
+	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown" {
 		t.Errorf("s has %s", got)
 	}
 }
@@ -203,9 +279,9 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 			for i := range 20 {
 				r := call(id, i, scopes...)
 				b := &pgx.Batch{}
-				r.Reserve(b)
+				r.Reserve(b, r.Step)
 				if i%3 != 0 {
-					r.Settle(b, 10, 0)
+					r.Settle(b, budgets.Spend{Tokens: 10})
 				}
 				if err := db.SendBatch(t.Context(), b).Close(); err != nil {
 					return err
@@ -219,7 +295,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, s := range []string{"a", "b", "c"} {
-		if got := standing(t, db, s); got != "125280 0$ spent, 0 0$ set aside, 112 unsettled" {
+		if got := standing(t, db, s); got != "125280 0$ spent, 0 0$ set aside, 123200 0$ of 112 unknown" {
 			t.Errorf("%s has %s", s, got)
 		}
 	}
@@ -248,12 +324,12 @@ func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
 	}
 	exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	for _, s := range []string{"s", "r"} {
-		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1 unsettled" {
+		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 			t.Errorf("%s has %s", s, got)
 		}
 	}
 	settle(t, db, r, 400, 0.25) // too late
-	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1 unsettled" {
+	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
 	}
 }
@@ -266,7 +342,7 @@ func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
 		t.Fatal(err)
 	}
 	settle(t, db, r, 9000, 0)
-	if got := standing(t, db, "s"); got != "9000 0$ spent, 0 0$ set aside, 0 unsettled" {
+	if got := standing(t, db, "s"); got != "9000 0$ spent, 0 0$ set aside, 0 0$ of 0 unknown" {
 		t.Errorf("s has %s", got)
 	}
 }
@@ -282,7 +358,7 @@ func TestNonsenseIsRefused(t *testing.T) {
 	} {
 		r := call(id, 1, scope("s", 0, 0))
 		change(r)
-		if err := send(t, db, r.Reserve); !postgres.IsCode(err, "22023") {
+		if err := send(t, db, queued(r)); !postgres.IsCode(err, "22023") {
 			t.Errorf("%s: %v, want SQLSTATE 22023", name, err)
 		}
 	}

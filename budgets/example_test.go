@@ -17,7 +17,7 @@ func ExampleReservation() {
 	flow := func(ctx context.Context) (string, error) {
 		x, _ := executions.Current(ctx)
 		r := &budgets.Reservation{
-			ExecutionID: x.ID, Claim: x.Claim, Step: "model",
+			ExecutionID: x.ID, Claim: x.Claim,
 			Scopes: []budgets.Scope{{Name: "day", Limit: budgets.Limit{Tokens: 100_000}}},
 			Need:   budgets.Need{PromptTokens: 900, Wanted: 500, Least: 50},
 		}
@@ -29,7 +29,7 @@ func ExampleReservation() {
 				return "", err // a *budgets.Error: a limit
 			}
 			text, used, cost, err := complete(ctx, tokens)
-			effect.Settle = func(b *pgx.Batch) { r.Settle(b, used, cost) }
+			effect.Settle = func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: used, USD: cost}) }
 			return text, err
 		})
 	}

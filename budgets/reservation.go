@@ -35,7 +35,7 @@ type Need struct {
 type Reservation struct {
 	ExecutionID string
 	Claim       int64
-	Step        string // the call's name in its execution: the same in every run of it
+	Step        string // of the call; Reserve sets it
 	Scopes      []Scope
 	Need        Need
 	// Reckon, where given, is asked for the need before each try after the first: a call that waits for others learns from them.
@@ -62,11 +62,50 @@ const reserve = `
 	  from reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
 	         @prompt_usd, @token_usd, @wanted, @enough, @least)`
 
-// Reserve queues the reservation; give it to executions.Call.Also. A refusal does not fail the
-// transaction: Await tells of it.
-func (r *Reservation) Reserve(b *pgx.Batch) {
-	r.answer = verdict{}
+// Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have billed and did not
+// report: the worst case of requests without an answer, the estimate of answers without usage.
+type Spend struct {
+	Tokens        int64
+	USD           float64
+	UnknownTokens int64
+	UnknownUSD    float64
+}
+
+// Plus adds what another request has used.
+func (s Spend) Plus(other Spend) Spend {
+	return Spend{
+		Tokens: s.Tokens + other.Tokens, USD: s.USD + other.USD,
+		UnknownTokens: s.UnknownTokens + other.UnknownTokens, UnknownUSD: s.UnknownUSD + other.UnknownUSD,
+	}
+}
+
+// Reserve queues the reservation for the call of a step; give it to executions.Call.Also. A refusal does not fail the
+// transaction: Await returns it.
+func (r *Reservation) Reserve(b *pgx.Batch, step string) {
+	r.Step, r.answer = step, verdict{}
 	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
+}
+
+// Renew writes the reservation off, because its request may have been billed and nobody knows for how much, and reserves
+// anew for another request. It returns what was written off, and like Await how many tokens are granted.
+func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, error) {
+	r.reckon()
+	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
+		r.answer = verdict{}
+		b := &pgx.Batch{}
+		b.Queue(`select tokens, cost_usd::float8 from write_off_agent_budget(@execution_id, @step)`,
+			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
+			return row.Scan(&lost.Tokens, &lost.USD)
+		})
+		b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
+		return lost, db.SendBatch(ctx, b).Close()
+	})
+	if err != nil {
+		return Spend{}, 0, fmt.Errorf("renew reservation: %w", err)
+	}
+	lost.UnknownTokens, lost.UnknownUSD = lost.Tokens, lost.USD
+	granted, err := r.Await(ctx, db)
+	return lost, granted, err
 }
 
 // Await returns how many completion tokens are granted. Where calls under way hold what is missing it asks
@@ -97,9 +136,7 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 
 // ask reserves in a transaction of its own.
 func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) error {
-	if r.Reckon != nil {
-		r.Need = r.Reckon()
-	}
+	r.reckon()
 	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
 	})
@@ -109,11 +146,20 @@ func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) err
 	return nil
 }
 
-// Settle queues what the call has used in all, its lost attempts included; give it to executions.Effect.Settle. A
-// call that reserved nothing settles nothing.
-func (r *Reservation) Settle(b *pgx.Batch, tokens int64, costUSD float64) {
-	b.Queue(`select settle_agent_budget(@execution_id, @step, @tokens, @usd)`, postgres.Strict{
-		"execution_id": r.ExecutionID, "step": r.Step, "tokens": max(tokens, 0), "usd": max(costUSD, 0),
+// reckon asks for the need.
+func (r *Reservation) reckon() {
+	if r.Reckon != nil {
+		r.Need = r.Reckon()
+	}
+}
+
+// Settle queues what the last request has used; give it to executions.Effect.Settle. A call that reserved nothing settles
+// nothing.
+func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
+	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
+	b.Queue(`select settle_agent_budget(@execution_id, @step, @tokens, @usd, @unknown_tokens, @unknown_usd)`, postgres.Strict{
+		"execution_id": r.ExecutionID, "step": r.Step, "tokens": tokens, "usd": usd,
+		"unknown_tokens": min(max(s.UnknownTokens, 0), tokens), "unknown_usd": min(max(s.UnknownUSD, 0), usd),
 	})
 }
 

@@ -42,11 +42,16 @@ func send(t *testing.T, db postgres.DB, queue func(b *pgx.Batch)) error {
 	return db.SendBatch(t.Context(), b).Close()
 }
 
+// queued queues a reservation.
+func queued(r *budgets.Reservation) func(b *pgx.Batch) {
+	return func(b *pgx.Batch) { r.Reserve(b, r.Step) }
+}
+
 // reserve sends a reservation and returns what it was granted, without waiting for others.
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
 	r.Patience = 1
-	if err := send(t, db, r.Reserve); err != nil {
+	if err := send(t, db, queued(r)); err != nil {
 		t.Fatalf("Reserve: %v", err)
 	}
 	return r.Await(t.Context(), db)
@@ -54,17 +59,17 @@ func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error
 
 func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, usd float64) {
 	t.Helper()
-	if err := send(t, db, func(b *pgx.Batch) { r.Settle(b, tokens, usd) }); err != nil {
+	if err := send(t, db, func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: tokens, USD: usd}) }); err != nil {
 		t.Fatalf("Settle: %v", err)
 	}
 }
 
-// standing is a scope as text: spent, set aside, unsettled.
+// standing is a scope as text: spent, set aside, unknown.
 func standing(t *testing.T, db postgres.DB, name string) string {
 	t.Helper()
 	return value[string](t, db, `
-		select format('%s %s$ spent, %s %s$ set aside, %s unsettled', tokens, trim_scale(cost_usd), reserved_tokens,
-		              trim_scale(reserved_usd), unsettled)
+		select format('%s %s$ spent, %s %s$ set aside, %s %s$ of %s unknown', tokens, trim_scale(cost_usd), reserved_tokens,
+		              trim_scale(reserved_usd), unknown_tokens, trim_scale(unknown_usd), unsettled)
 		  from agent_budgets where scope = $1`, name)
 }
 

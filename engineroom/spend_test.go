@@ -64,8 +64,8 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 	t.Parallel()
 	pool, _ := open(t)
 	if _, err := pool.Exec(t.Context(), `
-		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd)
-		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1 from unnest(array['', ':chat']) s`); err != nil {
+		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd, unknown_tokens)
+		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700 from unnest(array['', ':chat']) s`); err != nil {
 		t.Fatal(err)
 	}
 	room := &Room{Options: Options{Pool: pool, Limits: budgets.Limits{
@@ -77,8 +77,8 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 	}
 	want := []budgetLine{
 		{Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1, Percent: "40 %"},
-		{Spent: "5,000 tokens", Aside: "1,000 tokens"},
-		{Surface: "chat", Spent: "5,000 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens", Left: "0 tokens", Used: 1, Over: true, Percent: "100 %"},
+		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
+		{Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens", Left: "0 tokens", Used: 1, Over: true, Percent: "100 %"},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)

@@ -19,6 +19,7 @@ const mostHeartbeats = 4000
 type budgetLine struct {
 	Surface            string // empty for all together
 	Spent, Aside, Left string
+	Unknown            string  // the part of Spent that no provider reported; empty when there is none
 	Limit              string  // empty when there is none
 	Used, Held         float64 // of the limit, 0 to 1
 	Over               bool    // nothing is left
@@ -54,10 +55,10 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 	for _, surface := range order {
 		s, limit := standing[surface], limits[surface]
 		if limit.USD > 0 || (surface == "" && s.CostUSD+s.ReservedUSD > 0) {
-			lines = append(lines, lineOf(surface, s.CostUSD, s.ReservedUSD, limit.USD, money))
+			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, money))
 		}
 		if limit.Tokens > 0 || (surface == "" && s.Tokens+s.ReservedTokens > 0) {
-			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.ReservedTokens), float64(limit.Tokens), tokensText))
+			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens), float64(limit.Tokens), tokensText))
 		}
 	}
 	return lines, nil
@@ -66,8 +67,11 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 func tokensText(f float64) string { return thousands(int64(f)) + " tokens" }
 
 // lineOf is what one limit has left; a limit of 0 is none.
-func lineOf(surface string, spent, aside, limit float64, write func(float64) string) budgetLine {
+func lineOf(surface string, spent, unknown, aside, limit float64, write func(float64) string) budgetLine {
 	l := budgetLine{Surface: surface, Spent: write(spent)}
+	if unknown > 0 {
+		l.Unknown = write(unknown)
+	}
 	if aside > 0 {
 		l.Aside = write(aside)
 	}

@@ -21,7 +21,7 @@ type tracedRow struct {
 	Input, Output, Message                string
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string
-	Prompt, Completion, Tokens            int64
+	Prompt, Completion, Tokens, Unknown   int64
 	Estimated                             bool
 	CostUSD                               float64
 	DurationMS                            *int64
@@ -63,7 +63,7 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	left(a.model, 200) as model, agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
 	agent_tokens(a.token_usage, 'completion_tokens') as completion,
 	agent_tokens(a.token_usage, 'total_tokens') as tokens,
-	coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
+	agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
 // rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that failed.

@@ -100,7 +100,7 @@ func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
 	err := r.write(lasting, func(b *pgx.Batch) {
 		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
 		if s.also != nil {
-			s.also(b)
+			s.also(b, s.key)
 		}
 	})
 	return r.written(ctx, s, err, activity.Outcome{Status: activity.Running})

@@ -101,7 +101,7 @@ type spec struct {
 	input any
 	print string
 	entry *activity.Entry // nil: no activity row
-	also  func(b *pgx.Batch)
+	also  func(b *pgx.Batch, step string)
 	again bool // may be made again after a crash
 }
 
@@ -138,8 +138,8 @@ type Call struct {
 	activity.Entry
 	Idempotent bool
 	// Also queues statements that commit together with the intent, such as the use of an approval. They
-	// must bear being sent twice for one step.
-	Also func(b *pgx.Batch)
+	// must bear being sent twice for one step, whose key it gets.
+	Also func(b *pgx.Batch, step string)
 }
 
 // Effect is what a call learns from the runtime and tells it.

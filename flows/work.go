@@ -84,7 +84,7 @@ func (m *machine) called(ctx context.Context, r ready) (skills.Skill, json.RawMe
 }
 
 // approved asks an admin for leave and waits for it, durably.
-func approved(ctx context.Context, skill skills.Skill, args json.RawMessage) (also func(b *pgx.Batch), step string, err error) {
+func approved(ctx context.Context, skill skills.Skill, args json.RawMessage) (also func(b *pgx.Batch, _ string), step string, err error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true})
 	if err != nil {
 		return nil, "", err

@@ -77,6 +77,7 @@ type assembly struct {
 	finish    openai.FinishReason
 	model     string
 	usage     Usage
+	cut       bool // the server had more to say, which may have been the usage
 }
 
 // add takes a chunk and returns the text it brought. The error is an *Error when the server sent one.
@@ -112,14 +113,14 @@ func (a *assembly) addPart(p *part) {
 	}
 }
 
-// mostTokens is more than any model takes or gives.
-const mostTokens = 10_000_000
+// hugeTokens is more than any model takes or gives.
+const hugeTokens = 10_000_000
 
 // possible reports whether a server can have counted so. Less than none, or more than there can be, is what one says that
 // does not know (-1, also as the largest number); taken at its word it would give a budget back, or have every later
 // prompt reckoned at more than all budgets.
 func (u wireUsage) possible() bool {
-	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= mostTokens && u.Total <= 2*mostTokens
+	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens && u.Total <= 2*hugeTokens
 }
 
 // count keeps the latest usage: servers that report it with every chunk report the sum so far.

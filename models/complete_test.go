@@ -220,7 +220,7 @@ func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
 func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }), ask(strings.Repeat("word", 10)))
-	want := models.Usage{PromptTokens: 10 + 4, CompletionTokens: 25, TotalTokens: 39, Estimated: true}
+	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true} // no word is as long
 	if diff := cmp.Diff(want, resp.Usage); diff != "" {
 		t.Errorf("usage (-want +got):\n%s", diff)
 	}
@@ -238,7 +238,7 @@ func TestUsageThatCannotBeIsEstimated(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := client(t, modeltest.New(t, reply))
 			resp := complete(t, c, ask(strings.Repeat("word", 10)))
-			want := models.Usage{PromptTokens: 10 + 4, CompletionTokens: 1, TotalTokens: 15, Estimated: true}
+			want := models.Usage{PromptTokens: 36, CompletionTokens: 1, TotalTokens: 37, Estimated: true}
 			if diff := cmp.Diff(want, resp.Usage); diff != "" {
 				t.Errorf("usage (-want +got):\n%s", diff)
 			}

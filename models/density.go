@@ -8,6 +8,14 @@ func (c *Client) Density() float64 {
 	return max(c.density, 1)
 }
 
+// reportsUsage reports whether the server has reported usage, now or before.
+func (c *Client) reportsUsage(now bool) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reports = c.reports || now
+	return c.reports
+}
+
 // Learn takes from an answer how the server counts: a prompt reckoned at so many tokens was counted as u says. Safe for
 // concurrent use.
 func (c *Client) Learn(reckoned int, u Usage) {

@@ -13,7 +13,7 @@ const (
 	ThinkingMaxTokens = 16_384
 
 	bytesPerToken     = 4 // of English prose; other languages and code have fewer
-	leastBytesToken   = 2 // of dense JSON and numbers
+	longestWord       = 24
 	tokensPerMessage  = 4 // what the chat format adds
 	reservePerMessage = 8
 	imageTokens       = 1500
@@ -27,14 +27,14 @@ type Quote struct {
 	TokenUSD     float64 // of each token of the answer
 }
 
-// Quote reckons a request's worst case. No tokenizer is at hand: it is a token for every two bytes of messages and
-// tools, and eight for each of them. Ordinary prompts use about half of that. A model without a price costs
-// nothing. (A missing usage is estimated by the same rule with four bytes a token, which is close for English.)
+// Quote reckons a request's worst case. No tokenizer is at hand, so it takes a token for every two letters and blanks, and one for
+// every other byte, and eight for each message and tool: tokenizers hardly ever make more. Ordinary prompts use about half of
+// that. A model without a price costs nothing. (A missing usage is estimated by the same rule.)
 func (c *Client) Quote(req Request) Quote {
 	if req.Model == "" {
 		req.Model = c.config.Model
 	}
-	q := Quote{PromptTokens: estimate(req, leastBytesToken, reservePerMessage), AnswerTokens: req.MaxTokens}
+	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
 	if q.AnswerTokens <= 0 {
 		q.AnswerTokens = DefaultMaxTokens
 		if wantsNewLimit(req.Model) {
@@ -51,42 +51,76 @@ func EstimateTokens(messages []openai.ChatCompletionMessage) int {
 	return estimatePrompt(Request{Messages: messages})
 }
 
-func estimatePrompt(req Request) int { return estimate(req, bytesPerToken, tokensPerMessage) }
-
-func estimateMessage(m openai.ChatCompletionMessage) int {
-	text, _ := measure(m)
-	return ceilDiv(text, bytesPerToken)
+func estimatePrompt(req Request) int {
+	all, parts := size(req)
+	return ceilDiv(all.bytes, bytesPerToken) + parts*tokensPerMessage + all.images*imageTokens
 }
 
-func estimate(req Request, perToken, overhead int) int {
-	size, extra := 0, 0
+// mostTokensOf is the most that a prompt comes to.
+func mostTokensOf(req Request) int {
+	all, parts := size(req)
+	return all.most() + parts*reservePerMessage
+}
+
+// extent is how much there is to read.
+type extent struct {
+	bytes  int
+	halves int // of tokens, at the most
+	images int
+}
+
+// most is how many tokens it can be.
+func (e extent) most() int { return ceilDiv(e.halves, 2) + e.images*imageTokens }
+
+// add counts text. Letters in words and blanks are two to a token; digits, signs, other scripts and what is no word may be one.
+func (e *extent) add(text string) {
+	e.bytes += len(text)
+	word := 0
+	for i := range len(text) {
+		b := text[i]
+		letter := b >= 'a' && b <= 'z' || b >= 'A' && b <= 'Z'
+		if word++; b == ' ' || b == '\n' {
+			word = 0
+		}
+		if (letter || word == 0) && word <= longestWord {
+			e.halves++
+		} else {
+			e.halves += 2
+		}
+	}
+}
+
+// size measures a prompt; parts is how many messages and tools it has.
+func size(req Request) (all extent, parts int) {
 	for _, m := range req.Messages {
-		text, images := measure(m)
-		size += text
-		extra += overhead + images*imageTokens
+		one := measure(m)
+		all = extent{all.bytes + one.bytes, all.halves + one.halves, all.images + one.images}
 	}
 	for _, tool := range req.Tools {
 		if encoded, err := json.Marshal(tool); err == nil { // one that cannot be encoded is never sent
-			size += len(encoded)
+			all.add(string(encoded))
 		}
-		extra += overhead
 	}
-	return ceilDiv(size, perToken) + extra
+	return all, len(req.Messages) + len(req.Tools)
 }
 
-// measure is the bytes of text in a message, and the number of its images.
-func measure(m openai.ChatCompletionMessage) (text, images int) {
-	text = len(m.Content) + len(m.Refusal) + len(m.ReasoningContent) + len(m.Name) + len(m.ToolCallID)
+// measure is a message's extent.
+func measure(m openai.ChatCompletionMessage) (e extent) {
+	for _, text := range []string{m.Content, m.Refusal, m.ReasoningContent, m.Name, m.ToolCallID} {
+		e.add(text)
+	}
 	for _, call := range m.ToolCalls {
-		text += len(call.ID) + len(call.Function.Name) + len(call.Function.Arguments)
+		e.add(call.ID)
+		e.add(call.Function.Name)
+		e.add(call.Function.Arguments)
 	}
 	for _, p := range m.MultiContent {
-		text += len(p.Text)
+		e.add(p.Text)
 		if p.ImageURL != nil {
-			images++
+			e.images++
 		}
 	}
-	return text, images
+	return e
 }
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }

@@ -2,6 +2,7 @@ package models_test
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"strings"
 	"testing"
@@ -41,8 +42,8 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	if n := resp.Usage.CompletionTokens; !resp.Usage.Estimated || n <= 50 || n > 1000 {
 		t.Errorf("usage is %+v, want what was really said", resp.Usage)
 	}
-	if resp.Message.Content != shown.String() || resp.Lost != (models.Usage{}) {
-		t.Errorf("%d bytes were shown, the answer has %d; lost %+v", shown.Len(), len(resp.Message.Content), resp.Lost)
+	if resp.Message.Content != shown.String() || !resp.Unknown {
+		t.Errorf("%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(), len(resp.Message.Content), resp.Unknown)
 	}
 	select {
 	case <-gone:
@@ -73,48 +74,61 @@ func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
 	}
 }
 
-func TestLostAttemptsAreReckoned(t *testing.T) {
-	prompt := strings.Repeat("words ", 100) // about 150 tokens
+func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 	said := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
-		fault      modeltest.Reply
-		prompt     bool
-		completion int
+		fault  modeltest.Reply
+		billed bool
 	}{
-		"cut":       {modeltest.CutStream(said), true, 70},
-		"ended":     {modeltest.EndedStream(said), true, 70},
-		"mid-error": {modeltest.MidStreamError(said, "overloaded"), true, 70},
-		"silent":    {modeltest.Hang(), true, 0},
-		"reset":     {modeltest.Reset(), true, 0},
-		"refused":   {modeltest.Status(http.StatusTooManyRequests, 0), false, 0},
-		"broken":    {modeltest.Status(http.StatusBadGateway, 0), false, 0},
+		"cut":        {modeltest.CutStream(said), true},
+		"ended":      {modeltest.EndedStream(said), true},
+		"mid-error":  {modeltest.MidStreamError(said, "overloaded"), true},
+		"silent":     {modeltest.Hang(), true},
+		"reset":      {modeltest.Reset(), true},
+		"empty":      {modeltest.Raw(http.StatusOK, "application/json", `{"choices":[]}`), true},
+		"error":      {modeltest.Status(http.StatusInternalServerError, 0), true},
+		"gateway":    {modeltest.Status(http.StatusBadGateway, 0), true},
+		"time-out":   {modeltest.Status(http.StatusGatewayTimeout, 0), true},
+		"refused":    {modeltest.Status(http.StatusTooManyRequests, 0), false},
+		"overloaded": {modeltest.Status(http.StatusServiceUnavailable, 0), false},
+		"full":       {modeltest.Status(529, 0), false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			server := modeltest.New(t, test.fault, modeltest.Text("ok").WithUsage(160, 1, 0), test.fault)
-			c := client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second; c.Retry.Attempts = 2 })
-			resp := complete(t, c, ask(prompt))
-			once := client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second; c.Retry.Attempts = 1 })
-			failed, err := once.Complete(t.Context(), ask(prompt))
-			if err == nil {
-				t.Fatal("no error")
+			retries := func(attempts int) func(c *models.Config) {
+				return func(c *models.Config) { c.IdleTimeout = 2 * time.Second; c.Retry.Attempts = attempts }
 			}
-			for at, lost := range map[string]models.Usage{"answered": resp.Lost, "failed": failed.Lost} {
-				if (lost.PromptTokens > 100) != test.prompt || lost.CompletionTokens < test.completion || lost.CompletionTokens > test.completion+10 {
-					t.Errorf("%s: lost %+v", at, lost)
-				}
-				if lost.Estimated != test.prompt {
-					t.Errorf("%s: lost %+v is not marked as an estimate", at, lost)
-				}
+			req, told := ask("go"), 0
+			req.BeforeRetry = func(context.Context) (int, error) {
+				told += len(server.Requests())
+				return 77, nil
 			}
-			if resp.Usage.TotalTokens != 161 || (resp.LostUSD > 0) != test.prompt || (failed.LostUSD > 0) != test.prompt {
-				t.Errorf("usage %+v, lost $%v and $%v", resp.Usage, resp.LostUSD, failed.LostUSD)
+			resp := complete(t, client(t, server, retries(2)), req)
+			if (told == 1) != test.billed || resp.Unknown || resp.Usage.TotalTokens != 161 {
+				t.Errorf("told %d times, response %+v", told, resp)
+			}
+			if got := server.Requests()[1].MaxTokens; (got == 77) != test.billed { //nolint:staticcheck // what most servers know
+				t.Errorf("the second attempt was allowed %d tokens", got)
+			}
+			failed, err := client(t, server, retries(1)).Complete(t.Context(), req)
+			if err == nil || failed.Unknown != test.billed || failed.Usage != (models.Usage{}) {
+				t.Errorf("response %+v, err %v", failed, err)
 			}
 		})
 	}
 }
 
-func TestAnInterruptedCallTellsWhatItUsed(t *testing.T) {
+func TestACallerCanForbidAnotherAttempt(t *testing.T) {
+	server := modeltest.New(t, modeltest.Reset())
+	req, spent := ask("go"), errors.New("nothing is left")
+	req.BeforeRetry = func(context.Context) (int, error) { return 0, spent }
+	if resp, err := client(t, server).Complete(t.Context(), req); !errors.Is(err, spent) || resp.Unknown {
+		t.Errorf("response %+v, err %v", resp, err)
+	}
+}
+
+func TestAnInterruptedCallIsUnknown(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("slowly ", 50)).Slowly(20*time.Millisecond))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -126,8 +140,47 @@ func TestAnInterruptedCallTellsWhatItUsed(t *testing.T) {
 		}
 	}
 	resp, err := client(t, server).Complete(ctx, req)
-	if err == nil || resp.Lost.CompletionTokens == 0 || resp.Lost.PromptTokens == 0 || resp.Message.Content != "" {
+	if err == nil || !resp.Unknown || resp.Message.Content != "" {
 		t.Errorf("response %+v, err %v", resp, err)
+	}
+}
+
+// The transport of net/http repeats requests with an idempotency key by itself when a connection that was kept breaks.
+func TestARequestIsNotSentAgainUnseen(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Reset(), modeltest.Text("ok"))
+	c := client(t, server, func(c *models.Config) { c.Retry.Attempts = 1 })
+	req := ask("go")
+	req.IdempotencyKey = "k"
+	complete(t, c, req)
+	resp, err := c.Complete(t.Context(), req)
+	if err == nil || !resp.Unknown || len(server.Requests()) != 2 {
+		t.Errorf("after %d requests: response %+v, err %v", len(server.Requests()), resp, err)
+	}
+	if got := complete(t, c, req); got.Unknown || server.Requests()[2].IdempotencyKey() != "k" {
+		t.Errorf("response %+v, key %q", got, server.Requests()[2].IdempotencyKey())
+	}
+}
+
+// Usage comes last. An answer that is whole without it was billed all the same.
+func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
+	unsaid := modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = w.Write([]byte(`data: {"choices":[{"index":0,"delta":{"content":"yes"},"finish_reason":"stop"}]}` + "\n\n"))
+	})
+	cut := modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = w.Write([]byte(`data: {"choices":[{"index":0,"delta":{"content":"yes"},"finish_reason":"stop"}]}` + "\n\n"))
+		w.(http.Flusher).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	server := modeltest.New(t, unsaid, cut, modeltest.Text("yes").WithUsage(5, 1, 0), unsaid)
+	c := client(t, server)
+	for i, want := range []models.Response{
+		{Usage: models.Usage{Estimated: true}}, {Usage: models.Usage{Estimated: true}, Unknown: true}, {}, {Usage: models.Usage{Estimated: true}, Unknown: true},
+	} {
+		if got := complete(t, c, ask("go")); got.Unknown != want.Unknown || got.Usage.Estimated != want.Usage.Estimated || got.Usage.TotalTokens == 0 {
+			t.Errorf("answer %d: %+v", i, got)
+		}
 	}
 }
 

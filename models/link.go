@@ -17,6 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
+// statusOverloaded is what some providers answer instead of 503.
+const statusOverloaded = 529
+
 // maxRefusalBytes is how much of a refusal is read.
 const maxRefusalBytes = 64 << 10
 
@@ -32,7 +35,7 @@ type link struct {
 	config Config
 	key    string // idempotency key
 	idle   *time.Timer
-	wrote  atomic.Bool // the request has left
+	sent   atomic.Bool // the request may have left
 
 	body     io.ReadCloser
 	failure  *Error     // the server refused
@@ -67,13 +70,14 @@ func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
 // Do sends a request of go-openai.
 func (l *link) Do(req *http.Request) (*http.Response, error) {
 	if l.key != "" {
-		req.Header.Set("Idempotency-Key", l.key)
+		// Not in canonical form: under that name net/http would send the request again by itself when a connection breaks.
+		req.Header["idempotency-key"] = []string{l.key}
 	}
 	if parent := trace.Traceparent(req.Context()); parent != "" {
 		req.Header.Set("Traceparent", parent)
 	}
 	ctx := httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{
-		WroteRequest: func(info httptrace.WroteRequestInfo) { l.wrote.Store(info.Err == nil) },
+		GotConn: func(httptrace.GotConnInfo) { l.sent.Store(true) },
 	})
 	resp, err := l.config.HTTPClient.Do(req.WithContext(ctx))
 	if err != nil {
@@ -127,9 +131,20 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 	return resp, nil
 }
 
-// consumed reports whether a failed attempt may have used tokens: the model got it, and did not refuse.
-func (l *link) consumed(err error) bool {
-	return l.wrote.Load() && l.failure == nil && !errors.Is(err, errWebPage) && !errors.Is(err, errNoAnswer)
+// mayBeBilled reports whether a failed attempt may have used tokens: the server may have got it, and did not refuse it. A
+// gateway that gives up says nothing about the model behind it.
+func (l *link) mayBeBilled(err error) bool {
+	if l.failure == nil {
+		return l.sent.Load() && !errors.Is(err, errWebPage)
+	}
+	switch status := l.failure.Status; status {
+	case http.StatusNotImplemented, http.StatusServiceUnavailable, statusOverloaded:
+		return false
+	case http.StatusRequestTimeout:
+		return true
+	default:
+		return status >= 500
+	}
 }
 
 // explain makes the error of a failed attempt.

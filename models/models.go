@@ -18,9 +18,10 @@
 //   - Silence ends: an attempt that receives no byte for [Config.IdleTimeout] is given up and repeated.
 //   - Tool calls come out in one form, whatever the server's dialect: ordered, with a name and an id each, the
 //     arguments as text. They are not validated; they may be no JSON at all.
-//   - Usage is always filled in. Where the server is silent it is an estimate, marked as one. Cost comes from a
-//     price table; a model without a price costs 0 and says so ([Response.Priced]). What attempts used that came to
-//     nothing is reckoned apart ([Response.Lost]), also when the call fails.
+//   - Usage is always filled in. Where a server never reports it, it is an estimate above the usual, marked as one. Cost comes
+//     from a price table; a model without a price costs 0 and says so ([Response.Priced]). An attempt that the server got, and
+//     neither refused nor answered with its usage, may have been billed: the caller hears of it before another is sent
+//     ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503 and 529, but not 408.
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
 // Servers differ. What one refuses (stream_options, streaming, max_tokens) is left out once it has said so; the
@@ -74,6 +75,7 @@ type Client struct {
 	mu      sync.Mutex
 	dialect dialect // what the server has turned out not to understand
 	density float64 // see Density
+	reports bool    // the server has reported usage
 }
 
 // New checks the configuration, all of it at once, and makes no connection.

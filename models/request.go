@@ -22,6 +22,9 @@ type Request struct {
 	IdempotencyKey string
 	// OnDelta gets the answer's text piece by piece, on the goroutine that called Complete.
 	OnDelta func(text string)
+	// BeforeRetry is called before the request is sent again, when the attempt before may have been billed: the server got
+	// it, and neither refused nor answered it. It returns the upper bound of the answer from then on; an error ends the call.
+	BeforeRetry func(ctx context.Context) (maxTokens int, err error)
 	// OnRestart is called when text was given to OnDelta and the attempt it came from has come to
 	// nothing: what follows begins anew.
 	OnRestart func()
@@ -37,10 +40,9 @@ type Response struct {
 	Priced       bool          // false when the price table does not know the model
 	Duration     time.Duration // with repetitions and waits
 	Attempts     int           // requests that were sent for it, refused dialects included
-	// Lost is what attempts have used, by estimate, whose answer was cut off or never came: not part of Usage.
-	// One that the server refused, or that did not reach it, has used nothing.
-	Lost    Usage
-	LostUSD float64
+	// Unknown says that the last attempt may have been billed and nobody knows for how much: the server got it, and neither
+	// refused it nor said what it used. Usage is an estimate then, too low or too high, or empty besides an error.
+	Unknown bool
 }
 
 // Usage is in tokens. CachedTokens are part of PromptTokens.
@@ -55,7 +57,7 @@ type Usage struct {
 // Complete sends the request and returns the whole answer. See the package comment for what is repeated.
 //
 // The error is an *[Error] when the server or the connection is at fault, and wraps the context's error when
-// ctx ended first. Besides an error, the Response says only what was lost.
+// ctx ended first. Besides an error, the Response says only whether what was used is unknown.
 func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	if len(req.Messages) == 0 {
 		return Response{}, &Error{Message: "the request has no messages"}
@@ -114,7 +116,7 @@ func wantsNewLimit(model string) bool {
 // response prices the answer and estimates what the server did not count.
 func (r *run) response(a answer) Response {
 	resp := r.failed()
-	resp.Message, resp.FinishReason, resp.Usage = a.message, a.finish, a.usage.orEstimate(r.req, estimateMessage(a.message))
+	resp.Message, resp.FinishReason, resp.Usage = a.message, a.finish, a.usage.orEstimate(r.req, measure(a.message).most())
 	resp.Model = cmp.Or(a.model, resp.Model)
 	price, found := r.client.config.Prices.Of(resp.Model)
 	if !found {
@@ -126,10 +128,9 @@ func (r *run) response(a answer) Response {
 
 // failed is what is known without an answer.
 func (r *run) failed() Response {
-	price, found := r.client.config.Prices.Of(r.req.Model)
+	_, found := r.client.config.Prices.Of(r.req.Model)
 	return Response{
-		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.sent,
-		Lost: r.lost, LostUSD: price.Cost(r.lost),
+		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.sent, Unknown: r.unknown,
 	}
 }
 
@@ -139,19 +140,10 @@ func (u Usage) orEstimate(req Request, completion int) Usage {
 		u.TotalTokens = u.PromptTokens + u.CompletionTokens
 	}
 	if u.TotalTokens == 0 {
-		u.PromptTokens, u.CompletionTokens, u.Estimated = estimatePrompt(req), completion, true
+		u.PromptTokens, u.CompletionTokens, u.Estimated = mostTokensOf(req), completion, true
 		u.TotalTokens = u.PromptTokens + u.CompletionTokens
 	}
 	return u
-}
-
-// Plus adds what another call has used.
-func (u Usage) Plus(other Usage) Usage {
-	return Usage{
-		PromptTokens: u.PromptTokens + other.PromptTokens, CompletionTokens: u.CompletionTokens + other.CompletionTokens,
-		TotalTokens: u.TotalTokens + other.TotalTokens, CachedTokens: u.CachedTokens + other.CachedTokens,
-		Estimated: u.Estimated || other.Estimated,
-	}
 }
 
 // contextError tells an ended context from a server's fault.

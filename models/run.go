@@ -18,7 +18,7 @@ type run struct {
 	started time.Time
 	sent    int  // attempts made, those that only taught a dialect included
 	shown   bool // text of the present attempt went to OnDelta
-	lost    Usage
+	unknown bool // the last attempt may have been billed, and nobody knows for how much
 }
 
 // untilDone repeats the request as long as that may help.
@@ -35,7 +35,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		r.restart()
 		if next, changed := d.after(failure, r.req); changed {
 			r.client.learn(ctx, next)
-			continue
+			continue // a refusal: nothing was billed
 		}
 		wait, again := r.client.config.Retry.wait(attempt, failure)
 		if !again || !reaches(ctx, wait) {
@@ -46,8 +46,20 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		if err := sleep(ctx, wait); err != nil {
 			return answer{}, fmt.Errorf("complete with %s: %w", r.req.Model, errors.Join(err, failure))
 		}
+		if err := r.beforeRetry(ctx); err != nil {
+			return answer{}, fmt.Errorf("complete with %s again: %w", r.req.Model, err)
+		}
 		attempt++
 	}
+}
+
+// beforeRetry has the caller account for an attempt that may have been billed.
+func (r *run) beforeRetry(ctx context.Context) (err error) {
+	if r.unknown && r.req.BeforeRetry != nil {
+		r.unknown = false
+		r.req.MaxTokens, err = r.req.BeforeRetry(ctx)
+	}
+	return err
 }
 
 // restart tells a live viewer that what it saw does not count.
@@ -76,12 +88,11 @@ func (r *run) try(ctx context.Context, d dialect) (answer, *Error) {
 		err = errNoAnswer
 	}
 	if err != nil {
-		if link.consumed(err) {
-			r.lost = r.lost.Plus(parts.usage.orEstimate(r.req, ceilDiv(parts.size(), bytesPerToken)))
-			r.lost.Estimated = true
-		}
+		r.unknown = link.mayBeBilled(err)
 		return answer{}, link.explain(ctx, err)
 	}
+	reports := r.client.reportsUsage(parts.usage != (Usage{}))
+	r.unknown = parts.usage == (Usage{}) && (reports || parts.cut)
 	return parts.answer(r.req), nil
 }
 
@@ -94,6 +105,7 @@ func (r *run) stream(ctx context.Context, link *link, req openai.ChatCompletionR
 	defer stream.Close()
 	for {
 		chunk, err := stream.RecvRaw()
+		ended := errors.Is(err, io.EOF)
 		if err != nil {
 			err = cutOff(err)
 		} else {
@@ -101,13 +113,14 @@ func (r *run) stream(ctx context.Context, link *link, req openai.ChatCompletionR
 		}
 		switch whole := parts.finish != "" || link.saidDone(); {
 		case err != nil && whole: // what breaks after the end costs nothing but the usage
+			parts.cut = !link.saidDone() && !ended
 			return nil
 		case err != nil:
 			return err
 		case !whole && parts.beyond(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(ctx, "model ignored its limit, answer cut", slog.String("model", r.req.Model),
 				slog.Int("max_tokens", r.req.MaxTokens), slog.Int("bytes", parts.size()))
-			parts.finish = openai.FinishReasonLength
+			parts.finish, parts.cut = openai.FinishReasonLength, true
 			return nil
 		}
 	}

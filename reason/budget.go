@@ -3,9 +3,7 @@ package reason
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
-	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -13,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -45,8 +44,6 @@ type account struct {
 	scopes   []budgets.Scope
 	patience time.Duration // with others' reservations
 	answer   int           // tokens of one answer; 0 for the model's usual
-	key      string        // begins the names of its reservations
-	calls    int
 }
 
 // open says where a turn's calls are counted: in the day, the surface's day, the run, and what a run that
@@ -73,29 +70,12 @@ func (b Budget) limit() budgets.Limit {
 	return limit
 }
 
-// bounded reports whether anything limits the account.
-func (a *account) bounded() bool {
-	for _, s := range a.scopes {
-		if s.Limit != (budgets.Limit{}) {
-			return true
-		}
-	}
-	return false
-}
-
-// reservation is that of the account's next call. Its name is the same in every run of the execution.
+// reservation is that of a call. Each request that the call sends has one; they follow each other.
 func (a *account) reservation(ctx context.Context, model *models.Client, req models.Request) (*reservation, error) {
-	if a.key == "" {
-		var err error
-		if a.key, err = executions.Step(ctx, "account", func(context.Context) (string, error) { return rand.Text(), nil }); err != nil {
-			return nil, err
-		}
-	}
 	current, ok := executions.Current(ctx)
 	if !ok {
 		return nil, executions.ErrOutside
 	}
-	a.calls++
 	req.MaxTokens = a.answer
 	quote := model.Quote(req)
 	need := func() budgets.Need {
@@ -107,27 +87,39 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 	}
 	return &reservation{
 		Reservation: budgets.Reservation{
-			ExecutionID: current.ID, Claim: current.Claim, Step: fmt.Sprintf("model %d of %s", a.calls, a.key), Scopes: a.scopes,
-			Patience: a.patience, Need: need(), Reckon: need,
+			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, Patience: a.patience, Need: need(), Reckon: need,
 		},
-		bounded: a.bounded() || a.answer > 0, reckoned: quote.PromptTokens,
+		reckoned: quote.PromptTokens,
 	}, nil
 }
 
 // reservation is one call's, with what the call has used.
 type reservation struct {
 	budgets.Reservation
-	bounded  bool
-	reckoned int // tokens of the prompt
-	tokens   int64
-	cost     float64
+	reckoned int           // tokens of the prompt
+	granted  int64         // tokens of the answer
+	last     budgets.Spend // of the last request
+	lost     budgets.Spend // of the requests before it, written off,
+	answers  int64         // and what their answers were allowed of that
 }
 
-// grant returns how long the answer may be, in tokens; 0 is no bound. From then on the call's worst case counts, until
-// it says what it used.
+// grant returns how long the answer may be, in tokens. From then on the request's worst case counts, until it says what it used.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
-	effect.Settle = func(b *pgx.Batch) { r.Settle(b, r.tokens, r.cost) }
+	effect.Settle = func(b *pgx.Batch) { r.Settle(b, r.last) }
 	granted, err := r.Await(ctx, db)
+	return r.take(granted, err)
+}
+
+// renew has another request follow one that may have been billed.
+func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
+	lost, granted, err := r.Renew(ctx, db)
+	r.lost, r.last = r.lost.Plus(lost), budgets.Spend{}
+	r.answers += min(r.granted, lost.Tokens)
+	return r.take(granted, err)
+}
+
+// take takes what a limit grants.
+func (r *reservation) take(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
 	case errors.As(err, &refused):
@@ -135,16 +127,37 @@ func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executi
 	case err != nil:
 		return 0, err
 	}
-	r.tokens = r.Need.PromptTokens + granted
-	r.cost = r.Need.PromptUSD + float64(granted)*r.Need.TokenUSD
-	if !r.bounded {
-		return 0, nil
-	}
+	r.granted = granted
+	r.unknown(0, 0)
 	return int(granted), nil
 }
 
-// used says what the call has come to.
-func (r *reservation) used(tokens int, cost float64) { r.tokens, r.cost = int64(tokens), cost }
+// unknown counts the last request at its worst case, and no less than what is known of it.
+func (r *reservation) unknown(tokens int, usd float64) {
+	tokens64 := max(r.Need.PromptTokens+r.granted, int64(tokens))
+	usd = max(r.Need.PromptUSD+float64(r.granted)*r.Need.TokenUSD, usd)
+	r.last = budgets.Spend{Tokens: tokens64, USD: usd, UnknownTokens: tokens64, UnknownUSD: usd}
+}
+
+// used counts a request by its response, and returns what the call has used in all.
+func (r *reservation) used(response models.Response) (activity.Usage, float64) {
+	u := response.Usage
+	shown := activity.Usage{PromptTokens: u.PromptTokens, CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated}
+	r.last = budgets.Spend{Tokens: int64(u.TotalTokens), USD: response.CostUSD}
+	switch {
+	case response.Unknown:
+		r.unknown(u.TotalTokens, response.CostUSD)
+		shown.PromptTokens = int(min(r.Need.PromptTokens, r.last.Tokens))
+		shown.CompletionTokens, shown.Estimated = int(r.last.Tokens)-shown.PromptTokens, false
+	case u.Estimated:
+		r.last.UnknownTokens, r.last.UnknownUSD = r.last.Tokens, r.last.USD
+	}
+	all := r.lost.Plus(r.last)
+	shown.PromptTokens += int(r.lost.Tokens - r.answers)
+	shown.CompletionTokens += int(r.answers)
+	shown.TotalTokens, shown.UnknownTokens, shown.UnknownUSD = int(all.Tokens), int(all.UnknownTokens), all.UnknownUSD
+	return shown, all.USD
+}
 
 // endedByScope names the limit that a refusal is about.
 func endedByScope(refused *budgets.Error) string {

@@ -113,7 +113,7 @@ func (w *turn) performSkill(ctx context.Context, c *call, s skills.Skill) error 
 }
 
 // invokeSkill makes a call that needs no leave, or has it. The error of the skill is the call's result.
-func (w *turn) invokeSkill(ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch)) error {
+func (w *turn) invokeSkill(ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string)) error {
 	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, Also: also}
 	value, err := w.invoke(ctx, step, s, c.args, about, func() { w.begin(c) })
 	var failure *executions.StepError

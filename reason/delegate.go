@@ -168,6 +168,8 @@ func (w *turn) count(o Outcome) {
 	w.outcome.Usage.CompletionTokens += o.Usage.CompletionTokens
 	w.outcome.Usage.TotalTokens += o.Usage.TotalTokens
 	w.outcome.Usage.Estimated = w.outcome.Usage.Estimated || o.Usage.Estimated
+	w.outcome.Usage.UnknownTokens += o.Usage.UnknownTokens
+	w.outcome.Usage.UnknownUSD += o.Usage.UnknownUSD
 	w.outcome.CostUSD += o.CostUSD
 }
 
@@ -276,6 +278,7 @@ func (w *turn) spentBy(ctx context.Context, child string) (Outcome, error) {
 	spent, err := budgets.Of(ctx, w.Pool, childScope(span.TraceID, child))
 	o := Outcome{CostUSD: spent.CostUSD}
 	o.Usage.TotalTokens, o.Usage.Estimated = int(spent.Tokens), true
+	o.Usage.UnknownTokens, o.Usage.UnknownUSD = int(spent.UnknownTokens), spent.UnknownUSD
 	return o, err
 }
 

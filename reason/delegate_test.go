@@ -278,7 +278,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 			if n := value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
 				t.Errorf("%d children", n)
 			}
-			if got := w.book(t); got.Aside != 0 || got.Unsettled != 0 {
+			if got := w.book(t); got.Aside != 0 || got.Unknown != 0 {
 				t.Errorf("the day has %+v", got)
 			}
 		})

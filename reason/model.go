@@ -17,10 +17,17 @@ import (
 // reply is what is recorded of a model call.
 type reply struct {
 	Message openai.ChatCompletionMessage `json:"message"`
-	Usage   models.Usage                 `json:"usage"` // with what lost attempts have used
+	Usage   models.Usage                 `json:"usage"` // with what lost attempts may have used, which is Unknown, too
+	Unknown *unknownSpend                `json:"unknown,omitempty"`
 	CostUSD float64                      `json:"cost_usd"`
 	Spent   time.Duration                `json:"spent_ns"` // of the turn's time, when the answer had come
 	Cut     string                       `json:"cut,omitempty"`
+}
+
+// unknownSpend is the worst case of requests that were not answered.
+type unknownSpend struct {
+	Tokens int     `json:"tokens"`
+	USD    float64 `json:"usd"`
 }
 
 // asked is what a model call's row shows: the messages it was the first to see, and the tools' names.
@@ -85,7 +92,9 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 	if err != nil {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
 	}
-	l.Model.Learn(r.reckoned, got.Usage) // also of an answer that another process got
+	if got.Unknown == nil {
+		l.Model.Learn(r.reckoned, got.Usage) // also of an answer that another process got
+	}
 	return got, nil
 }
 
@@ -99,9 +108,12 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 	}
 	got, err := l.send(limited, c, r, effect)
 	var refused *models.Error
+	var limit *executions.StepError
 	switch {
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
 		return reply{}, &executions.StepError{Class: classBudget, Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
+	case errors.As(err, &limit):
+		return reply{}, limit
 	case errors.As(err, &refused):
 		return reply{}, &executions.StepError{Class: "model", Message: err.Error()}
 	}
@@ -115,20 +127,26 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		return reply{}, err
 	}
 	c.request.MaxTokens, c.request.IdempotencyKey = limit, effect.Key
+	c.request.BeforeRetry = func(ctx context.Context) (int, error) { return r.renew(ctx, l.Pool) }
+	effect.Usage, effect.CostUSD = r.used(models.Response{Unknown: true})
 	if ctx.Err() != nil {
-		r.used(0, 0)
+		effect.Usage, effect.CostUSD = r.used(models.Response{})
 		return reply{}, ctx.Err()
 	}
 	response, err := l.Model.Complete(ctx, c.request)
 	l.Model.Learn(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
-	used, cost := response.Usage.Plus(response.Lost), response.CostUSD+response.LostUSD
-	r.used(used.TotalTokens, cost)
-	effect.Usage = shownUsage(used)
-	effect.CostUSD, effect.Model = cost, response.Model
+	used, cost := r.used(response)
+	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {
 		return reply{}, err
 	}
-	got := reply{Usage: used, CostUSD: cost}
+	got := reply{Usage: models.Usage{
+		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
+		CachedTokens: response.Usage.CachedTokens, Estimated: used.Estimated,
+	}, CostUSD: cost}
+	if used.UnknownTokens > 0 {
+		got.Unknown = &unknownSpend{used.UnknownTokens, used.UnknownUSD}
+	}
 	if response.FinishReason == openai.FinishReasonLength {
 		l.markCut(ctx, &response, c)
 	}
@@ -142,11 +160,16 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	return got, nil
 }
 
-// shownUsage is what a call has used as the log has it.
-func shownUsage(u models.Usage) activity.Usage {
-	return activity.Usage{
-		PromptTokens: u.PromptTokens, CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated,
+// shown is what a call has used as the log has it.
+func (r reply) shown() activity.Usage {
+	u := activity.Usage{
+		PromptTokens: r.Usage.PromptTokens, CompletionTokens: r.Usage.CompletionTokens, TotalTokens: r.Usage.TotalTokens,
+		Estimated: r.Usage.Estimated,
 	}
+	if r.Unknown != nil {
+		u.UnknownTokens, u.UnknownUSD = r.Unknown.Tokens, r.Unknown.USD
+	}
+	return u
 }
 
 // markCut says in the answer itself that it is not whole. Calls that were cut are refused for their arguments.

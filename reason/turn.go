@@ -103,7 +103,7 @@ func (w *turn) iterate(ctx context.Context) error {
 		return err
 	}
 	w.outcome.Iterations++
-	w.count(Outcome{Usage: shownUsage(reply.Usage), CostUSD: reply.CostUSD})
+	w.count(Outcome{Usage: reply.shown(), CostUSD: reply.CostUSD})
 	w.messages = append(w.messages, sendable(reply.Message))
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut

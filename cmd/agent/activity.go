@@ -90,13 +90,24 @@ func report[T any](c *cli, use, short, empty string, heading []string,
 
 func (c *cli) spendCommand() *cobra.Command {
 	return report(c, "spend", "Tokens and money by skill, surface, model and day", "no model was called in that time",
-		[]string{"DAY", "SKILL", "SURFACE", "MODEL", "CALLS", "TOKENS", "COST"},
+		[]string{"DAY", "SKILL", "SURFACE", "MODEL", "CALLS", "TOKENS", "COST", "UNKNOWN"},
 		func(ctx context.Context, s *session, since time.Time) ([]activity.Spending, error) {
 			return activity.Spend(ctx, s.pool, since, activity.ByDay)
 		},
 		func(x activity.Spending) []string {
-			return []string{x.Period, x.Skill, x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens), money(x.CostUSD)}
+			return []string{x.Period, x.Skill, x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens), money(x.CostUSD), unknownSpend(x.UnknownTokens, x.UnknownUSD)}
 		})
+}
+
+// unknownSpend is what a provider may have billed and did not report, for people: a part of the columns before it.
+func unknownSpend(tokens int64, usd float64) string {
+	switch {
+	case tokens == 0 && usd == 0:
+		return ""
+	case usd == 0:
+		return fmt.Sprintf("%d tokens", tokens)
+	}
+	return fmt.Sprintf("%d tokens, %s", tokens, money(usd))
 }
 
 func (c *cli) slowestCommand() *cobra.Command {

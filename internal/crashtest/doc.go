@@ -20,6 +20,8 @@
 //     same again, or attaches to its answer, gets the one that was made.
 //   - A stop, a pause and a kill in the middle of streamed answers, under several visitors.
 //   - The same boundaries with two crashes, a graceful stop, ^C, an admin's cancel, and a connection that breaks.
+//   - Kills, pauses and stops at random moments, under visitors who talk and leave: what is counted as spent is never below what the
+//     provider bills, and above it only by what is marked as unknown.
 //   - Two processes on one database: one heartbeat per tick, never two at once, also when the leader dies.
 //   - A process paused past its lease can neither checkpoint, nor log, nor finish, and what it tried is in
 //     the activity log.

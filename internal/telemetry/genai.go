@@ -52,6 +52,7 @@ const (
 	agentIdempotent = "agent.idempotency_key"
 	agentCost       = "agent.llm.cost_usd"
 	agentEstimated  = "agent.llm.usage_estimated"
+	agentUnknown    = "agent.llm.unknown_tokens" // the part of the tokens that the provider did not report
 	agentWaitFor    = "agent.wait.for"
 	agentTimedOut   = "agent.wait.timed_out"
 )

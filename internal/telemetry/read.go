@@ -18,7 +18,7 @@ type activityRow struct {
 	ExecutionID                                            *string
 	Kind, SkillName, Agent, Surface, Status, Purpose, Step string
 	Model, ErrorClass, ErrorMessage                        string
-	PromptTokens, CompletionTokens                         string
+	PromptTokens, CompletionTokens, UnknownTokens          string
 	Estimated                                              bool
 	CostUsd                                                float64
 	ThreadID, Lane, IdempotencyKey                         string

@@ -4,6 +4,7 @@ select a.id::text, a.trace_id, a.execution_id::text, a.kind, a.skill_name, a.age
        a.error_class, coalesce(a.error_message, '') as error_message,
        coalesce(a.token_usage ->> 'prompt_tokens', '0') as prompt_tokens,
        coalesce(a.token_usage ->> 'completion_tokens', '0') as completion_tokens,
+       coalesce(a.token_usage ->> 'unknown_tokens', '0') as unknown_tokens,
        coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated,
        a.cost_usd::float8 as cost_usd, coalesce(a.thread_id, '') as thread_id, a.lane, a.idempotency_key, a.created_at,
        coalesce(a.finished_at, a.created_at) as finished_at,

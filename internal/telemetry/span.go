@@ -209,6 +209,9 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, about []a
 		if a.Status == "success" {
 			about = append(about, text(genAnswerModel, a.Model))
 		}
+		if unknown := number(a.UnknownTokens); unknown > 0 {
+			about = append(about, attribute.Int64(agentUnknown, unknown))
+		}
 		if a.Estimated {
 			about = append(about, attribute.Bool(agentEstimated, true))
 		}
