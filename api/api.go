@@ -11,11 +11,12 @@
 // It promises:
 //
 //   - Who may call a route is a column of the table. Admin asks for the admin token, Visitor for a chat
-//     key, both as "Authorization: Bearer", compared by digest and in constant time over all keys; neither
-//     opens the other's routes. Under /v1 that holds also to learn that a route does not exist. Without a
-//     configured token or key nobody enters.
+//     key, both as "Authorization: Bearer"; neither opens the other's routes. Under /v1 that holds also to
+//     learn that a route does not exist. Without a configured token or key nobody enters. Wrong ones are
+//     slowed down (429) and logged by package internal/credentials, also those of the login.
 //   - A browser that has logged in with the admin token (see login.go) has a cookie in its place, which scripts
-//     cannot read, other sites' pages cannot make it send, and which ends after twelve hours or with the token.
+//     cannot read, other sites' pages cannot make it send, and which ends after twelve hours, with the logout
+//     or with the token.
 //   - What a browser sends from a page of another origin is refused, except at webhooks; with the cookie of a
 //     login that holds for reading too.
 //   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
@@ -49,6 +50,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // Options are what the API stands on.
@@ -64,6 +66,8 @@ type Options struct {
 	Proxies clientip.Trusted
 	// Endpoints are the routes of the surfaces.
 	Endpoints []Endpoint
+	// Listener shortens the time in which the streams of a login end that another process ended; may be nil.
+	Listener *postgres.Listener
 	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
 	// as programs are.
 	Pages Pages
@@ -83,13 +87,13 @@ func New(o Options) (http.Handler, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	gate, err := newGate(o.AdminToken, o.ChatKeys)
+	gate, err := newGate(o)
 	if err != nil {
 		return nil, err
 	}
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
-		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, brake: newBrake(), proxies: o.Proxies,
+		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -109,7 +113,6 @@ type server struct {
 	limits   limits
 	watch    *watch
 	pages    Pages // nil for none
-	brake    *brake
 	proxies  clientip.Trusted
 	log      *slog.Logger
 

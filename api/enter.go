@@ -120,9 +120,9 @@ func (s *server) timed(rt route, next http.Handler) http.Handler {
 		}
 		ctx, leave := until(r.Context(), stop)
 		defer leave()
-		if who, _ := ctx.Value(callerKey{}).(caller); !who.until.IsZero() {
-			var end context.CancelFunc
-			ctx, end = context.WithDeadline(ctx, who.until)
+		if who, _ := ctx.Value(callerKey{}).(caller); who.login != nil {
+			var end func()
+			ctx, end = s.gate.sessions.hold(ctx, who.login)
 			defer end()
 		}
 		next.ServeHTTP(&flow{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))

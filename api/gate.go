@@ -2,107 +2,112 @@ package api
 
 import (
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
-	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// gate knows who may enter. It keeps digests, so that neither content nor length of a key shows in the time
-// that a comparison takes.
+// gate knows who may enter. Whatever a request presents is checked by the guard.
 type gate struct {
-	open  bool // there is an admin token
-	admin [32]byte
-	keys  []chatKey
+	guard *credentials.Guard
+	admin credentials.Key   // accepts nothing without an admin token
+	chat  []credentials.Key // named
 	cross http.CrossOriginProtection
 
-	sessions sessions
+	sessions *sessions
 }
 
-// chatKey is the digest of a key and what it is called.
-type chatKey struct {
-	name   string
-	digest [32]byte
-}
-
-func newGate(token string, keys map[string]string) (*gate, error) {
-	g := &gate{open: token != "", admin: digest(token)}
+func newGate(o Options) (*gate, error) {
+	g := &gate{guard: credentials.NewGuard(o.Logger), admin: credentials.NewKey("", o.AdminToken)}
 	var err error
-	if g.sessions, err = newSessions(token); err != nil {
+	if g.sessions, err = newSessions(o, g.guard); err != nil {
 		return nil, err
 	}
-	for _, name := range slices.Sorted(maps.Keys(keys)) {
-		key := chatKey{name, digest(keys[name])}
+	for _, name := range slices.Sorted(maps.Keys(o.ChatKeys)) {
+		key := credentials.NewKey(name, o.ChatKeys[name])
 		switch {
-		case strings.TrimSpace(keys[name]) == "":
+		case strings.TrimSpace(o.ChatKeys[name]) == "":
 			return nil, fmt.Errorf("chat key %q is empty; set it or leave it out (AGENT_CHAT_KEY)", name)
-		case key.digest == g.admin:
+		case key.Same(g.admin):
 			return nil, fmt.Errorf("chat key %q is the admin token; visitors need another one (AGENT_CHAT_KEY)", name)
 		}
-		for _, other := range g.keys {
-			if other.digest == key.digest {
-				return nil, fmt.Errorf("chat keys %q and %q are the same (AGENT_CHAT_KEY)", other.name, name)
+		for _, other := range g.chat {
+			if key.Same(other) {
+				return nil, fmt.Errorf("chat keys %q and %q are the same (AGENT_CHAT_KEY)", other.Name, name)
 			}
 		}
-		g.keys = append(g.keys, key)
+		g.chat = append(g.chat, key)
 	}
 	return g, nil
 }
 
-func digest(token string) [32]byte { return sha256.Sum256([]byte(token)) }
-
-// bearer is the digest of what a request presents.
-func bearer(r *http.Request) (given [32]byte, has bool) {
-	scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-	token = strings.TrimSpace(token)
-	return digest(token), strings.EqualFold(scheme, "Bearer") && token != ""
+// bearer is what a request presents.
+func bearer(r *http.Request) (secret string, has bool) {
+	scheme, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	secret = strings.TrimSpace(secret)
+	return secret, strings.EqualFold(scheme, "Bearer") && secret != ""
 }
 
 // isToken reports whether a text is the admin token.
-func (g *gate) isToken(token string) bool {
-	given := digest(token)
-	return subtle.ConstantTimeCompare(given[:], g.admin[:]) == 1 && g.open
+func (g *gate) isToken(r *http.Request, text string) (is bool, err error) {
+	_, is, err = g.guard.Check(r, credentials.Admin, text, g.admin)
+	return is, err
 }
 
 // admit lets the admin in: with the token or, where no header is sent that says otherwise, with the cookie of a login.
 func (g *gate) admit(w http.ResponseWriter, r *http.Request, rt route) (caller, error) {
 	if r.Header.Get("Authorization") == "" {
-		if until, valid := g.sessions.of(r); valid {
-			return caller{admin: true, until: until}, sameOrigin(r, rt)
+		login, err := g.sessions.of(r)
+		if err != nil {
+			return caller{}, refusedTry(w, err)
+		}
+		if login != nil {
+			return caller{admin: true, login: login}, sameOrigin(r, rt)
 		}
 	}
-	given, has := bearer(r)
-	same := subtle.ConstantTimeCompare(given[:], g.admin[:]) == 1
-	if !has || !same || !g.open {
+	token, has := bearer(r)
+	if !has {
+		return caller{}, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+	}
+	is, err := g.isToken(r, token)
+	if err != nil {
+		return caller{}, refusedTry(w, err)
+	}
+	if !is {
 		return caller{}, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
 	}
 	return caller{admin: true}, nil
 }
 
-// visitor is the name of the chat key that a request has. Every key is looked at, whichever it is.
-func (g *gate) visitor(r *http.Request) (name string, is bool) {
-	given, has := bearer(r)
-	found := -1
-	for i, key := range g.keys {
-		found = subtle.ConstantTimeSelect(subtle.ConstantTimeCompare(given[:], key.digest[:]), i, found)
+// visitor is the name of the chat key that a request has.
+func (g *gate) visitor(w http.ResponseWriter, r *http.Request) (name string, err error) {
+	const what = "a chat key (AGENT_CHAT_KEY)"
+	key, has := bearer(r)
+	if !has {
+		return "", refusedKey(w, r, what)
 	}
-	if !has || found < 0 {
-		return "", false
+	name, is, err := g.guard.Check(r, credentials.Chat, key, g.chat...)
+	if err != nil {
+		return "", refusedTry(w, err)
 	}
-	return g.keys[found].name, true
+	if !is {
+		return "", refusedKey(w, r, what)
+	}
+	return name, nil
 }
 
 // caller is who made a request that has passed the gate.
 type caller struct {
 	admin   bool
-	visitor string    // name of the chat key
-	until   time.Time // when the login ends; zero for who has no login but the token
+	visitor string // name of the chat key
+	login   *login // nil for who has the token
 }
 
 type callerKey struct{}
@@ -121,9 +126,9 @@ func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Req
 	switch rt.access {
 	case Public:
 	case Visitor:
-		name, is := g.visitor(r)
-		if !is {
-			return r, refusedKey(w, r, "a chat key (AGENT_CHAT_KEY)")
+		name, err := g.visitor(w, r)
+		if err != nil {
+			return r, err
 		}
 		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, caller{visitor: name}))
 	default:
@@ -137,6 +142,16 @@ func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Req
 		return r, crossOrigin()
 	}
 	return r, nil
+}
+
+// refusedTry tells how long to wait after wrong tries; another error it returns.
+func refusedTry(w http.ResponseWriter, err error) error {
+	wait, is := errors.AsType[*credentials.Wait](err)
+	if !is {
+		return err
+	}
+	w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
+	return problem.New(http.StatusTooManyRequests, "%v", wait).Kind("too-many-wrong-tries", "Too many wrong tries")
 }
 
 // refusedKey says what was asked for.

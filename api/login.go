@@ -1,18 +1,15 @@
 package api
 
 import (
+	"errors"
 	"fmt"
-	"hash/maphash"
-	"math"
 	"mime"
 	"net/http"
 	"net/url"
 	"strconv"
 	"strings"
-	"sync"
-	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -33,7 +30,7 @@ func (s *server) loggingIn() []route {
 	}
 	return []route{
 		{method: "POST", path: "/login", access: Public, page: true, handler: http.HandlerFunc(s.logIn), about: "Log in, with the form of GET /login."},
-		{method: "POST", path: "/logout", access: Public, page: true, handler: http.HandlerFunc(s.logOut), about: "Forget the login."},
+		{method: "POST", path: "/logout", access: Public, page: true, handler: http.HandlerFunc(s.logOut), about: "End the login."},
 	}
 }
 
@@ -48,14 +45,13 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	next := afterLogin(r.PostForm.Get("next"))
-	right, wait := s.brake.try(r, func() bool { return s.gate.isToken(strings.TrimSpace(r.PostForm.Get("token"))) })
+	right, err := s.gate.isToken(r, strings.TrimSpace(r.PostForm.Get("token")))
+	wait, waits := errors.AsType[*credentials.Wait](err)
 	switch {
-	case wait > 0:
-		seconds := int(math.Ceil(wait.Seconds()))
-		w.Header().Set("Retry-After", strconv.Itoa(seconds))
-		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens came from here. Try again in %d s.", seconds))
+	case waits:
+		w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
+		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens came from here. Try again in %d s.", wait.Seconds()))
 	case !right:
-		s.log.WarnContext(r.Context(), "login refused", "remote", clientip.Of(r))
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
 		http.SetCookie(w, s.gate.sessions.begin(r))
@@ -67,7 +63,7 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 func (s *server) unlessLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
-		if _, valid := s.gate.sessions.of(r); valid {
+		if login, err := s.gate.sessions.of(r); err == nil && login != nil {
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
 			return
 		}
@@ -75,8 +71,12 @@ func (s *server) unlessLoggedIn(page http.Handler) http.Handler {
 	})
 }
 
-// logOut takes the cookie away. The login itself ends in time, or with the token.
+// logOut ends the login, at every process, and takes the cookie away. A login that could not be ended keeps its cookie.
 func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
+	if err := s.gate.sessions.revoke(r); err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
 	http.SetCookie(w, s.gate.sessions.end(r))
 	http.Redirect(w, r, "/login", http.StatusSeeOther)
 }
@@ -111,51 +111,3 @@ func (s *server) refusePage(w http.ResponseWriter, r *http.Request, err error) {
 
 // wantsPage reports a browser that shows what it gets.
 func wantsPage(r *http.Request) bool { return strings.Contains(r.Header.Get("Accept"), "text/html") }
-
-const (
-	// free is how many wrong tokens in a row cost nothing.
-	free = 5
-	// mostWait is the longest that an address has to wait after another.
-	mostWait = 30 * time.Second
-	// forget is after how long without a wrong token an address begins anew.
-	forget = 10 * time.Minute
-)
-
-// brake slows down guessing at the login. It has a slot for many addresses together, so that its memory is bounded:
-// two that share one also share the wait, which is short.
-type brake struct {
-	now  func() time.Time
-	seed maphash.Seed
-
-	mu    sync.Mutex
-	slots [512]guesses
-}
-
-type guesses struct {
-	wrong       int
-	last, until time.Time
-}
-
-func newBrake() *brake { return &brake{now: time.Now, seed: maphash.MakeSeed()} }
-
-// try asks whether the token is right, unless the address has to wait; then it does not ask.
-func (b *brake) try(r *http.Request, right func() bool) (is bool, wait time.Duration) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	now, slot := b.now(), &b.slots[maphash.String(b.seed, clientip.Key(r))%uint64(len(b.slots))]
-	if wait = slot.until.Sub(now); wait > 0 {
-		return false, wait
-	}
-	if now.Sub(slot.last) > forget {
-		*slot = guesses{}
-	}
-	if right() {
-		*slot = guesses{}
-		return true, 0
-	}
-	slot.wrong, slot.last = slot.wrong+1, now
-	if over := slot.wrong - free; over >= 0 {
-		slot.until = now.Add(min(mostWait, time.Second<<min(over, 10)))
-	}
-	return false, 0
-}

@@ -30,7 +30,7 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 const (
-	token    = "a-token-of-the-admin"
+	token    = "a-long-random-token-of-the-admin-4711"
 	patience = 90 * time.Second
 )
 

@@ -1,8 +1,10 @@
 package api
 
 import (
+	"context"
 	"crypto/hkdf"
 	"crypto/hmac"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
 	"fmt"
@@ -12,71 +14,174 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// A browser that has logged in has a cookie in the place of the token: when the login ends, and the HMAC of that under
-// a key that is derived from the admin token. Nothing is kept here, so it holds over restarts and at every process that
-// has the same token, and another token ends it.
+// A browser that has logged in has a cookie in the place of the token: a random id, when the login ends, and the HMAC of
+// both under a key that is derived from the admin token. So it holds over restarts and at every process that has the same
+// token, and another token ends it. A logout writes the id down until the login would have ended (agent_logouts). Only a
+// cookie that is signed right is looked up there, so that nobody else costs a query.
 
 const (
 	sessionCookie = "lanekeeper_session"
 	sessionLasts  = 12 * time.Hour
+	// logoutChannel has a notification for each logout, with the id of the login.
+	logoutChannel = "agent_logouts"
+	// logoutPoll is how often a stream looks for the logout where no notification comes.
+	logoutPoll = 15 * time.Second
 )
 
-// sessions makes and reads the cookie. The zero value lets nobody in.
+// sessions makes and reads the cookie.
 type sessions struct {
-	key []byte
-	now func() time.Time
+	key      []byte // nil lets nobody in
+	strong   bool   // the token's
+	guard    *credentials.Guard
+	db       postgres.DB
+	listener *postgres.Listener // may be nil
+	now      func() time.Time
 }
 
-func newSessions(token string) (sessions, error) {
-	if token == "" {
-		return sessions{now: time.Now}, nil
+// login is one that holds.
+type login struct {
+	id    string
+	until time.Time
+}
+
+func newSessions(o Options, guard *credentials.Guard) (*sessions, error) {
+	s := &sessions{strong: credentials.Strong(o.AdminToken), guard: guard, db: o.Pool, listener: o.Listener, now: time.Now}
+	if o.AdminToken == "" {
+		return s, nil
 	}
-	key, err := hkdf.Key(sha256.New, []byte(token), nil, "lanekeeper session 1", sha256.Size)
-	if err != nil {
-		return sessions{}, fmt.Errorf("derive the key of sessions: %w", err)
+	var err error
+	if s.key, err = hkdf.Key(sha256.New, []byte(o.AdminToken), nil, "lanekeeper session 2", sha256.Size); err != nil {
+		return nil, fmt.Errorf("derive the key of sessions: %w", err)
 	}
-	return sessions{key, time.Now}, nil
+	return s, nil
 }
 
 // begin is the cookie of a login.
-func (s sessions) begin(r *http.Request) *http.Cookie {
-	until := strconv.FormatInt(s.now().Add(sessionLasts).Unix(), 10)
-	return s.cookie(r, until+"."+base64.RawURLEncoding.EncodeToString(s.sum(until)), int(sessionLasts.Seconds()))
+func (s *sessions) begin(r *http.Request) *http.Cookie {
+	text := rand.Text() + "." + strconv.FormatInt(s.now().Add(sessionLasts).Unix(), 10)
+	return s.cookie(r, text+"."+base64.RawURLEncoding.EncodeToString(s.sum(text)), int(sessionLasts.Seconds()))
 }
 
 // end is the cookie that takes it away.
-func (s sessions) end(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
+func (s *sessions) end(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
 
-func (s sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
+func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
-		Name: sessionCookie, Value: value, Path: "/", MaxAge: age, HttpOnly: true, SameSite: http.SameSiteStrictMode,
+		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true, SameSite: http.SameSiteStrictMode,
 		Secure: r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
 	}
 }
 
-// of tells until when the request's login holds.
-func (s sessions) of(r *http.Request) (until time.Time, valid bool) {
-	c, err := r.Cookie(sessionCookie)
-	if err != nil || s.key == nil {
-		return time.Time{}, false
+// of is the request's login; nil without one that holds. A cookie that is not ours counts as a wrong try.
+func (s *sessions) of(r *http.Request) (*login, error) {
+	l, err := s.signed(r)
+	if l == nil || err != nil {
+		return nil, err
 	}
-	text, signature, _ := strings.Cut(c.Value, ".")
-	given, err := base64.RawURLEncoding.DecodeString(signature)
-	if err != nil || !hmac.Equal(given, s.sum(text)) {
-		return time.Time{}, false
+	ended, err := s.ended(r.Context(), l.id)
+	if err != nil || ended {
+		return nil, err
 	}
-	seconds, err := strconv.ParseInt(text, 10, 64)
-	until = time.Unix(seconds, 0)
-	return until, err == nil && s.now().Before(until)
+	return l, nil
 }
 
-func (s sessions) sum(text string) []byte {
+// signed is the login that a cookie says, without whether it was ended.
+func (s *sessions) signed(r *http.Request) (*login, error) {
+	c, err := r.Cookie(local.CookieName(r, sessionCookie))
+	if err != nil || s.key == nil {
+		return nil, nil //nolint:nilerr // the one error is that there is no cookie
+	}
+	at := max(0, strings.LastIndexByte(c.Value, '.'))
+	text := c.Value[:at]
+	given, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(c.Value[at:], "."))
+	right := err == nil && hmac.Equal(given, s.sum(text))
+	if err := s.guard.Judge(r, credentials.Login, right, s.strong); err != nil || !right {
+		return nil, err
+	}
+	id, seconds, _ := strings.Cut(text, ".")
+	unix, err := strconv.ParseInt(seconds, 10, 64)
+	until := time.Unix(unix, 0)
+	if err != nil || !s.now().Before(until) {
+		return nil, nil //nolint:nilerr // nobody but us signs, so it is over
+	}
+	return &login{id, until}, nil
+}
+
+func (s *sessions) sum(text string) []byte {
 	mac := hmac.New(sha256.New, s.key)
 	mac.Write([]byte(text))
 	return mac.Sum(nil)
+}
+
+// ended reports whether there was a logout.
+func (s *sessions) ended(ctx context.Context, id string) (ended bool, err error) {
+	err = postgres.Again(ctx, func() error {
+		return s.db.QueryRow(ctx, `select exists (select from agent_logouts where session_id = @id)`, postgres.Strict{"id": id}).Scan(&ended)
+	})
+	if err != nil {
+		return false, fmt.Errorf("read logouts: %w", err)
+	}
+	return ended, nil
+}
+
+// revoke ends the request's login, and forgets some of those that are over.
+func (s *sessions) revoke(r *http.Request) error {
+	l, err := s.signed(r)
+	if l == nil || err != nil {
+		return err
+	}
+	err = postgres.Again(r.Context(), func() error {
+		_, err := s.db.Exec(r.Context(), `
+			with forgotten as (
+			  delete from agent_logouts where session_id in (
+			    select session_id from agent_logouts where expires_at < clock_timestamp() order by expires_at limit 100 for update skip locked)),
+			ended as (
+			  insert into agent_logouts (session_id, expires_at) values (@id, @until) on conflict do nothing returning session_id)
+			select pg_notify(@channel, session_id) from ended`, postgres.Strict{"id": l.id, "until": l.until, "channel": logoutChannel})
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("write logout: %w", err)
+	}
+	return nil
+}
+
+// hold is a context that ends with the login. leave frees what it needs, and has to be called.
+func (s *sessions) hold(parent context.Context, l *login) (ctx context.Context, leave func()) {
+	ctx, cancel := context.WithDeadline(parent, l.until)
+	var heard <-chan string
+	stop := func() {}
+	if s.listener != nil {
+		heard, stop = s.listener.SubscribeTo(logoutChannel, func(id string) bool { return id == l.id })
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		defer stop()
+		tick := time.NewTicker(logoutPoll)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-heard:
+			case <-tick.C:
+			}
+			if ended, err := s.ended(ctx, l.id); err == nil && ended { // else it is asked again soon
+				cancel()
+			}
+		}
+	}()
+	return ctx, func() {
+		cancel()
+		<-done
+	}
 }
 
 // sameOrigin refuses what a page of another origin makes a browser send with our cookie, reading too: an answer that

@@ -116,7 +116,7 @@ func (b *idleBench) serve(ctx context.Context, binary, dir string) (cost idleCos
 	agent.WaitDelay = 30 * time.Second
 	agent.Env = []string{
 		"PATH=" + os.Getenv("PATH"), "HOME=" + dir, "DATABASE_URL=" + b.server.URL(), "AGENT_LISTEN=" + address,
-		"AGENT_ADMIN_TOKEN=0123456789abcdef0123456789abcdef", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
+		"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
 		"OPENAI_BASE_URL=http://" + address + "/none", "OPENAI_API_KEY=none",
 	}
 	if err := agent.Start(); err != nil {

@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
 )
 
 const (
@@ -38,19 +40,19 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 	}
 	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
 	http.SetCookie(w, &http.Cookie{
-		Name: flashCookie, Value: body + "." + room.sign(body), Path: "/", MaxAge: int(flashLasts.Seconds()),
+		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/", MaxAge: int(flashLasts.Seconds()),
 		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
 	})
 }
 
 // takeFlash is the message that was left, nil without one. It is shown once.
 func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
-	c, err := r.Cookie(flashCookie)
+	c, err := r.Cookie(local.CookieName(r, flashCookie))
 	if err != nil || r.Method != http.MethodGet {
 		return nil
 	}
 	http.SetCookie(w, &http.Cookie{
-		Name: flashCookie, Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
 	})
 	return room.readFlash(c.Value)
 }

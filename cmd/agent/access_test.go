@@ -33,11 +33,11 @@ func mayCall(path string) []string {
 }
 
 func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
-	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-visitors-key", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
-	keys := map[string]string{"nobody": "", "wrong": admin[1:], "visitor": "visitors-key-visitors-key", "admin": admin}
+	keys := map[string]string{"nobody": "", "wrong": admin[1:], "visitor": "visitors-key-of-this-test", "admin": admin}
 	_, text := get(t, base+"/openapi.json")
 	var document struct {
 		Paths map[string]map[string]any `json:"paths"`

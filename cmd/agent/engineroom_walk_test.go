@@ -44,12 +44,18 @@ func walkOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *wal
 			t.Errorf("the browser complains:\n%s", strings.Join(list, "\n"))
 		}
 	})
-	w.Go(w.base + "/")
+	w.logIn(w.base)
+	return w
+}
+
+// logIn goes to the overview at a port, which has a login of its own.
+func (w *walk) logIn(base string) {
+	w.t.Helper()
+	w.Go(base + "/")
 	w.Shows("Log in to the Engine Room")
 	w.Type("#token", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	w.Click("#login button")
 	w.Until("the overview is there", `location.pathname === "/" && document.querySelector("#feed")`)
-	return w
 }
 
 // serve starts the agent.
@@ -220,7 +226,7 @@ func TestTheAgentIsPausedInTheRoom(t *testing.T) {
 func TestNothingIsMissedOrTwiceWhileThePageIsOffline(t *testing.T) {
 	w := newWalk(t, browser.Look{})
 	between := newWire(t, strings.TrimPrefix(w.base, "http://"))
-	w.Go("http://" + between.Addr().String() + "/") // the cookie is that of the host, whatever the port
+	w.logIn("http://" + between.Addr().String())
 	w.follow()
 	w.Offline(true)
 	between.cut()

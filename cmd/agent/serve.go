@@ -104,7 +104,7 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 	}
 	handler, err = api.New(api.Options{
 		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys, Proxies: a.config.Proxies,
-		Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log,
+		Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
 		Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {

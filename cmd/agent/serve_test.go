@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-const token = "AGENT_ADMIN_TOKEN=0123456789abcdef0123456789abcdef"
+const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
 
 // What is missing or wrong in the environment stops the start with exit 2 and a line each, all at once.
 func TestWrongSettings(t *testing.T) {
@@ -37,6 +37,13 @@ func TestWrongSettings(t *testing.T) {
 		"no port":                {[]string{"dev"}, []string{"AGENT_LISTEN=127.0.0.1:99999"}, []string{`AGENT_LISTEN: "127.0.0.1:99999" is not an address`}},
 		"no database":            {[]string{"lanes", "ls"}, []string{"DATABASE_URL=mysql://x"}, []string{"DATABASE_URL: it is not a PostgreSQL URL"}},
 		"no level":               {[]string{"dev"}, []string{"AGENT_LOG_LEVEL=loud"}, []string{`AGENT_LOG_LEVEL: "loud" is not a level`}},
+		"weak secrets": {
+			[]string{"serve"},
+			[]string{database, "AGENT_ADMIN_TOKEN=changeme", "AGENT_CHAT_KEY=k,shop=replace-me-with-something"},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set", "AGENT_CHAT_KEY: the key shop: it begins with", "AGENT_CHAT_KEY: the key visitor: it has fewer"},
+		},
+		"weak secrets in dev": {[]string{"dev"}, []string{"AGENT_ADMIN_TOKEN=changeme"}, []string{"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set"}},
+		"no name of a key":    {[]string{"serve"}, []string{database, token, "AGENT_CHAT_KEY=a:b=0123456789abcdefgh"}, []string{"AGENT_CHAT_KEY: item 1 is not name=text"}},
 		"many at once": {
 			[]string{"serve"},
 			[]string{"AGENT_LANES=maybe", "AGENT_TIMEZONE=x", "AGENT_WORKERS=0", "AGENT_MAX_TOKENS=lots"},

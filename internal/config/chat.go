@@ -19,7 +19,7 @@ func (k *checker) chat(c *Config) {
 	}
 	c.ChatKeys = map[string]Secret{}
 	seen := map[string]bool{c.AdminToken.Reveal(): c.AdminToken.IsSet()}
-	for item := range strings.SplitSeq(c.ChatKey.Reveal(), ",") {
+	for i, item := range strings.Split(c.ChatKey.Reveal(), ",") {
 		name, key := unnamed, strings.TrimSpace(item)
 		if parts := namedKey.FindStringSubmatch(key); parts != nil {
 			name, key = parts[1], parts[2]
@@ -27,6 +27,8 @@ func (k *checker) chat(c *Config) {
 		_, taken := c.ChatKeys[name]
 		switch {
 		case key == "":
+		case name == unnamed && strings.Contains(strings.TrimRight(key, "="), "="):
+			k.refuse("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a letter", i+1)
 		case taken:
 			k.refuse("AGENT_CHAT_KEY", "two keys are named %s", name)
 		case seen[key]:

@@ -35,7 +35,7 @@ type Config struct {
 	Name       string   `env:"AGENT_NAME" envDefault:"flowpilot" help:"the agent's name in the activity log, up to 100 printable characters"`
 	Listen     string   `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
 	AdminToken Secret   `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
-	ChatKey    Secret   `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, or several as name=text,name=text; without it the chat answers 401"`
+	ChatKey    Secret   `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, for example from: openssl rand -hex 32, or several as name=text,name=text; without it the chat answers 401"`
 	ProxyList  []string `env:"AGENT_TRUSTED_PROXIES" help:"the addresses or networks of the proxies whose X-Forwarded-For says where a request comes from, for example 10.0.0.0/8; without it that is the connection's address"`
 
 	OpenAIKey     Secret `env:"OPENAI_API_KEY" help:"the key of the model's provider"`

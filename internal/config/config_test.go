@@ -252,22 +252,22 @@ func TestRequire(t *testing.T) {
 		serve, dev, sql []string // what each line begins with
 	}{
 		"nothing": {nil, []string{"DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}, nil, []string{"DATABASE_URL is not set"}},
-		"all":     {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
+		"all":     {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": token, "AGENT_CHAT_KEY": token + "2,shop=" + token + "3"}, nil, nil, nil},
 		"open, no token": {
 			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": ":8080"},
 			[]string{"AGENT_ADMIN_TOKEN is not set"},
 			[]string{"AGENT_LISTEN: :8080 can be reached"},
 			nil,
 		},
-		"open, weak token": {
-			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "0.0.0.0:80", "AGENT_ADMIN_TOKEN": "short"},
-			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16"},
-			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16"},
+		"weak": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "short", "AGENT_CHAT_KEY": "k,shop=abababababababab,blog=" + token},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8", "AGENT_CHAT_KEY: the key visitor: it has fewer than 16"},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8", "AGENT_CHAT_KEY: the key visitor: it has fewer than 16"},
 			nil,
 		},
 		"open, token":   {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token}, nil, nil, nil},
-		"localhost":     {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "localhost:0", "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
-		"loopback IPv6": {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::1]:80", "AGENT_ADMIN_TOKEN": "t"}, nil, nil, nil},
+		"localhost":     {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "localhost:0", "AGENT_ADMIN_TOKEN": token}, nil, nil, nil},
+		"loopback IPv6": {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::1]:80", "AGENT_ADMIN_TOKEN": token}, nil, nil, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cfg := load(t, c.environ)
@@ -284,7 +284,8 @@ func TestRequire(t *testing.T) {
 					continue
 				}
 				for i := range lines {
-					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") {
+					weak := strings.Contains(lines[i], "has fewer")
+					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") || weak && !strings.Contains(lines[i], "openssl rand -hex 32") {
 						t.Errorf("%s: got %q, want %q", kind, lines[i], one.want[i])
 					}
 				}
@@ -402,6 +403,7 @@ func TestChatKeysByName(t *testing.T) {
 func TestAChatKeyIsNobodyElses(t *testing.T) {
 	for name, text := range map[string]string{
 		"the admin token": "hunter2", "among names": "shop=hunter2", "twice": "a=k-1,b=k-1", "a name twice": "a=k-1,a=k-2",
+		"a name with a colon": "a:b=hunter2", "a name in capitals": "k-1,Shop=hunter2", "no name": "=hunter2", "a name too long": strings.Repeat("a", 33) + "=hunter2",
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{"AGENT_CHAT_KEY": text, "AGENT_ADMIN_TOKEN": "hunter2"})

@@ -3,12 +3,13 @@ package config
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"strings"
-)
 
-// shortestToken is the length in bytes of an admin token that may face a network.
-const shortestToken = 16
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+)
 
 // LoadServe is [Load] for `agent serve`: what it cannot do without and is not set is told together with what is wrong. Where nothing is
 // wrong, see [Config.RequireServe].
@@ -27,8 +28,8 @@ func LoadServe(environ map[string]string, also ...string) (Config, error) {
 	return c, joined(problems)
 }
 
-// RequireServe reports what `agent serve` lacks: a database and an admin token, which must be
-// long when others than this machine can reach it. The error is an [*Error].
+// RequireServe reports what `agent serve` lacks: a database and an admin token. Neither that nor a chat key may be weak,
+// also where only this machine can reach the port: a proxy may be before it. The error is an [*Error].
 func (c Config) RequireServe() error {
 	var problems []string
 	if !c.DatabaseURL.IsSet() {
@@ -37,13 +38,13 @@ func (c Config) RequireServe() error {
 	if !c.AdminToken.IsSet() {
 		problems = append(problems, unset("AGENT_ADMIN_TOKEN"))
 	}
-	return joined(append(problems, c.exposed()...))
+	return joined(append(problems, c.weak()...))
 }
 
 // RequireDev reports what `agent dev` lacks. It makes its own database and token, but a token
 // that nobody chose does not guard a port that others can reach. The error is an [*Error].
 func (c Config) RequireDev() error {
-	problems := c.exposed()
+	problems := c.weak()
 	if !c.Loopback() && !c.AdminToken.IsSet() {
 		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
 	}
@@ -72,16 +73,23 @@ func (c Config) Loopback() bool {
 	return err == nil && addr.Unmap().IsLoopback()
 }
 
-// exposed reports a weak token on an address that others can reach.
-func (c Config) exposed() []string {
-	if c.Loopback() || !c.AdminToken.IsSet() || len(c.AdminToken) >= shortestToken {
-		return nil
+// weak reports secrets that are too easy to guess.
+func (c Config) weak() []string {
+	var problems []string
+	say := func(name, whose string, secret Secret) {
+		if why := credentials.Weak(secret.Reveal()); why != "" {
+			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, whose, why, help(name)))
+		}
 	}
-	return []string{fmt.Sprintf("AGENT_ADMIN_TOKEN: it has fewer than %d characters and %s can be reached from other machines; set %s",
-		shortestToken, c.Listen, help("AGENT_ADMIN_TOKEN"))}
+	if c.AdminToken.IsSet() {
+		say("AGENT_ADMIN_TOKEN", "", c.AdminToken)
+	}
+	for _, name := range slices.Sorted(maps.Keys(c.ChatKeys)) {
+		say("AGENT_CHAT_KEY", "the key "+name+": ", c.ChatKeys[name])
+	}
+	return problems
 }
 
-// unset says that a variable is missing.
 func unset(name string) string {
 	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, help(name))
 }

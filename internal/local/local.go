@@ -6,7 +6,10 @@
 package local
 
 import (
+	"net"
+	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 )
 
@@ -25,4 +28,13 @@ func Path(address string) string {
 		return "/"
 	}
 	return u.RequestURI()
+}
+
+// CookieName is the name of a cookie with the port that the browser sees: it sends the cookies of a host to all of its ports.
+func CookieName(r *http.Request, name string) string {
+	_, port, err := net.SplitHostPort(r.Host)
+	if _, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil {
+		return name
+	}
+	return name + "_" + port
 }

@@ -1,0 +1,196 @@
+package credentials
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+)
+
+const (
+	strong = "0123456789abcdef0123456789abcdeX"
+	weak   = "correct-horse-17"
+)
+
+// stand is a guard with a clock of its own, and what it logged.
+type stand struct {
+	*Guard
+	clock time.Time
+	log   bytes.Buffer
+}
+
+func newStand() *stand {
+	s := &stand{clock: time.Unix(1_800_000_000, 0)}
+	s.Guard = NewGuard(slog.New(slog.NewTextHandler(&s.log, nil)))
+	s.now = func() time.Time { return s.clock }
+	return s
+}
+
+func from(t *testing.T, address string) *http.Request {
+	t.Helper()
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
+	r.RemoteAddr = address
+	return r
+}
+
+func waits(err error) time.Duration {
+	if w, is := errors.AsType[*Wait](err); is {
+		return w.For
+	}
+	return 0
+}
+
+func TestWrongTriesHaveToWaitLonger(t *testing.T) {
+	t.Parallel()
+	s, r := newStand(), from(t, "192.0.2.1:99")
+	key := NewKey("", weak)
+	var got []time.Duration
+	for range 15 {
+		if _, ok, err := s.Check(r, Admin, "wrong", key); ok || err != nil {
+			t.Fatalf("%v, %v", ok, err)
+		}
+		_, _, err := s.Check(r, Admin, weak, key)
+		got = append(got, waits(err))
+		s.clock = s.clock.Add(waits(err))
+	}
+	want := "[0s 0s 0s 0s 1s 2s 4s 8s 16s 30s 30s 30s 30s 30s 30s]"
+	if fmt.Sprint(got) != want {
+		t.Errorf("waits are %v, want %s", got, want)
+	}
+	if _, ok, err := s.Check(r, Admin, weak, key); !ok || err != nil {
+		t.Errorf("the right one after the wait: %v, %v", ok, err)
+	}
+	s.clock = s.clock.Add(forgetAfter + time.Second)
+	for range freeTries - 1 {
+		_, _, _ = s.Check(r, Admin, "wrong", key)
+	}
+	if _, ok, err := s.Check(r, Admin, weak, key); !ok || err != nil {
+		t.Errorf("the address did not begin again: %v, %v", ok, err)
+	}
+}
+
+func TestARightSecretPasses(t *testing.T) {
+	t.Parallel()
+	s, guesser := newStand(), from(t, "192.0.2.1:99")
+	keys := []Key{NewKey("strong", strong), NewKey("weak", weak)}
+	for range 1000 {
+		_, _, _ = s.Check(guesser, Admin, "wrong", keys...)
+	}
+	for name, c := range map[string]struct {
+		at     *http.Request
+		kind   Kind
+		secret string
+		passes bool
+	}{
+		"strong, same address": {guesser, Admin, strong, true},
+		"weak, same address":   {guesser, Admin, weak, false},
+		"weak, another kind":   {guesser, Chat, weak, true},
+		"weak, elsewhere":      {from(t, "192.0.2.2:99"), Admin, weak, true},
+	} {
+		name2, ok, err := s.Check(c.at, c.kind, c.secret, keys...)
+		if passes := ok && err == nil; passes != c.passes || passes && name2 != strings.Fields(strings.ReplaceAll(name, ",", " "))[0] {
+			t.Errorf("%s: %s, %v, %v", name, name2, ok, err)
+		}
+		if knows := s.Knows(c.at, c.kind, c.secret, keys...); knows != c.passes {
+			t.Errorf("%s: knows is %v", name, knows)
+		}
+	}
+}
+
+func TestNothingIsNoSecret(t *testing.T) {
+	t.Parallel()
+	s, r := newStand(), from(t, "192.0.2.1:99")
+	for name, keys := range map[string][]Key{"no key": nil, "an empty key": {NewKey("", "")}, "the zero value": {{}}} {
+		if _, ok, _ := s.Check(r, Chat, "", keys...); ok {
+			t.Errorf("%s is opened by nothing", name)
+		}
+	}
+}
+
+func TestAHostHasOneAddressHoweverItTurns(t *testing.T) {
+	t.Parallel()
+	s := newStand()
+	for i := range 100 {
+		_, _, _ = s.Check(from(t, fmt.Sprintf("[2001:db8::%x]:99", i)), Admin, "wrong", NewKey("", weak))
+	}
+	if _, _, err := s.Check(from(t, "[2001:db8::ffff]:1"), Admin, weak, NewKey("", weak)); waits(err) == 0 {
+		t.Error("the next address of its network does not wait")
+	}
+}
+
+func TestItsMemoryIsBounded(t *testing.T) {
+	t.Parallel()
+	s := newStand()
+	for i := range maxAddresses + 100 {
+		_, _, _ = s.Check(from(t, fmt.Sprintf("10.%d.%d.%d:9", i>>16, i>>8&255, i&255)), Admin, "wrong", NewKey("", weak))
+	}
+	if len(s.known) != maxAddresses || s.recent.Len() != maxAddresses {
+		t.Errorf("%d and %d addresses are remembered", len(s.known), s.recent.Len())
+	}
+}
+
+func TestManyWrongTriesAreFewLines(t *testing.T) {
+	t.Parallel()
+	s := newStand()
+	for i := range 3000 {
+		_, _, _ = s.Check(from(t, fmt.Sprintf("10.0.%d.%d:9", i>>8, i&255)), Admin, "sesame-sesame", NewKey("", weak))
+		s.clock = s.clock.Add(time.Millisecond)
+	}
+	s.clock = s.clock.Add(logEvery)
+	_, _, _ = s.Check(from(t, "10.9.9.9:9"), Admin, "sesame-sesame", NewKey("", weak))
+	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
+	if len(lines) != 2 || !strings.Contains(lines[0], "remote=10.0.0.0") || !strings.Contains(lines[1], "unlogged_before=2999") {
+		t.Errorf("%d lines: %s", len(lines), s.log.String())
+	}
+	if strings.Contains(s.log.String(), "sesame") {
+		t.Error("the log has what was presented")
+	}
+}
+
+func TestSecretsThatAreTooWeak(t *testing.T) {
+	t.Parallel()
+	for secret, why := range map[string]string{
+		"":                                  "fewer than 16 characters",
+		"x":                                 "fewer than 16 characters",
+		"123456789012345":                   "fewer than 16 characters",
+		"aaaaaaaaaaaaaaaaaaaaaaaa":          "different characters",
+		"abcdefgabcdefgaabcdefg":            "different characters",
+		"abcdefghABCDEFGHabcdefgh":          "repeated",
+		"hunter2-hunter2-hunter2":           "repeated",
+		"0123456789-0123456789-01":          "repeated",
+		"replace-me-with-a-long-random-one": "placeholder",
+		"Change-Me-0123456789":              "placeholder",
+		"<openssl-rand-hex-32>":             "placeholder",
+	} {
+		if got := Weak(secret); got == "" || !strings.Contains(got, why) {
+			t.Errorf("%q: %q, want %q", secret, got, why)
+		}
+		if Strong(secret) {
+			t.Errorf("%q is strong", secret)
+		}
+	}
+	for range 1000 {
+		for _, secret := range []string{rand.Text(), fmt.Sprintf("%x", random(16)), fmt.Sprintf("%x", random(32))} {
+			if why := Weak(secret); why != "" || !Strong(secret) {
+				t.Errorf("%s: weak: %s, strong: %v", secret, why, Strong(secret))
+			}
+		}
+	}
+	for _, secret := range []string{weak, "a-token-of-mine-2", "0123456789abcdef"} {
+		if why := Weak(secret); why != "" || Strong(secret) {
+			t.Errorf("%s: weak: %s, strong: %v", secret, why, Strong(secret))
+		}
+	}
+}
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
+}
