@@ -102,6 +102,17 @@ func (e *Error) Error() string {
 	return text
 }
 
+// Ends is when the limit begins anew: that of a day with the next, UTC. Zero for one that does not.
+func (e *Error) Ends() time.Time {
+	kind, rest, _ := strings.Cut(e.Scope, ":")
+	date, _, _ := strings.Cut(rest, ":")
+	day, err := time.Parse(time.DateOnly, date)
+	if kind != "day" || err != nil {
+		return time.Time{}
+	}
+	return day.AddDate(0, 0, 1)
+}
+
 // scopeText is a scope's name in words.
 func scopeText(scope string) string {
 	kind, rest, _ := strings.Cut(scope, ":")

@@ -348,6 +348,9 @@ var errNever = errors.New("never")
 func asStepError(key string, err error) *StepError {
 	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
 	var classed interface{ ErrorClass() string }
+	if given, ok := errors.AsType[*StepError](err); ok {
+		failure.Until = given.Until
+	}
 	switch {
 	case errors.As(err, &classed):
 		failure.Class = postgres.Text(classed.ErrorClass())

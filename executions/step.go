@@ -26,6 +26,8 @@ type StepError struct {
 	Step    string `json:"-"`
 	Class   string `json:"class"`
 	Message string `json:"message"`
+	// Until, where set, is when what refused the step ends: another try may succeed then.
+	Until time.Time `json:"until,omitzero"`
 }
 
 // Error is the message of the error that ended the step.

@@ -29,11 +29,11 @@ const (
 // How a turn ends that a limit stops.
 const (
 	endedIterations = "iterations"
-	endedTime       = "time"
-	endedTokens     = "tokens"  // of the run
+	EndedTime       = "time"
+	EndedTokens     = "tokens"  // of the run
 	endedMoney      = "money"   // of the run
-	endedDay        = "day"     // tokens or money of all runs together
-	endedSurface    = "surface" // tokens or money of the surface's runs
+	EndedDay        = "day"     // tokens or money of all runs together
+	EndedSurface    = "surface" // tokens or money of the surface's runs
 )
 
 // leastAnswer is how many tokens an answer must be allowed to have for a call to be worth its prompt.
@@ -123,7 +123,7 @@ func (r *reservation) take(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
 	case errors.As(err, &refused):
-		return 0, &executions.StepError{Class: classLimit + endedByScope(refused), Message: refused.Error()}
+		return 0, &executions.StepError{Class: classLimit + endedByScope(refused), Message: refused.Error(), Until: refused.Ends()}
 	case err != nil:
 		return 0, err
 	}
@@ -164,24 +164,23 @@ func endedByScope(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {
 	case kind == "day" && strings.Contains(rest, ":"):
-		return endedSurface
+		return EndedSurface
 	case kind == "day":
-		return endedDay
+		return EndedDay
 	case refused.Unit == budgets.USD:
 		return endedMoney
 	}
-	return endedTokens
+	return EndedTokens
 }
 
-// endedBy says which limit made a model call fail, and in a sentence why; ok is false for other errors.
-func endedBy(err error) (limit, why string, ok bool) {
-	var failure *executions.StepError
+// endedBy says which limit made a model call fail, and how; ok is false for other errors.
+func endedBy(err error) (limit string, failure *executions.StepError, ok bool) {
 	if !errors.As(err, &failure) {
-		return "", "", false
+		return "", nil, false
 	}
 	if failure.Class == classBudget {
-		return endedTime, "", true
+		return EndedTime, failure, true
 	}
 	limit, ok = strings.CutPrefix(failure.Class, classLimit)
-	return limit, failure.Message, ok
+	return limit, failure, ok
 }

@@ -75,6 +75,8 @@ type Loop struct {
 	Budget Budget
 	// Limits bound what all runs together use in a day, beside each run's Budget.
 	Limits budgets.Limits
+	// Zone is the time zone in which people are told when a limit ends; UTC when nil.
+	Zone *time.Location
 	// Admit, where set, decides whether a skill that is out of service may be tried once; After hears how
 	// a skill call ended.
 	Admit func(ctx context.Context, skill, owner string) (bool, error)
@@ -138,11 +140,13 @@ func (t Turn) budget(loop Budget) Budget {
 }
 
 // Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was
-// done. Ended is answered, stalled, or the name of the budget or limit that ran out. Cut is why an answer is not whole: length
+// done. Ended is answered, stalled, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut is why
+// an answer is not whole: length
 // or content_filter, as the model's server says.
 type Outcome struct {
 	Text       string         `json:"text"`
 	Ended      string         `json:"ended"`
+	Until      time.Time      `json:"until,omitzero"`
 	Cut        string         `json:"cut,omitempty"`
 	Iterations int            `json:"iterations"`
 	Calls      []string       `json:"calls"`

@@ -95,8 +95,8 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 func (w *turn) iterate(ctx context.Context) error {
 	w.fit()
 	reply, err := w.ask(ctx)
-	if limit, why, ok := endedBy(err); ok {
-		w.outcome.Ended, w.why = limit, why
+	if limit, failure, ok := endedBy(err); ok {
+		w.stopped(limit, failure)
 		return nil
 	}
 	if err != nil {
@@ -111,6 +111,29 @@ func (w *turn) iterate(ctx context.Context) error {
 	}
 	w.silent = 0
 	return w.act(ctx, reply.Message.ToolCalls)
+}
+
+// stopped ends the turn by a limit.
+func (w *turn) stopped(limit string, failure *executions.StepError) {
+	w.outcome.Ended = limit
+	if failure.Class != classBudget {
+		w.why = failure.Message
+	}
+	if !failure.Until.IsZero() {
+		w.outcome.Until = failure.Until.In(w.zone())
+		w.why += "; it begins anew on " + w.outcome.Until.Format(untilFormat)
+	}
+}
+
+// untilFormat is how a moment is told to people.
+const untilFormat = "2006-01-02 at 15:04 MST"
+
+// zone is the agent's time zone.
+func (l *Loop) zone() *time.Location {
+	if l.Zone == nil {
+		return time.UTC
+	}
+	return l.Zone
 }
 
 // answer ends the turn with the model's words. For one that says nothing there is a second chance.
@@ -139,7 +162,7 @@ func (w *turn) exhausted() string {
 	case w.outcome.Iterations >= w.budget.Iterations:
 		return endedIterations
 	case w.outcome.Usage.TotalTokens >= w.budget.Tokens:
-		return endedTokens
+		return EndedTokens
 	case w.budget.CostUSD > 0 && w.outcome.CostUSD >= w.budget.CostUSD:
 		return endedMoney
 	}

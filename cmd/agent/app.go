@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -74,7 +75,11 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	if err != nil {
 		return nil, fmt.Errorf("prepare skills: %w", err)
 	}
-	a.loop = a.newLoop(model)
+	zone, err := schedule.Location(a.config.Timezone)
+	if err != nil {
+		return nil, err
+	}
+	a.loop = a.newLoop(model, zone)
 	a.engine.Fallback((&flows.Interpreter{Pool: pool, Engine: a.engine, Loop: a.loop, Logger: log}).Find)
 	if err := errors.Join(a.loop.RegisterDelegate(a.engine), registerCalls(a, a.loop)); err != nil {
 		return nil, err
@@ -83,7 +88,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 }
 
 // newLoop is the reasoning loop under the configured budgets.
-func (a *app) newLoop(model *models.Client) *reason.Loop {
+func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 	b, pool := a.config.Budget, a.pool
 	return &reason.Loop{
 		Pool: pool, Model: model, Skills: a.registry, Logger: a.log,
@@ -91,7 +96,7 @@ func (a *app) newLoop(model *models.Client) *reason.Loop {
 			Iterations: b.MaxIterations, Tokens: unbounded(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
 			Context: b.ContextTokens,
 		},
-		Limits: limits(a.config.Limits),
+		Limits: limits(a.config.Limits), Zone: zone,
 		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, pool, skill, owner)
 		},

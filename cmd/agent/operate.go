@@ -29,7 +29,8 @@ at work (exit 75), may stand in the queue (--wait) or look on (--watch).
 
 ^C cancels the turn and stops what it does; ^D leaves. A call that needs leave is asked for where there is somebody to ask: y
 approves exactly the call that is shown, nothing leaves it open, anything else refuses it and is the reason. Elsewhere it
-stays open (agent approvals ls), the exit code is 1, and the turn goes on in a process that runs agent serve.`,
+stays open (agent approvals ls), the exit code is 1, and the turn goes on in a process that runs agent serve. The exit code is 1 also
+for a turn without an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
 		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the indexes?' --json",
 		Args:    message,
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -460,4 +461,34 @@ func TestWatchingAnAdmin(t *testing.T) {
 	}, "the watcher sees the turn")
 	w.stop()
 	<-w.ended
+}
+
+// A script must not take a turn without an answer for one with it.
+func TestOperateFailsWithoutAnAnswer(t *testing.T) {
+	nothing := modeltest.Text("")
+	for name, c := range map[string]struct {
+		replies []modeltest.Reply
+		environ string
+		ended   string
+		says    []string
+	}{
+		"a spent budget":  {nil, "AGENT_BUDGET_DAY_TOKENS=10", "day", []string{"its limit of day was reached"}},
+		"a stalled model": {[]modeltest.Reply{nothing, nothing, nothing, nothing}, "AGENT_TIMEZONE=UTC", reason.Stalled, []string{"the model stalled"}},
+		"a hung model":    {[]modeltest.Reply{modeltest.Hang(), modeltest.Hang()}, "AGENT_RUN_TIMEOUT=1s", "time", []string{"its limit of time was reached"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDesk(t, c.replies...)
+			d.environ = append(d.environ, c.environ)
+			got := d.run("operate", "How many?")
+			if got.code != exitFailed || !strings.HasPrefix(got.out, "Stopped because ") {
+				t.Errorf("exit %d, stdout %q", got.code, got.out)
+			}
+			contains(t, got.err, append(c.says, "op_")...)
+			got = d.run("operate", "How many?", "--json")
+			var answer operate.Answer
+			if err := oneDocument(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended || answer.Until.IsZero() == (c.ended == "day") {
+				t.Errorf("exit %d, %v, %+v", got.code, err, answer)
+			}
+		})
+	}
 }

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
@@ -110,8 +111,18 @@ func (o *operator) failure(ctx context.Context, done operate.Done, err error) er
 	case done.Ended == operate.WaitingApproval:
 		return &traced{hint(errors.New("the turn waits for approval"),
 			"decide with agent approvals; it goes on in a process that runs `agent serve`"), o.last}
+	case done.Ended != reason.Answered && done.Ended != operate.HandedOn:
+		return &traced{errors.New("the turn has no answer: " + unanswered(done.Ended)), o.last}
 	}
 	return nil
+}
+
+// unanswered says how a turn ended that was not answered.
+func unanswered(ended string) string {
+	if ended == reason.Stalled {
+		return "the model stalled"
+	}
+	return "its limit of " + ended + " was reached"
 }
 
 // once takes one turn.

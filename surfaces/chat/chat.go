@@ -16,7 +16,8 @@
 // workers cannot deadlock. The answer is a message of the thread before the final chunk is sent; what was
 // streamed up to [DONE] is what is stored. When a model call is repeated after text of it was shown, the text
 // stays and says that the answer begins again. The one sentence that is not stored is the notice with which a
-// connection ends that has waited too long for an admin's approval.
+// connection ends that has waited too long for an admin's approval. A turn that the limit of a day keeps from answering
+// stores a sentence that says when the limit ends, and its client gets that as the error insufficient_quota.
 //
 // A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
 // ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits

@@ -175,6 +175,9 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 		if err := json.Unmarshal(x.Result, &a); err != nil {
 			return answer{}, fmt.Errorf("read result of execution %s: %w", x.ID, err)
 		}
+		if a.Refused {
+			return answer{}, overLimit(a)
+		}
 		if err := f.reveal(a.Text); err != nil {
 			return answer{}, err
 		}
@@ -201,6 +204,17 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 	}
 	r.stored = true
 	return answer{}, r
+}
+
+// overLimit is a turn that a limit has kept from answering. Its message and its answer are in the thread.
+func overLimit(a answer) error {
+	r := &Refusal{
+		Status: http.StatusTooManyRequests, Type: "insufficient_quota", Code: "insufficient_quota", Message: a.Text, stored: true,
+	}
+	if !a.Until.IsZero() {
+		r.RetryAfter = max(time.Until(a.Until), time.Second)
+	}
+	return r
 }
 
 func deref(s *string) string {

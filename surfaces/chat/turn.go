@@ -30,7 +30,10 @@ type answer struct {
 	Finish openai.FinishReason `json:"finish_reason"`
 	Ended  string              `json:"ended"` // how the reasoning ended
 	Seq    int64               `json:"seq"`   // the answer's place in the thread
-	Usage  openai.Usage        `json:"usage"`
+	// Refused says that nothing was answered because of a limit, which ends at Until; a client gets an error.
+	Refused bool         `json:"refused,omitempty"`
+	Until   time.Time    `json:"until,omitzero"`
+	Usage   openai.Usage `json:"usage"`
 }
 
 // turn is one under way in this process.
@@ -209,10 +212,23 @@ func told(o reason.Outcome) (string, openai.FinishReason) {
 		return o.Text, cmp.Or(openai.FinishReason(o.Cut), openai.FinishReasonStop)
 	case reason.Stalled:
 		return "I could not work this out. Please try again in other words.", openai.FinishReasonStop
-	case "tokens":
+	case reason.EndedTokens:
 		return "I had to stop here: this took more than I may use for one answer.", openai.FinishReasonLength
+	case reason.EndedDay, reason.EndedSurface:
+		return "I have reached my limit for today" + untilText(o.Until) + ".", openai.FinishReasonLength
+	case reason.EndedTime:
+		return "I had to stop here: this took longer than I may take for one answer. Please try again, or ask for a smaller part of it.",
+			openai.FinishReasonStop
 	}
 	return "I had to stop here before I was done. Please ask for a smaller part of it.", openai.FinishReasonStop
+}
+
+// untilText says when a limit ends.
+func untilText(until time.Time) string {
+	if until.IsZero() {
+		return ""
+	}
+	return ". I can answer again from " + until.Format("2006-01-02 15:04 MST") + " on"
 }
 
 // settle notes, here and in the database, that what was said so far stays.
@@ -244,9 +260,13 @@ func (t *turn) reply(ctx context.Context, said string, finish openai.FinishReaso
 	if _, err := t.hold(ctx, "send"); err != nil {
 		return answer{}, err
 	}
-	words, full := t.feed.conclude(clean(said))
-	if full {
-		finish = openai.FinishReasonLength
+	words := clean(said)
+	refused := (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == ""
+	if !refused {
+		var full bool
+		if words, full = t.feed.conclude(words); full {
+			finish = openai.FinishReasonLength
+		}
 	}
 	return executions.StepTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (answer, error) {
 		m, err := threads.Post(ctx, tx, threads.Draft{
@@ -264,7 +284,7 @@ func (t *turn) reply(ctx context.Context, said string, finish openai.FinishReaso
 				return answer{}, err
 			}
 		}
-		return answer{Text: words, Finish: finish, Ended: o.Ended, Seq: *m.Seq, Usage: openai.Usage{
+		return answer{Text: words, Finish: finish, Ended: o.Ended, Seq: *m.Seq, Refused: refused, Until: o.Until, Usage: openai.Usage{
 			PromptTokens: o.Usage.PromptTokens, CompletionTokens: o.Usage.CompletionTokens, TotalTokens: o.Usage.TotalTokens,
 		}}, nil
 	})

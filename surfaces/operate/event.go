@@ -59,6 +59,7 @@ type Done struct {
 	SessionID   string         `json:"session_id"`
 	Ended       string         `json:"ended"`
 	Text        string         `json:"text"`
+	Until       time.Time      `json:"until,omitzero"` // when the limit that ended it begins anew
 	Usage       activity.Usage `json:"usage"`
 	CostUSD     float64        `json:"cost_usd"`
 }

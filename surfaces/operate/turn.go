@@ -198,7 +198,7 @@ func (s *Session) outcome(done Done, x executions.Execution) (Done, error) {
 		if err := json.Unmarshal(x.Result, &o); err != nil {
 			return done, fmt.Errorf("read result of turn: %w", err)
 		}
-		done.Ended, done.Text, done.Usage, done.CostUSD = o.Ended, o.Text, o.Usage, o.CostUSD
+		done.Ended, done.Text, done.Until, done.Usage, done.CostUSD = o.Ended, o.Text, o.Until, o.Usage, o.CostUSD
 		return done, nil
 	case executions.Cancelled:
 		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy), deref(x.CancelReason)).

@@ -53,7 +53,7 @@ async function refused(response) {
     text = (await response.json()).error.message || text;
   } catch { /* not in the protocol's form */ }
   const wait = response.headers.get("Retry-After");
-  return new Refusal(response.status, wait ? text + " Try again in " + wait + " s." : text);
+  return new Refusal(response.status, wait && wait < 600 ? text + " Try again in " + wait + " s." : text);
 }
 
 // read shows a stream; it returns the completion's id, and whether the answer is whole.
