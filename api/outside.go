@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 const (
@@ -274,6 +275,15 @@ func (s *server) releaseLock(r request) (answer, error) {
 	}
 	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
 		return answer{}, badBody("waiting_key is this execution, which would wait for its own end")
+	}
+	if b.WaitingFor == "response" && b.WaitingKey != "" { // what is said in a thread is for those who may speak in it
+		may, err := threads.MayJoin(r.Context(), s.pool, b.WaitingKey, id)
+		if err == nil && !may {
+			err = problem.New(http.StatusNotFound, "waiting_key: %s", threads.ErrNotFound)
+		}
+		if err != nil {
+			return answer{}, err
+		}
 	}
 	if !given(b.Result) {
 		b.Result = nil

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -32,6 +33,7 @@ type beginning struct {
 	Flow            string          `json:"flow"`
 	Input           json.RawMessage `json:"input,omitempty"`
 	ThreadID        string          `json:"thread_id,omitempty"`
+	ChatKey         string          `json:"chat_key,omitempty"` // may speak in the thread, and calls it by its id
 	ParentID        string          `json:"parent_id,omitempty"`
 	OnLost          string          `json:"on_lost,omitempty"`          // fail (standard for workers outside), hand_on, or resume (this program's own)
 	ProgressSeconds int             `json:"progress_seconds,omitempty"` // 0 is no bound
@@ -82,6 +84,12 @@ func (b beginning) check() error {
 	case b.Priority < 0 || b.Priority > 4:
 		return badBody("priority is %d; it can be 1 (first) to 4 (last)", b.Priority)
 	}
+	switch {
+	case b.ChatKey != "" && b.ThreadID == "":
+		return badBody("chat_key is of no use without thread_id: name the thread that the key may speak in")
+	case !storable(b.ChatKey) || len(b.ChatKey) > 200:
+		return badBody("chat_key has at most 200 bytes of text")
+	}
 	if b.ThreadID != "" {
 		if err := threads.CheckID(b.ThreadID); err != nil {
 			return badBody("thread_id: %s", err)
@@ -110,8 +118,8 @@ func (s *server) startExecution(r request) (answer, error) {
 		spec.ParentID, spec.TraceID, spec.Agent = parent.ID, trace.ID(parent.TraceID), parent.Agent
 		spec.Surface = trace.Surface(parent.Surface)
 	}
-	if b.ThreadID != "" { // a run may begin a conversation: the first visitor who speaks in it makes it theirs
-		if _, _, err := threads.Ensure(r.Context(), s.pool, threads.Thread{ID: b.ThreadID, Agent: spec.Agent}); err != nil {
+	if b.ThreadID != "" { // a run may begin a conversation
+		if err := s.openForFlow(r.Context(), b, spec.Agent); err != nil {
 			return answer{}, err
 		}
 	}
@@ -128,6 +136,24 @@ func (s *server) startExecution(r request) (answer, error) {
 		s.log.WarnContext(r.Context(), "caller's trace not linked", "trace_id", x.TraceID, "error", err)
 	}
 	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
+}
+
+// openForFlow makes sure that the flow may speak in its thread, and lets the chat key in that is named.
+func (s *server) openForFlow(ctx context.Context, b beginning, agent string) error {
+	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
+		err := threads.OpenForFlow(ctx, tx, b.ThreadID, b.Flow, b.ParentID, agent)
+		if err == nil && b.ChatKey != "" {
+			_, err = threads.Let(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, admin)
+		}
+		return err
+	})
+	switch {
+	case errors.Is(err, threads.ErrNotFound):
+		return problem.New(http.StatusNotFound, "thread_id: %s", threads.ErrNotFound)
+	case errors.Is(err, threads.ErrTaken):
+		return problem.New(http.StatusConflict, "the key %s has a thread %q of its own; choose another thread_id", b.ChatKey, b.ThreadID)
+	}
+	return err
 }
 
 // parent is the execution that another is to belong to.

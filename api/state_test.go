@@ -391,7 +391,7 @@ func TestMemoryIsFilteredAndSearched(t *testing.T) {
 func TestAThreadIsReadPageByPage(t *testing.T) {
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
-		if _, err := threads.Open(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
+		if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -54,14 +54,14 @@ func (s *server) getThread(r request) (answer, error) {
 	if err := threads.CheckID(id); err != nil {
 		return answer{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
 	}
-	t, err := threads.Get(r.Context(), s.pool, id)
+	t, err := threads.Find(r.Context(), s.pool, id)
 	if errors.Is(err, threads.ErrNotFound) {
 		return answer{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
 	}
 	if err != nil {
 		return answer{}, err
 	}
-	messages, next, err := s.messages(r, id)
+	messages, next, err := s.messages(r, t.ID)
 	if err != nil {
 		return answer{}, err
 	}

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -57,7 +58,7 @@ type opening struct {
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
 	Target      string `json:"target,omitempty"`  // of channel webhook: the outgoing target
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"`        // whose visitors may speak in it: a chat key's name; empty: the first who does
+	Owner       string `json:"owner,omitempty"`        // a chat key that may speak in it, and calls it by this id; empty: nobody outside, until somebody is let in
 	IdleSeconds *int   `json:"idle_seconds,omitempty"` // after how long without a message of its holder others may speak; 600 when left out
 }
 
@@ -72,6 +73,8 @@ func (o opening) check() error {
 		return badBody("target is given with channel webhook, and only then: the name of an outgoing target")
 	case o.IdleSeconds != nil && (*o.IdleSeconds < 1 || *o.IdleSeconds > maxIdle):
 		return badBody("idle_seconds is %d; it can be 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
+	case threads.GivenOut(o.ID):
+		return badBody("id is of the form that the agent gives out itself; choose another")
 	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
 		return badBody("participant and owner have at most 200 bytes of text")
 	}
@@ -91,16 +94,30 @@ func (s *server) openThread(r request) (answer, error) {
 			return answer{}, badBody("there is no outgoing webhook target %q: declare it in the workspace", o.Target)
 		}
 	}
-	got, made, err := threads.Ensure(r.Context(), s.pool, threads.Thread{
-		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: value(o.IdleSeconds),
+	var got threads.Thread
+	var made bool
+	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
+		got, made, err = s.begin(r.Context(), tx, o)
+		return err
 	})
-	if err != nil {
+	switch {
+	case errors.Is(err, threads.ErrTaken):
+		return answer{}, problem.New(http.StatusConflict, "the key %s has a thread %q of its own; choose another id", o.Owner, o.ID)
+	case errors.Is(err, threads.ErrForeign) || err == nil && !made:
+		return answer{}, problem.New(http.StatusConflict, "there is a thread %q already", o.ID)
+	case err != nil:
 		return answer{}, err
 	}
-	if !made {
-		return answer{}, problem.New(http.StatusConflict, "there is a thread %q already, begun on channel %s", o.ID, got.Channel)
-	}
 	return answer{body: got, status: http.StatusCreated}, nil
+}
+
+// begin makes a thread of the admin's or, where its messages go out by themselves, of the channel's, and opens it to the key that is named.
+func (s *server) begin(ctx context.Context, tx pgx.Tx, o opening) (threads.Thread, bool, error) {
+	t := threads.Thread{ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: value(o.IdleSeconds)}
+	if o.Channel == "" || o.Channel == threads.ChannelChat || o.Owner != "" {
+		return threads.Ensure(ctx, tx, t)
+	}
+	return threads.Open(ctx, tx, threads.Principal{Kind: threads.ByChannel, Owner: o.Channel}, t)
 }
 
 func (s *server) sayInThread(r request) (answer, error) {

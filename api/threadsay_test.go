@@ -160,15 +160,18 @@ func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
 	}
 }
 
-// A run that is started with a thread that nobody has begun begins it, and the first visitor makes it theirs.
+// A run that is started with a thread that nobody has begun begins it. It belongs to the flow.
 func TestARunBeginsItsConversation(t *testing.T) {
 	t.Parallel()
 	a := alive(t)
 	a.outside(`,"thread_id":"begun"`)
 	a.outside(`,"thread_id":"begun"`)
-	var got struct{ ID, Channel, Owner string }
+	var got struct {
+		ID, Channel, Owner string
+		OwnerKind          string `json:"owner_kind"`
+	}
 	a.get("/v1/threads/begun", &got)
-	if got.ID != "begun" || got.Channel != "chat" || got.Owner != "" {
+	if got.ID != "begun" || got.Channel != "chat" || got.OwnerKind != "flow" || got.Owner != "external" {
 		t.Errorf("the thread is %+v", got)
 	}
 }

@@ -325,7 +325,7 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 			return err
 		}
 		id = x.ID
-		if _, err := threads.Open(ctx, tx, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
+		if _, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
 			return err
 		}
 		_, err = threads.Post(ctx, tx, threads.Draft{

@@ -25,7 +25,7 @@ func spoken(t *testing.T, db interface {
 ) {
 	t.Helper()
 	err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
-		if _, err := threads.Open(t.Context(), tx, threads.Thread{ID: aSession, Channel: "operate", Agent: "flowpilot", Owner: "admin", Participant: "admin"}); err != nil {
+		if _, _, err := threads.Open(t.Context(), tx, threads.Admin, threads.Thread{ID: aSession, Channel: "operate", Agent: "flowpilot", Participant: "admin"}); err != nil {
 			return err
 		}
 		var id, trace string

@@ -238,6 +238,8 @@ func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (
 	switch r.Type {
 	case "send_message":
 		return m.sendMessage(ctx, r)
+	case "open_thread":
+		return m.openThread(ctx, r)
 	case "wait_for_response":
 		return m.waitForResponse(ctx, r)
 	case "wait_for_event":

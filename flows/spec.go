@@ -99,6 +99,15 @@ func talking() []Action {
 	wait := may("wait", boolSort, "false goes on at once; true when left out")
 	return []Action{
 		{Type: "send_message", About: "Say something in the thread.", Parameters: []Parameter{need("message", textSort, "what is said"), channel, target}},
+		{
+			Type: "open_thread", About: "Let a visitor into the thread: a join token is saved as joinToken, or as saveAs says; or a chat key is named.",
+			Parameters: []Parameter{
+				may("key", textSort, "the name of a chat key that may speak in the thread, instead of a token"),
+				may("name", textSort, "what the key calls the thread; its id when left out"),
+				may("reusable", boolSort, "whether the token lets any number of visitors in until its end; it lets in one when left out"),
+				may("expires", lengthSort, "how long the token is valid, at most 30d; 24h when left out. It ends with the execution"),
+			},
+		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
 			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId and documentUrls.", Waits: "document",

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -35,6 +37,39 @@ func (m *machine) sendMessage(ctx context.Context, r ready) (result, error) {
 		return result{}, err
 	}
 	return result{Set: map[string]any{r.save: sent}}, nil
+}
+
+// openThread lets a visitor into the thread: by a join token, or by naming the key.
+func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
+	if m.thread == "" {
+		return result{}, noThread()
+	}
+	if key := inText(r.args["key"]); key != "" {
+		name := cmp.Or(inText(r.args["name"]), m.thread)
+		_, err := executions.StepTx(ctx, "open", func(ctx context.Context, tx pgx.Tx) (string, error) {
+			return threads.Let(ctx, tx, m.thread, threads.Key(key), name, "flow "+m.exec.Flow)
+		})
+		if errors.Is(err, threads.ErrTaken) || errors.Is(err, threads.ErrInvalid) {
+			err = failure("thread", "the key %s cannot call the thread %s: %s", key, name, err)
+		}
+		return result{}, err
+	}
+	life := threads.DefaultTokenLife
+	if given, has := r.args["expires"]; has {
+		var err error
+		if life, err = parseLength(inText(given)); err != nil || life <= 0 || life > threads.MaxTokenLife {
+			return result{}, failure("thread", "expires: %q is not a duration of more than 0 and at most 30d", inText(given))
+		}
+	}
+	token, err := executions.StepTx(ctx, "invite", func(ctx context.Context, tx pgx.Tx) (threads.Token, error) {
+		return threads.Invite(ctx, tx, threads.Invitation{
+			ThreadID: m.thread, Reusable: r.flag("reusable", false), Life: life, ExecutionID: m.exec.ID, By: "flow " + m.exec.Flow,
+		})
+	})
+	if err != nil {
+		return result{}, err
+	}
+	return result{Set: map[string]any{orElse(r.save, "joinToken"): token.Secret}}, nil
 }
 
 // request asks somebody for documents, a signature or a test, says so in the thread, and waits for it.

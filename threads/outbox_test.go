@@ -168,7 +168,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	if err != nil || !made || got.IdleSeconds != 20 {
 		t.Fatalf("made %+v, %v, %v", got, made, err)
 	}
-	if got, err := threads.Open(t.Context(), db, threads.Thread{ID: "other", Channel: "chat", Owner: "site"}); err != nil || got.IdleSeconds != 600 {
+	if got, _, err := threads.Open(t.Context(), db, threads.Admin, threads.Thread{ID: "other", Channel: "chat"}); err != nil || got.IdleSeconds != 600 {
 		t.Errorf("opened %+v, %v", got, err)
 	}
 	lasts := func(of, when string) {

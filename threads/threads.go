@@ -1,8 +1,14 @@
 // Package threads keeps conversations: the tables agent_threads and agent_messages.
 //
-// A thread is a conversation with one participant, over any channel, for as long as it lasts. It belongs to
-// an owner: whoever opened it, such as a chat key or an admin. [Open] gives it to nobody else, and does not
-// say whether it exists. Its messages have places that grow in the order of their commits; [Post] draws
+// A thread is a conversation with one participant, over any channel, for as long as it lasts. It belongs to the
+// [Principal] that began it: a chat key, a visitor of a key, a flow, a webhook endpoint, a channel or an admin. Its
+// public name is scoped by the owner, so two owners may use one name for two threads, and none finds out about the
+// other's. The id is internal: admins and flows choose theirs, and for everybody else [Open] makes one. Who else may read
+// and speak is in agent_thread_access: [Let] names a key, a flow or an endpoint, and [Invite] makes a join token, by which
+// a visitor gets in with [Join]. An execution speaks in threads of admins, of its flow, in those that it or one above it was
+// started in, and in those that were opened to it; the database refuses others.
+//
+// Messages have places that grow in the order of their commits; [Post] draws
 // them under the thread's row lock. The exchange that a message belongs to is its turn, and conversations
 // are read in the order of turns, so that an answer follows its question although the next question came
 // before it was given.
@@ -50,6 +56,8 @@ const MaxID = 200
 // Thread is a row of agent_threads.
 type Thread struct {
 	ID             string    `json:"id"`
+	Name           string    `json:"name"`       // the public name, scoped by the owner; "": the id
+	OwnerKind      Kind      `json:"owner_kind"` // what began it; "": an earlier release
 	Channel        string    `json:"channel"`
 	Target         string    `json:"target"` // of channel webhook: where its messages go by default
 	Agent          string    `json:"agent"`
@@ -79,76 +87,10 @@ func CheckID(id string) error {
 	return nil
 }
 
-// Open returns the thread with an id, and makes it when there is none: then t's channel, agent, owner,
-// participant and idle time are its own. It is ErrForeign when the thread has another channel or owner.
-func Open(ctx context.Context, db postgres.DB, t Thread) (Thread, error) {
-	if err := CheckID(t.ID); err != nil {
-		return Thread{}, fmt.Errorf("open thread: %w", err)
-	}
-	rows, err := db.Query(ctx, `
-		insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds)
-		values (@id, @channel, @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600))
-		on conflict (id) do nothing
-		returning id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at`,
-		postgres.Strict{
-			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": postgres.Text(t.Agent), "owner": postgres.Text(t.Owner), "participant": postgres.Text(t.Participant),
-			"idle": t.IdleSeconds,
-		})
-	if err != nil {
-		return Thread{}, fmt.Errorf("open thread: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Thread])
-	if errors.Is(err, pgx.ErrNoRows) {
-		got, err = Get(ctx, db, t.ID)
-	}
-	switch {
-	case err != nil:
-		return Thread{}, fmt.Errorf("open thread: %w", err)
-	case got.Owner != postgres.Text(t.Owner) || got.Channel != t.Channel:
-		return Thread{}, fmt.Errorf("open thread: %w", ErrForeign)
-	}
-	return got, nil
-}
-
-// Ensure returns the thread with an id whoever opened it, and makes it when there is none, with t's channel (default chat), target,
-// agent, owner, participant and idle time; made is true then. It is for those who act for the agent, such as a flow that begins a
-// conversation. A thread without an owner becomes that of the first visitor who speaks in it, see [Adopt].
-func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
-	if err := CheckID(t.ID); err != nil {
-		return Thread{}, false, fmt.Errorf("open thread: %w", err)
-	}
-	tag, err := db.Exec(ctx, `
-		insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds)
-		values (@id, coalesce(nullif(@channel, ''), 'chat'), @target, coalesce(nullif(@agent, ''), 'flowpilot'), @owner, @participant,
-		        coalesce(nullif(@idle::int, 0), 600))
-		on conflict (id) do nothing`,
-		postgres.Strict{
-			"id": t.ID, "channel": t.Channel, "target": t.Target, "agent": postgres.Text(t.Agent), "owner": postgres.Text(t.Owner),
-			"participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
-		})
-	if err != nil {
-		return Thread{}, false, fmt.Errorf("open thread: %w", err)
-	}
-	got, err = Get(ctx, db, t.ID)
-	return got, tag.RowsAffected() == 1, err
-}
-
-// Adopt makes a thread that was begun on a channel for nobody in particular somebody's own; false when it is not such a one.
-func Adopt(ctx context.Context, db postgres.DB, id, channel, owner, participant string) (bool, error) {
-	tag, err := db.Exec(ctx, `
-		update agent_threads set owner = @owner, participant = coalesce(nullif(participant, ''), @participant)
-		 where id = @id and channel = @channel and owner = '' and @owner <> ''`,
-		postgres.Strict{"id": postgres.Text(id), "channel": channel, "owner": postgres.Text(owner), "participant": postgres.Text(participant)})
-	if err != nil {
-		return false, fmt.Errorf("adopt thread: %w", err)
-	}
-	return tag.RowsAffected() == 1, nil
-}
-
 // Get reads one thread; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 	rows, err := db.Query(ctx, `
-		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
+		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id`, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
@@ -156,7 +98,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 // Lock reads a thread and keeps others from posting in it until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, `
-		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
+		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
@@ -191,7 +133,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 		before = f.BeforeTime
 	}
 	rows, err := db.Query(ctx, `
-		select id, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
+		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads
 		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))

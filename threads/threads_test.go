@@ -19,7 +19,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func open(t *testing.T, db postgres.DB, id string) threads.Thread {
 	t.Helper()
-	got, err := threads.Open(t.Context(), db, threads.Thread{ID: id, Channel: "chat", Owner: "site", Participant: "Ada"})
+	got, _, err := threads.Open(t.Context(), db, threads.Admin, threads.Thread{ID: id, Channel: "chat", Participant: "Ada"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -53,29 +53,13 @@ func contents(list []threads.Message) (texts []string) {
 	return texts
 }
 
-func TestAThreadIsItsOpenersOnly(t *testing.T) {
-	db := pgtest.DB(t)
-	first := open(t, db, "t1")
-	if again := open(t, db, "t1"); !cmp.Equal(first, again) {
-		t.Errorf("opened again: %s", cmp.Diff(first, again))
-	}
-	for name, other := range map[string]threads.Thread{
-		"another owner":   {ID: "t1", Channel: "chat", Owner: "shop"},
-		"another channel": {ID: "t1", Channel: "operate", Owner: "site"},
-	} {
-		if _, err := threads.Open(t.Context(), db, other); !errors.Is(err, threads.ErrForeign) {
-			t.Errorf("%s: error = %v, want ErrForeign", name, err)
-		}
-	}
-}
-
 func TestThreadIDs(t *testing.T) {
 	db := pgtest.DB(t)
 	for id, valid := range map[string]bool{
 		"th_1": true, "kund:ä b": true, strings.Repeat("ü", 200): true,
 		"": false, "  ": false, strings.Repeat("x", 201): false, "a\nb": false, "a\x00": false, "a\xff": false,
 	} {
-		_, err := threads.Open(t.Context(), db, threads.Thread{ID: id, Channel: "chat", Owner: "o"})
+		_, _, err := threads.Open(t.Context(), db, threads.Key("o"), threads.Thread{Name: id, Channel: "chat"})
 		if valid != (err == nil) || !valid && !errors.Is(err, threads.ErrInvalid) {
 			t.Errorf("Open(%q) = %v, want valid %t", id, err, valid)
 		}

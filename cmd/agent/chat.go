@@ -32,10 +32,10 @@ pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the th
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
 			}
-			if thread == "" {
-				thread = chat.NewThreadID()
-			}
-			return c.withApp(cmd.Context(), func(ctx context.Context, _ *session, a *app) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+				if err := letInCLI(ctx, s, thread); err != nil {
+					return err
+				}
 				v := &visitor{cli: c, chat: a.chat, thread: thread}
 				switch {
 				case len(args) > 0:
@@ -58,6 +58,27 @@ type visitor struct {
 	thread string
 }
 
+// letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the database. The threads of visitors
+// stay theirs.
+func letInCLI(ctx context.Context, s *session, thread string) error {
+	if thread == "" {
+		return nil
+	}
+	got, err := threads.Get(ctx, s.pool, thread)
+	switch {
+	case errors.Is(err, threads.ErrNotFound):
+		return nil
+	case err != nil:
+		return err
+	case got.OwnerKind == threads.ByKey, got.OwnerKind == threads.ByVisitor, got.OwnerKind == "" && got.Owner != "":
+		return nil
+	}
+	if _, err = threads.Let(ctx, s.pool, thread, threads.Key(cliVisitor), thread, commandLine); errors.Is(err, threads.ErrTaken) {
+		return nil // its own of that name is meant
+	}
+	return err
+}
+
 // turn takes one turn. The answer is shown as it comes, or with --json as one document.
 func (v *visitor) turn(ctx context.Context, text string) error {
 	out := &printer{to: v.out}
@@ -66,8 +87,11 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 		show = nil
 	}
 	got, err := v.chat.Say(ctx, chat.Ask{
-		Owner: cliVisitor, ThreadID: v.thread, Participant: "command line", Texts: []string{text}, Model: chat.Alias,
+		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: chat.Alias,
 	}, show)
+	if got.ThreadID != "" {
+		v.thread = got.ThreadID
+	}
 	if !v.json && got.ThreadID != "" {
 		fmt.Fprintln(out)
 	}

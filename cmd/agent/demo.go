@@ -26,6 +26,9 @@ const (
 	demoMinuteFast = 100 * time.Millisecond
 )
 
+// demoKey is the name of the candidate's chat key. The thread of a story is opened to it.
+const demoKey = "visitor"
+
 func (c *cli) demoCommand() *cobra.Command {
 	var fast bool
 	cmd := &cobra.Command{
@@ -107,7 +110,7 @@ func demoConfig(cfg config.Config) config.Config {
 	cfg.Listen = "127.0.0.1:0"
 	cfg.OpenAIBaseURL, cfg.OpenAIKey, cfg.Model = "", "", ""
 	cfg.AdminToken = config.Secret(rand.Text())
-	cfg.ChatKeys = map[string]config.Secret{"visitor": config.Secret(rand.Text())}
+	cfg.ChatKeys = map[string]config.Secret{demoKey: config.Secret(rand.Text())}
 	cfg.LanesEnabled, cfg.Admission = true, nil
 	cfg.HeartbeatCron = "0 0 1 1 *"
 	cfg.DrainDelay = 0

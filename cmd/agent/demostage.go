@@ -62,7 +62,7 @@ func (s *stage) play(ctx context.Context) error {
 	if !s.json {
 		s.say("%s", s.story.intro(s.minute))
 	}
-	opened := map[string]any{"id": s.story.thread, "participant": s.story.participant}
+	opened := map[string]any{"id": s.story.thread, "participant": s.story.participant, "owner": demoKey}
 	if s.story.idle > 0 {
 		opened["idle_seconds"] = max(1, int((time.Duration(s.story.idle) * s.minute).Seconds()))
 	}

@@ -23,9 +23,10 @@ import (
 
 // begun is what `executions start` is told.
 type begun struct {
-	spec  executions.Spec
-	input string
-	wait  bool
+	spec    executions.Spec
+	input   string
+	chatKey string
+	wait    bool
 }
 
 func (c *cli) executionsStartCommand() *cobra.Command {
@@ -49,6 +50,9 @@ and exits with 1 when it did not succeed; an interrupt ends the waiting, not the
 			if b.spec.Priority < 0 || b.spec.Priority > 4 {
 				return usageError("--priority: %d is not from 1 (first) to 4 (last)", b.spec.Priority)
 			}
+			if b.chatKey != "" && b.spec.ThreadID == "" {
+				return usageError("--chat-key is of no use without --thread: name the thread that the key may speak in")
+			}
 			if !slices.Contains([]string{"", "resume", "fail", "hand_on"}, b.spec.OnLost) {
 				return usageError("--on-lost: %q is not one of resume, fail, hand_on", b.spec.OnLost)
 			}
@@ -60,6 +64,7 @@ and exits with 1 when it did not succeed; an interrupt ends the waiting, not the
 	flags := cmd.Flags()
 	flags.StringVar(&b.input, "input", "", "the input: JSON, @file, or - for standard input")
 	flags.StringVar(&b.spec.ThreadID, "thread", "", "the thread that it speaks in")
+	flags.StringVar(&b.chatKey, "chat-key", "", "the name of a chat key that may speak in the thread, and calls it by its id")
 	flags.BoolVar(&b.wait, "wait", false, "stay until it has ended")
 	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (standard), fail (standard for external), hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; standard 2")
@@ -87,10 +92,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 	}
 	b.spec.Agent = s.config.Name
 	if id := b.spec.ThreadID; id != "" { // a flow may begin a conversation
-		if _, _, err := threads.Ensure(ctx, s.pool, threads.Thread{ID: id, Agent: b.spec.Agent}); err != nil {
-			if errors.Is(err, threads.ErrInvalid) {
-				return usageError("--thread: %s", threads.ErrInvalid)
-			}
+		if err := b.openThread(ctx, s, id); err != nil {
 			return err
 		}
 	}
@@ -109,6 +111,26 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
 		return err
 	})
+}
+
+// openThread makes sure that the flow may speak in its thread, and lets the chat key in that is named.
+func (b begun) openThread(ctx context.Context, s *session, id string) error {
+	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
+		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
+		if err == nil && b.chatKey != "" {
+			_, err = threads.Let(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)
+		}
+		return err
+	})
+	switch {
+	case errors.Is(err, threads.ErrInvalid):
+		return usageError("--thread: %s", threads.ErrInvalid)
+	case errors.Is(err, threads.ErrNotFound):
+		return hint(fmt.Errorf("thread %q: %w", id, threads.ErrNotFound), "a visitor's thread has to be opened to the flow: agent threads open %s --flow %s", id, b.spec.Flow)
+	case errors.Is(err, threads.ErrTaken):
+		return usageError("--chat-key: the key %s has a thread %q of its own; choose another --thread", b.chatKey, id)
+	}
+	return err
 }
 
 // startable says why a flow cannot be started with an input, and what a worker outside means for it.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
@@ -49,6 +50,7 @@ func (a *app) addSurfaces() (err error) {
 			name, _ := api.VisitorFrom(r.Context())
 			return name
 		},
+		Browser: func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
 	}
 	a.webhook = &webhook.Surface{
 		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,

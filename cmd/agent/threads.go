@@ -14,7 +14,8 @@ import (
 
 func (c *cli) threadsCommand() *cobra.Command {
 	return group("threads", "See conversations, and who holds them",
-		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(), c.threadsCleanCommand())
+		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(), c.threadsCleanCommand(),
+		c.threadsInviteCommand(), c.threadsOpenCommand(), c.threadsAccessCommand(), c.threadsRevokeCommand())
 }
 
 func (c *cli) threadsListCommand() *cobra.Command {
@@ -29,9 +30,9 @@ func (c *cli) threadsListCommand() *cobra.Command {
 			return c.print(listing(got, ""), func(w io.Writer) error {
 				rows := make([][]string, len(got))
 				for i, t := range got {
-					rows[i] = []string{t.ID, t.Channel, t.Owner, t.Participant, fmt.Sprint(t.NextSeq - 1), when(t.UpdatedAt)}
+					rows[i] = []string{t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant, fmt.Sprint(t.NextSeq - 1), when(t.UpdatedAt)}
 				}
-				return table(w, "no threads", []string{"THREAD", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, rows)
+				return table(w, "no threads", []string{"THREAD", "NAME", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, rows)
 			})
 		}),
 	}
@@ -46,7 +47,7 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "show ID", Short: "Show the latest messages of a thread, oldest first", Args: args(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			thread, err := threads.Get(cmd.Context(), s.pool, args[0])
+			thread, err := threads.Find(cmd.Context(), s.pool, args[0])
 			if errors.Is(err, threads.ErrNotFound) {
 				return hint(fmt.Errorf("thread %q: %w", args[0], err), "see agent threads ls")
 			}
@@ -76,6 +77,9 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 	}
 	if t.Owner != "" {
 		about += " of " + printable(t.Owner)
+	}
+	if t.Name != "" && t.Name != t.ID {
+		about += ", called " + printable(t.Name)
 	}
 	fmt.Fprintf(w, "%s  %s\n", printable(t.ID), about)
 	if t.Summary != "" {

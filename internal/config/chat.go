@@ -37,4 +37,9 @@ func (k *checker) chat(c *Config) {
 			c.ChatKeys[name], seen[key] = Secret(key), true
 		}
 	}
+	for _, name := range c.Chat.BrowserKeys {
+		if _, known := c.ChatKeys[name]; !known {
+			k.refuse("AGENT_CHAT_BROWSER_KEYS", "there is no chat key named %q in AGENT_CHAT_KEY", name)
+		}
+	}
 }

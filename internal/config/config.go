@@ -91,6 +91,7 @@ type Chat struct {
 	DoubleTexting string        `env:"AGENT_CHAT_DOUBLE_TEXTING" envDefault:"enqueue" help:"what a message means while another is answered: enqueue, reject or interrupt"`
 	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, from 1 to 100000"`
 	MaxBytes      int           `env:"AGENT_CHAT_MAX_BYTES" envDefault:"4194304" help:"how large a request may be, with the history that clients send along, in bytes from 1024 to 16777216"`
+	BrowserKeys   []string      `env:"AGENT_CHAT_BROWSER_KEYS" help:"names of the chat keys that browsers hold: each visitor of such a key gets a token of its own, so that they cannot read each other; for example site,shop (a key without a name is called visitor)"`
 	ApprovalWait  time.Duration `env:"AGENT_CHAT_APPROVAL_WAIT" envDefault:"2m" help:"how long a visitor's connection waits for an approval, from 1s to 1h"`
 }
 

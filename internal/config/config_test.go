@@ -138,6 +138,7 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_OPERATE_IDLE":            {"1s", "from 10s"},
 	"AGENT_CHAT_DOUBLE_TEXTING":     {"twice", "enqueue, reject or interrupt"},
 	"AGENT_CHAT_RATE":               {"0", "from 1 to"},
+	"AGENT_CHAT_BROWSER_KEYS":       {"nobody", "no chat key named"},
 	"AGENT_CHAT_MAX_BYTES":          {"10", "from 1024"},
 	"AGENT_CHAT_APPROVAL_WAIT":      {"2h", "from 1s to 1h"},
 	"AGENT_CONTEXT_TOKENS":          {"9", "from 1000"},

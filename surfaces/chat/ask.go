@@ -24,8 +24,10 @@ type Line struct{ Role, Text string }
 
 // Ask is a visitor's message.
 type Ask struct {
-	Owner       string // who may speak in the thread
-	ThreadID    string
+	Owner       string // the chat key
+	Secret      string // of a visitor whom the key's other visitors must not read; "": who has the key speaks for its users
+	Name        string // of the thread, as this visitor calls it; "": a new one
+	Join        string // a join token: the visitor gets into its thread, and calls it Name
 	Participant string
 	Channel     string // default chat
 	Texts       []string
@@ -35,18 +37,43 @@ type Ask struct {
 	Key         string // makes the message count once; "" for none
 	Hash        string // of what must be the same when the key comes again
 	TraceID     trace.ID
-	own         bool // the trace was made for this message alone
+	own         bool   // the trace was made for this message alone
+	thread      string // the id of the thread
+	fresh       bool   // the name was made up here
+}
+
+// principal is who asks.
+func (a Ask) principal() threads.Principal {
+	if a.Secret != "" {
+		return threads.Visitor(a.Owner, a.Secret)
+	}
+	return threads.Key(a.Owner)
+}
+
+// input is the input of the turn, or of the relay to an execution.
+func (a Ask) input(to string) input {
+	return input{
+		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
+	}
 }
 
 // input is what an execution of the flow is given. The message itself is in the thread.
 type input struct {
 	Owner     string `json:"owner"`
+	Visitor   string `json:"visitor,omitempty"` // digest of the visitor's secret
 	Thread    string `json:"thread_id"`
+	Name      string `json:"thread_name,omitempty"` // as the visitor calls it; "": its id
 	Model     string `json:"model"`
 	MaxTokens int    `json:"max_tokens,omitempty"`
 	Hash      string `json:"request_hash,omitempty"`
 	To        string `json:"to,omitempty"` // of a relay: the execution that the message is for
 }
+
+// isOf reports whether a principal asked for this.
+func (in input) isOf(p threads.Principal) bool { return in.Owner == p.Owner && in.Visitor == p.Proof }
+
+// name is what the visitor calls the thread.
+func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
 // inputOf reads what an execution was given.
 func inputOf(x executions.Execution) (in input, err error) {
@@ -61,11 +88,12 @@ func entropy() io.Reader { return rand.Reader }
 // spec describes the execution of a turn.
 func (a Ask) spec() executions.Spec {
 	s := executions.Spec{
-		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: Agent, ThreadID: a.ThreadID,
-		Queue: executions.Interactive, Priority: 1,
-		Input: input{Owner: a.Owner, Thread: a.ThreadID, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash},
+		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: Agent, ThreadID: a.thread,
+		Queue: executions.Interactive, Priority: 1, Input: a.input(""),
 	}
 	switch {
+	case a.Key != "" && a.Secret != "":
+		s.DedupeKey = "chat visitor:" + a.principal().Proof + ":" + a.Owner + ":" + a.Key
 	case a.Key != "":
 		s.DedupeKey = "chat:" + a.Owner + ":" + a.Key
 	case a.own: // so that the message counts once when the answer to its commit is lost
@@ -77,6 +105,7 @@ func (a Ask) spec() executions.Spec {
 // begun is a turn that has begun.
 type begun struct {
 	exec  executions.Execution
+	name  string // of the thread, as the visitor calls it
 	feed  *feed
 	leave func()
 }
@@ -89,9 +118,11 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	var created bool
 	var cut []string
 	broke := false
+	if a.fresh = a.Name == ""; a.fresh {
+		a.Name = NewThreadID()
+	}
 	err := postgres.Again(ctx, func() error {
-		// A conversation that a flow began is whose who first speaks in it. Alone, because it locks the thread before anything else.
-		_, err := threads.Adopt(ctx, c.Pool, a.ThreadID, cmp.Or(a.Channel, channel), a.Owner, clip(a.Participant, 200))
+		err := c.locate(ctx, &a)
 		if err == nil {
 			err = postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
 				var cancelled []string
@@ -121,7 +152,24 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	if !created {
 		return c.repeated(a, x)
 	}
-	return c.launch(ctx, x), nil
+	b := c.launch(ctx, x)
+	b.name = a.Name
+	return b, nil
+}
+
+// locate finds the thread that the visitor means, or whose join token the visitor has. A name that the agent gives out is never begun by a
+// visitor: another's thread, and one that never was, are the same refusal.
+func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
+	if a.Join != "" {
+		a.thread, a.Name, err = threads.Join(ctx, c.Pool, a.principal(), a.Join, a.Name, !a.fresh)
+		return err
+	}
+	known := false
+	a.thread, known, err = threads.Resolve(ctx, c.Pool, a.principal(), a.Name)
+	if err == nil && !known && !a.fresh && threads.GivenOut(a.Name) {
+		err = threads.ErrNotFound
+	}
+	return err
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it has
@@ -130,10 +178,10 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
 	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
-		postgres.Strict{"thread": a.ThreadID}); err != nil {
+		postgres.Strict{"thread": a.thread}); err != nil {
 		return x, false, nil, fmt.Errorf("lock thread: %w", err)
 	}
-	to, err := c.listener(ctx, tx, a.ThreadID)
+	to, err := c.listener(ctx, tx, a.thread)
 	if err != nil {
 		return x, false, nil, err
 	}
@@ -182,7 +230,7 @@ func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
 	}
 	id := CompletionID(x.ID)
 	switch {
-	case x.Flow != Flow && x.Flow != RelayFlow || first.Owner != a.Owner || first.Hash != a.Hash:
+	case x.Flow != Flow && x.Flow != RelayFlow || !first.isOf(a.principal()) || first.Hash != a.Hash:
 		return begun{}, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
@@ -194,14 +242,17 @@ func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
 	}
 	f, leave := c.feeds.join(x.ID)
 	f.finish(x)
-	return begun{exec: x, feed: f, leave: leave}, nil
+	return begun{exec: x, name: first.name(), feed: f, leave: leave}, nil
 }
 
-// opened makes sure that the thread is there, and the visitor's.
+// opened makes sure that the thread is there, and that the visitor may speak in it.
 func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
-	_, err := threads.Open(ctx, tx, threads.Thread{
-		ID: a.ThreadID, Channel: cmp.Or(a.Channel, channel), Agent: Agent, Owner: a.Owner, Participant: clip(a.Participant, 200),
+	got, _, err := threads.Open(ctx, tx, a.principal(), threads.Thread{
+		Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: Agent, Participant: clip(a.Participant, 200),
 	})
+	if err == nil && got.ID != a.thread {
+		err = threads.ErrForeign // it was revoked, or given, this moment
+	}
 	return err
 }
 
@@ -215,7 +266,7 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {
 		return nil, err
 	}
-	thread, err := threads.Lock(ctx, tx, a.ThreadID)
+	thread, err := threads.Lock(ctx, tx, a.thread)
 	if err != nil {
 		return nil, err
 	}
@@ -228,7 +279,7 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received, Follows: i > 0,
 		})
 	}
-	_, err = threads.PostAll(ctx, tx, a.ThreadID, drafts)
+	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
 	return cut, err
 }
 
@@ -251,8 +302,10 @@ func refused(err error) error {
 	switch {
 	case errors.As(err, &r):
 		return r
-	case errors.Is(err, threads.ErrForeign), errors.Is(err, threads.ErrNotFound):
+	case errors.Is(err, threads.ErrForeign), errors.Is(err, threads.ErrNotFound), errors.Is(err, threads.ErrToken):
 		return unknown("thread_not_found", "There is no such thread.")
+	case errors.Is(err, threads.ErrTaken):
+		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another X-Thread-Id, or without one.")
 	case errors.Is(err, threads.ErrInvalid):
 		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
 	}

@@ -2,8 +2,9 @@
 // page, and `agent chat`.
 //
 // A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by
-// metadata.thread_id or by user, else it begins a new one; the answer names it in X-Thread-Id. A thread belongs
-// to the key that began it; for other keys it does not exist. Of a request's messages only the user's after the
+// metadata.thread_id or by user, else it begins a new one; the answer names it in X-Thread-Id. Names are the visitor's
+// own: the visitor is the key, for a backend that speaks for its users, or the key and a secret, X-Visitor-Token, which the
+// page always has and a key that browsers hold (Chat.Browser) must have. Of a request's messages only the user's after the
 // last answer are new, at most 32. The last 200 earlier ones are taken over when the thread is new, so that clients
 // which keep their own history work; all are stored in one statement. System and developer messages are dropped,
 // because nothing that a client sends is an instruction to the agent.
@@ -22,8 +23,8 @@
 // A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
 // ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits
 // for something again or has ended, or two minutes have passed; it has an id like any other, to attach to. When nothing was
-// said, one sentence says that the message was passed on. A thread that was begun for nobody in particular becomes the first
-// visitor's who speaks in it.
+// said, one sentence says that the message was passed on. Into a thread that somebody else began a visitor gets by a join token,
+// X-Thread-Join, or because the key was named (package threads); any other is refused, and looks as if it did not exist.
 //
 // A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
 // anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
@@ -85,6 +86,8 @@ type Chat struct {
 	Instructions string
 	// Visitor names the key a request came with; that is who owns the threads it begins. Default: nobody in particular.
 	Visitor func(r *http.Request) string
+	// Browser says of a key that browsers hold it: each visitor has a token of its own, and without it a request is a new visitor's. Default: none.
+	Browser func(key string) bool
 	// Address is where a request came from, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
 	DoubleTexting DoubleTexting // default Enqueue
@@ -137,6 +140,9 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.History = cmp.Or(c.History, 12_000)
 	if c.Visitor == nil {
 		c.Visitor = func(*http.Request) string { return "" }
+	}
+	if c.Browser == nil {
+		c.Browser = func(string) bool { return false }
 	}
 	if c.Address == nil {
 		c.Address = clientip.Key

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // TestAVisitorGetsOnlyWhatIsForVisitors lets a visitor, and a model that obeys, ask for what is not theirs.
@@ -92,7 +93,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				open, err = approvals.Pending(t.Context(), w.pool, 10)
 				return err == nil && len(open) == 1 && value[bool](t, w.pool, `select status = 'waiting' from agent_executions`)
 			}, "the turn waits for its approval")
-			if !value[bool](t, w.pool, `select parked from agent_locks where lane = 'thread:r'`) {
+			if !value[bool](t, w.pool, `select parked from agent_locks where lane = $1`, threads.Lane(w.idOf(t, "r"))) {
 				t.Error("the thread's lane is not parked")
 			}
 			if _, err := approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", ""); err != nil {

@@ -83,7 +83,7 @@ func stamp(w http.ResponseWriter, traceID, thread string) {
 	w.Header().Set("X-Trace-Id", traceID)
 	w.Header().Set("X-Request-Id", traceID) // what the stock clients show
 	if thread != "" {
-		w.Header().Set("X-Thread-Id", thread)
+		w.Header().Set(threadHeader, thread)
 	}
 }
 
@@ -97,7 +97,14 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	if err := c.allow(r, c.Visitor(r), user); err != nil {
 		return err
 	}
-	a, err := c.ask(r, req)
+	secret, made, err := c.secretOf(r)
+	if err != nil {
+		return err
+	}
+	if made {
+		w.Header().Set(visitorHeader, secret)
+	}
+	a, err := c.ask(r, req, secret)
 	if err != nil {
 		return err
 	}
@@ -115,7 +122,7 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 
 // show sends a turn's answer, streamed or whole.
 func (c *Chat) show(w http.ResponseWriter, r *http.Request, b begun, model string, stream, usage bool) error {
-	stamp(w, b.exec.TraceID, *b.exec.ThreadID)
+	stamp(w, b.exec.TraceID, b.name)
 	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed}
 	if stream {
 		return c.stream(w, r, f, b.exec, model, usage)
@@ -167,13 +174,17 @@ func (c *Chat) stream(w http.ResponseWriter, r *http.Request, f *follower, x exe
 // attach shows an answer by its id.
 func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	id := r.PathValue("id")
-	x, in, err := c.find(r.Context(), c.Visitor(r), id)
+	who, err := c.principal(r)
+	if err != nil {
+		return err
+	}
+	x, in, err := c.find(r.Context(), who, id)
 	if err != nil {
 		return err
 	}
 	feed, leave := c.feeds.join(x.ID)
 	defer leave()
-	b := begun{exec: x, feed: feed, leave: leave}
+	b := begun{exec: x, name: in.name(), feed: feed, leave: leave}
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
@@ -188,7 +199,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 
 // unfinishedAnswer shows what was said so far: 202, to be asked for again.
 func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun, model string) error {
-	stamp(w, b.exec.TraceID, *b.exec.ThreadID)
+	stamp(w, b.exec.TraceID, b.name)
 	v := b.feed.look(false)
 	if !v.local {
 		sketch, err := threads.SketchOf(r.Context(), c.Pool, b.exec.ID)
@@ -203,8 +214,8 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun,
 	})
 }
 
-// find reads the turn behind a completion's id. One of another key is not told apart from one that never was.
-func (c *Chat) find(ctx context.Context, owner, id string) (executions.Execution, input, error) {
+// find reads the turn behind a completion's id. Another visitor's is not told apart from one that never was.
+func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (executions.Execution, input, error) {
 	missing := unknown("completion_not_found", "There is no completion %q.", clip(id, 100))
 	execution, ok := strings.CutPrefix(id, idPrefix)
 	if !ok {
@@ -218,7 +229,7 @@ func (c *Chat) find(ctx context.Context, owner, id string) (executions.Execution
 		return executions.Execution{}, input{}, err
 	}
 	in, err := inputOf(x)
-	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || in.Owner != owner || x.ThreadID == nil {
+	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isOf(who) || x.ThreadID == nil {
 		return executions.Execution{}, input{}, missing
 	}
 	return x, in, nil

@@ -16,7 +16,7 @@ import (
 // converse fills a thread with turns up to a number, as they would be after as many answers.
 func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 	t.Helper()
-	if _, err := threads.Open(t.Context(), db, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent, Owner: "site", Participant: "x"}); err != nil {
+	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent, Owner: "site", Participant: "x"}); err != nil {
 		t.Fatal(err)
 	}
 	exec(t, db, `

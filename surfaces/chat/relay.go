@@ -55,12 +55,12 @@ func (c *Chat) listener(ctx context.Context, tx pgx.Tx, thread string) (string, 
 func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
-	s.Input = input{Owner: a.Owner, Thread: a.ThreadID, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to}
+	s.Input = a.input(to)
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
 		return x, created, err
 	}
 	_, err = threads.Receive(ctx, c.Engine, tx, threads.Incoming{
-		ThreadID: a.ThreadID, Content: strings.Join(a.Texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
+		ThreadID: a.thread, Content: strings.Join(a.Texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
 		ID: "chat " + x.ID, Data: map[string]any{"participant": a.Participant},
 	})
 	return x, true, err
@@ -69,8 +69,9 @@ func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executi
 // heard is what a relay sees of its thread.
 type heard struct {
 	Said []spoken
-	Busy bool // more may come
-	Over bool // it has taken long enough
+	Own  int64 // the place of the message that it relays the answer to
+	Busy bool  // more may come
+	Over bool  // it has taken long enough
 }
 
 // spoken is a message, and its place in the thread.
@@ -122,7 +123,7 @@ func (c *Chat) hear() (<-chan string, func()) {
 func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
 	look := time.NewTicker(relayLook)
 	defer look.Stop()
-	shown, last := 0, int64(0)
+	shown, last := 0, int64(0) // the place of what was shown last
 	for {
 		h, err := executions.Persist(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in, last) })
 		if err != nil {
@@ -137,7 +138,7 @@ func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f
 		case len(h.Said) == relayMost:
 			continue
 		case !h.Busy || h.Over:
-			return relayed(f, shown), nil
+			return relayed(f, shown, max(last, h.Own)), nil
 		}
 		select {
 		case <-ctx.Done():
@@ -149,21 +150,22 @@ func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f
 }
 
 // relayed is the answer that a relay ends with.
-func relayed(f *feed, messages int) answer {
+func relayed(f *feed, messages int, through int64) answer {
 	ended := "relayed"
 	if messages == 0 {
 		f.say(passedOn)
 		ended = "passed on"
 	}
 	v := f.look(false)
-	a := answer{Text: v.text, Finish: openai.FinishReasonStop, Ended: ended}
+	a := answer{Text: v.text, Finish: openai.FinishReasonStop, Ended: ended, Seq: through}
 	if v.full {
 		a.Finish = openai.FinishReasonLength
 	}
 	return a
 }
 
-// listen reads what was said after the message. Whether more may come is asked first: what is said meanwhile is then in what is read.
+// listen reads what was said after the message, and before that what was said since the relay before had ended: nobody was shown it.
+// Whether more may come is asked first: what is said meanwhile is then in what is read.
 func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, last int64) (h heard, err error) {
 	b := &pgx.Batch{}
 	b.Queue(`
@@ -172,15 +174,25 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		postgres.Strict{"thread": in.Thread, "watch": watchFor.Seconds()})
 	b.Queue(`
 		select agent_thread_busy(@thread, @to::uuid, @own),
-		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience)`,
+		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience),
+		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over) })
+		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over, &h.Own) })
 	b.Queue(`
+		with asked as (select max(q.seq) as seq from agent_messages q where q.execution_id = @id and q.role = 'user'),
+		before as (
+		  select p.execution_id from agent_messages p
+		   where p.thread_id = @thread and p.role = 'user' and p.seq < (select a.seq from asked a) order by p.seq desc limit 1),
+		since as (
+		  select greatest(@last, coalesce(
+		           (select nullif((e.result ->> 'seq')::bigint, 0) from before b join agent_executions e on e.id = b.execution_id
+		             where e.flow = @relay and e.status = 'completed'), a.seq)) as seq
+		    from asked a)
 		select m.seq, m.content from agent_messages m
-		 where m.thread_id = @thread and m.seq > @last and m.seq > (select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user')
+		 where m.thread_id = @thread and m.seq > (select s.seq from since s)
 		   and m.role = 'assistant' and m.channel = 'chat' and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
 		 order by m.seq limit @most`,
-		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "last": last, "most": relayMost}).
+		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayMost}).
 		Query(func(rows pgx.Rows) (err error) {
 			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[spoken])
 			return err

@@ -10,11 +10,13 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -70,10 +72,10 @@ func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
 	})...)
 }
 
-// talks begins the flow in a thread without an owner, and waits until it waits.
+// talks begins the flow in a thread that is open to the key site, and waits until it waits.
 func (p *process) talks(t *testing.T) string {
 	t.Helper()
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t"}); err != nil {
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
 		t.Fatal(err)
 	}
 	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"})
@@ -170,7 +172,7 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 		}
 		say("Hello, " + hear() + ".")
 	})
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t"}); err != nil {
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
 		t.Fatal(err)
 	}
 	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"}); err != nil {
@@ -211,10 +213,6 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	}
 	if diff := cmp.Diff([]string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t")); diff != "" {
 		t.Errorf("the thread (-want +got):\n%s", diff)
-	}
-	// The thread is the first visitor's who spoke in it; for others it does not exist.
-	if _, err := p.clientOf("shop", inThread("t")...).CreateChatCompletion(t.Context(), says("me too")); err == nil || !strings.Contains(err.Error(), "no such thread") {
-		t.Errorf("another key: %v", err)
 	}
 }
 
@@ -300,4 +298,52 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 		t.Errorf("answer: %q", got)
 	}
 	p.reaches(t, id, executions.Completed)
+}
+
+// A worker outside that is away says nothing: the visitor does not wait for it, and reads what it says with the next answer.
+func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, nil, func(c *chat.Chat) { c.RelayWait = time.Hour })
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
+		t.Fatal(err)
+	}
+	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "external:agent", Surface: trace.Flow, ThreadID: "t", OnLost: "hand_on"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	says := func(words string) { // and waits for the answer, in between a worker's way out and the next one's in
+		t.Helper()
+		got, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) error {
+			claim, err := p.engine.LockClaim(t.Context(), x.ID, got.LockID)
+			if err == nil {
+				_, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words, ExecutionID: x.ID, Claim: claim})
+			}
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID, executions.Release{Status: executions.Waiting, For: "response"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	says("Who are you?")
+	if got := p.answerTo(t, "t", "Ada"); got != "Your message was passed on." {
+		t.Errorf("while the worker is away: %q", got)
+	}
+	says("Hello, Ada. Where do you live?")
+	if got := p.answerTo(t, "t", "London"); got != "Hello, Ada. Where do you live?" {
+		t.Errorf("with the next message: %q", got)
+	}
+	// One whose worker was lost is away, too, as soon as that is known.
+	if _, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
+	if got := p.answerTo(t, "t", "hello?"); got != "Your message was passed on." {
+		t.Errorf("after the worker was lost: %q", got)
+	}
 }

@@ -94,7 +94,7 @@ func threadOf(owner, user string) string {
 }
 
 // ask turns a request into what the visitor wants to say.
-func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
+func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
@@ -108,12 +108,12 @@ func (c *Chat) ask(r *http.Request, req request) (Ask, error) {
 	if !ok {
 		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := Ask{Owner: c.Visitor(r), Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
-	a.ThreadID = cmp.Or(r.Header.Get("X-Thread-Id"), req.thread, threadOf(a.Owner, user))
-	if a.ThreadID == "" {
-		a.ThreadID = NewThreadID()
+	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
+	if a.Name == "" && a.Join == "" {
+		a.Name = threadOf(a.Owner, user)
 	}
-	if threads.CheckID(a.ThreadID) != nil {
+	if a.Name != "" && threads.CheckID(a.Name) != nil {
 		return Ask{}, bad("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}

@@ -10,8 +10,8 @@ import (
 
 // Answer is what a message came to.
 type Answer struct {
-	ID       string `json:"id"` // of the completion
-	ThreadID string `json:"thread_id"`
+	ID       string `json:"id"`        // of the completion
+	ThreadID string `json:"thread_id"` // as the visitor calls it
 	TraceID  string `json:"trace_id"`
 	Text     string `json:"text"`
 	Finish   string `json:"finish_reason"`
@@ -24,9 +24,6 @@ const cancelRest = 5 * time.Second
 // ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
 // must be kept meanwhile: by Engine.Run, or Engine.Beat.
 func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
-	if a.ThreadID == "" {
-		a.ThreadID = NewThreadID()
-	}
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true
 	}
@@ -35,7 +32,7 @@ func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer,
 		return Answer{}, err
 	}
 	defer b.leave()
-	told := Answer{ID: CompletionID(b.exec.ID), ThreadID: a.ThreadID, TraceID: b.exec.TraceID}
+	told := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
 	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
 	got, err := f.follow(ctx)
 	if ctx.Err() != nil {

@@ -297,10 +297,20 @@ func failureOf(t *testing.T, body string) chatwire.Failure {
 	return got.Error
 }
 
+// idOf is the id of the thread that the key site calls by a name.
+func (w *world) idOf(t *testing.T, name string) string {
+	t.Helper()
+	id, _, err := threads.Resolve(t.Context(), w.pool, threads.Key("site"), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
 // transcript is what a thread holds, in the order in which it is read.
 func (w *world) transcript(t *testing.T, thread string) (lines []string) {
 	t.Helper()
-	_, messages, err := threads.Window(t.Context(), w.pool, thread, 0, 1_000_000)
+	_, messages, err := threads.Window(t.Context(), w.pool, w.idOf(t, thread), 0, 1_000_000)
 	if err != nil {
 		t.Fatal(err)
 	}

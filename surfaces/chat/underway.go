@@ -67,7 +67,7 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
 	}
-	busy, err := unfinished(ctx, tx, a.ThreadID, 0)
+	busy, err := unfinished(ctx, tx, a.thread, 0)
 	if err != nil || len(busy) == 0 {
 		return nil, err
 	}
@@ -85,7 +85,7 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 			continue // it has ended just now
 		}
 		cut = append(cut, b.ExecutionID)
-		if err := c.keepPartial(ctx, tx, a.ThreadID, x.TraceID, b); err != nil {
+		if err := c.keepPartial(ctx, tx, a.thread, x.TraceID, b); err != nil {
 			return nil, err
 		}
 	}

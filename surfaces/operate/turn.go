@@ -101,8 +101,11 @@ func (s *Session) insert(ctx context.Context, message, key string) (claimed exec
 	defer cancel()
 	id := s.traceID()
 	err = postgres.InTx(ctx, s.o.Pool, func(tx pgx.Tx) error {
-		thread := threads.Thread{ID: s.id, Channel: Channel, Agent: s.o.Agent, Owner: owner, Participant: owner}
-		if _, err := threads.Open(ctx, tx, thread); err != nil {
+		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: s.id, Channel: Channel, Agent: s.o.Agent, Participant: owner})
+		if err == nil && got.Channel != Channel {
+			err = threads.ErrForeign
+		}
+		if err != nil {
 			return err
 		}
 		var begun bool

@@ -66,6 +66,11 @@ func (s *Surface) raise(ctx context.Context, c webhooks.Content, t task) (result
 	if err != nil {
 		return result{}, err
 	}
+	if t.Action.EventName() == "MESSAGE_RECEIVED" {
+		if t.Key, err = s.threadOf(ctx, c, t.Key); err != nil {
+			return result{}, err
+		}
+	}
 	x, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "raise", func(ctx context.Context, tx pgx.Tx) (result, error) {
 		// What the event starts belongs to the delivery's trace.

@@ -2,6 +2,7 @@ package webhook
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -33,18 +34,45 @@ func (s *Surface) begin(ctx context.Context, c webhooks.Content, t task) (result
 	return result{Flow: t.Action.Flow, Started: started.ExecutionID}, err
 }
 
-// conversation is the thread that a template names for a delivery, begun when there is none.
+// conversation is the thread that a template names for a delivery, begun when there is none. The name is the endpoint's own: who sends the
+// delivery chooses it, and must not get into a thread of somebody else's by it.
 func (s *Surface) conversation(ctx context.Context, c webhooks.Content, template string) (string, error) {
 	if template == "" {
 		return "", nil
 	}
-	id, err := c.Text(template)
+	name, err := c.Text(template)
 	if err != nil {
 		return "", fmt.Errorf("thread: %w", err)
 	}
 	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
-		_, _, err := threads.Ensure(ctx, s.Pool, threads.Thread{ID: id, Agent: s.Agent})
-		return id, err
+		got, _, err := threads.Open(ctx, s.Pool, endpoint(c.Endpoint), threads.Thread{Name: name, Agent: s.Agent})
+		return got.ID, err
+	})
+}
+
+// endpoint is a webhook endpoint as the owner of threads.
+func endpoint(name string) threads.Principal {
+	return threads.Principal{Kind: threads.ByWebhook, Owner: name}
+}
+
+// threadOf is the key of a message's event: of the endpoint's own thread that it names, or of one that was opened to the endpoint. A name that no
+// thread has is the key itself, because a wait need not be about a conversation that is kept here.
+func (s *Surface) threadOf(ctx context.Context, c webhooks.Content, key string) (string, error) {
+	return executions.Persist(ctx, func(ctx context.Context) (string, error) {
+		id, known, err := threads.Resolve(ctx, s.Pool, endpoint(c.Endpoint), key)
+		if errors.Is(err, threads.ErrInvalid) {
+			return key, nil
+		}
+		if err != nil || known {
+			return id, err
+		}
+		switch _, err := threads.Get(ctx, s.Pool, key); {
+		case errors.Is(err, threads.ErrNotFound):
+			return key, nil
+		case err != nil:
+			return "", err
+		}
+		return "", fmt.Errorf("the endpoint has no thread %q; agent threads open lets it into somebody else's", key)
 	})
 }
 

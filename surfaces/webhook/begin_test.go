@@ -52,7 +52,7 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 	}
 	if n := value[int](t, w.pool, `
 		select count(*) from agent_executions x join agent_threads t on t.id = x.thread_id
-		 where x.flow = 'onboarding' and t.id = 'candidate Ana' and t.channel = 'chat'`); n != 1 {
+		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire' and t.channel = 'chat'`); n != 1 {
 		t.Errorf("%d runs of onboarding in the thread that was begun for it", n)
 	}
 	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {

@@ -1,7 +1,7 @@
 "use strict";
 
 // A chat with the agent over POST /v1/chat/completions. The conversation is kept by the server; this page has
-// the key and the thread's id, until the tab is closed.
+// the key, the visitor's token and the thread's name, until the tab is closed.
 
 const byId = (id) => document.getElementById(id);
 const door = byId("door"), room = byId("room"), talk = byId("talk"), state = byId("state");
@@ -16,9 +16,13 @@ class Refusal extends Error {
 }
 
 function open() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("key");
-  if (given) {
-    store.setItem("key", given);
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (given.get("key")) store.setItem("key", given.get("key"));
+  if (given.get("join")) { // into a conversation that somebody else began
+    store.setItem("join", given.get("join"));
+    store.removeItem("thread");
+  }
+  if (given.get("key") || given.get("join")) {
     history.replaceState(null, "", location.pathname); // out of sight and out of the history
   }
   const known = Boolean(store.getItem("key"));
@@ -43,6 +47,8 @@ function say(who, text) {
 
 function headers() {
   const h = { Authorization: "Bearer " + store.getItem("key"), "Content-Type": "application/json" };
+  h["X-Visitor-Token"] = store.getItem("visitor") || "new";
+  if (store.getItem("join")) h["X-Thread-Join"] = store.getItem("join");
   if (store.getItem("thread")) h["X-Thread-Id"] = store.getItem("thread");
   return h;
 }
@@ -58,7 +64,9 @@ async function refused(response) {
 
 // read shows a stream; it returns the completion's id, and whether the answer is whole.
 async function read(response, words, turn) {
+  if (response.headers.get("X-Visitor-Token")) store.setItem("visitor", response.headers.get("X-Visitor-Token"));
   if (!response.ok) throw await refused(response);
+  store.removeItem("join");
   if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", text = "";
@@ -120,6 +128,10 @@ async function submit(event) {
     state.className = "note error";
     state.textContent = problem.message;
     if (!words.textContent) words.parentElement.remove();
+    if (problem.status === 404) { // the conversation is gone, or the invitation is used up: the next message begins a new one
+      store.removeItem("thread");
+      store.removeItem("join");
+    }
     if (problem.status === 401) leave(problem.message);
   } finally {
     words.parentElement.removeAttribute("aria-busy");

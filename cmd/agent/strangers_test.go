@@ -1,0 +1,599 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// Chat keys, and the secret of the webhooks.
+const (
+	siteKey = "site-0123456789abcdef0123456789abcdef"
+	shopKey = "shop-0123456789abcdef0123456789abcdef"
+	webKey  = "web-0123456789abcdef0123456789abcdef"
+	hookKey = "hook-0123456789abcdef0123456789abcdef"
+)
+
+// salary is what no stranger may read.
+const salary = "the salary is 4711"
+
+// strangersYAML has flows that say the secret and wait, endpoints that begin threads and that answer in them by the name that the sender gives.
+const strangersYAML = `
+kind: flow
+name: offer
+actions:
+  - {actionType: send_message, parameters: {message: "the salary is 4711"}}
+  - {actionType: wait_for_response}
+  - {actionType: send_message, parameters: {message: "offer accepted"}}
+---
+kind: flow
+name: other
+actions:
+  - {actionType: send_message, parameters: {message: "other was here"}}
+---
+kind: flow
+name: inviting
+actions:
+  - {actionType: send_message, parameters: {message: "the salary is 4711"}}
+  - {actionType: open_thread}
+  - {actionType: set, parameters: {variables: {link: "https://example.com/chat#join={{joinToken}}"}}}
+  - {actionType: wait_for_response}
+  - {actionType: send_message, parameters: {message: "welcome"}}
+---
+kind: webhook
+name: hire
+scheme: bearer
+secrets: ["${HOOK_SECRET}"]
+actions:
+  - {when: {body.do: begin}, flow: offer, thread: "{body.thread}"}
+  - {when: {body.do: answer}, resume: response, key: "{body.thread}"}
+---
+kind: webhook
+name: apply
+scheme: bearer
+secrets: ["${HOOK_SECRET}"]
+max_attempts: 1
+actions:
+  - {when: {body.do: begin}, flow: other, thread: "{body.thread}"}
+  - {when: {body.do: answer}, resume: response, key: "{body.thread}"}
+`
+
+// hall is an agent that serves, with everybody who may come.
+type hall struct {
+	t    *testing.T
+	base string
+	db   *pgxpool.Pool
+}
+
+func newHall(t *testing.T) *hall {
+	t.Helper()
+	model := modeltest.New(t)
+	model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { // tells everything that it was told
+		var all []string
+		for _, m := range req.Messages {
+			if m.Role != openai.ChatMessageRoleSystem {
+				all = append(all, m.Content)
+			}
+		}
+		return modeltest.Text(strings.Join(all, " | "))
+	})
+	url := pgtest.URL(t)
+	p := on(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test", "AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
+		"AGENT_CHAT_KEY=site="+siteKey+",shop="+shopKey+",web="+webKey, "AGENT_CHAT_BROWSER_KEYS=web", "AGENT_CHAT_RATE=100000", "HOOK_SECRET="+hookKey)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strangersYAML), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p.must("apply", dir)
+	s := p.start("serve")
+	return &hall{t, s.find(t, `msg=serving listen=(\S+)`), connect(t, url)}
+}
+
+// visit is the answer of the agent.
+type visit struct {
+	status int
+	header http.Header
+	body   string
+}
+
+func (h *hall) send(method, path, key, body string, headers ...string) visit {
+	h.t.Helper()
+	r, err := http.NewRequestWithContext(h.t.Context(), method, h.base+path, strings.NewReader(body))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer "+key)
+	r.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	answer, err := http.DefaultClient.Do(r)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(answer.Body)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return visit{answer.StatusCode, answer.Header, string(text)}
+}
+
+// admin asks for a status and reads the answer.
+func (h *hall) admin(method, path string, body any, want int, into any) {
+	h.t.Helper()
+	var content bytes.Buffer
+	if body != nil {
+		if err := json.NewEncoder(&content).Encode(body); err != nil {
+			h.t.Fatal(err)
+		}
+	}
+	got := h.send(method, path, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), content.String())
+	if got.status != want {
+		h.t.Fatalf("%s %s: %d %s, want %d", method, path, got.status, got.body, want)
+	}
+	if into != nil {
+		if err := json.Unmarshal([]byte(got.body), into); err != nil {
+			h.t.Fatal(err)
+		}
+	}
+}
+
+// chat says something as a visitor. headers name the thread, the visitor's token and the join token.
+func (h *hall) chat(key, words string, headers ...string) visit {
+	h.t.Helper()
+	body, err := json.Marshal(map[string]any{"model": "agent", "messages": []map[string]string{{"role": "user", "content": words}}})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
+}
+
+// deliver sends a webhook and waits until it is dealt with.
+func (h *hall) deliver(endpoint, do, thread string) {
+	h.t.Helper()
+	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, h.count(`select count(*) from agent_webhook_deliveries`))
+	if got := h.send("POST", "/webhooks/"+endpoint, hookKey, body); got.status != http.StatusAccepted {
+		h.t.Fatalf("webhook %s: %d %s", endpoint, got.status, got.body)
+	}
+	h.until(`select not exists (select from agent_webhook_deliveries where status not in ('done', 'dead', 'ignored'))`)
+}
+
+func (h *hall) count(sql string, args ...any) (n int) {
+	h.t.Helper()
+	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&n); err != nil {
+		h.t.Fatalf("%s: %v", sql, err)
+	}
+	return n
+}
+
+func (h *hall) text(sql string, args ...any) (s string) {
+	h.t.Helper()
+	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&s); err != nil {
+		h.t.Fatalf("%s: %v", sql, err)
+	}
+	return s
+}
+
+func (h *hall) until(sql string, args ...any) {
+	h.t.Helper()
+	pgtest.Eventually(h.t, pgWait, func() bool {
+		var yes bool
+		err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&yes)
+		return err == nil && yes
+	}, sql)
+}
+
+// said is all that was said in a thread.
+func (h *hall) said(id string) string {
+	h.t.Helper()
+	return h.text(`select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
+}
+
+// visitorToken is one that the agent gives out.
+func (h *hall) visitorToken(key string) string {
+	h.t.Helper()
+	got := h.chat(key, "hi", "X-Visitor-Token", "new")
+	if got.status != http.StatusOK || !strings.HasPrefix(got.header.Get("X-Visitor-Token"), "vis_") {
+		h.t.Fatalf("a visitor's token: %d %q %s", got.status, got.header.Get("X-Visitor-Token"), got.body)
+	}
+	return got.header.Get("X-Visitor-Token")
+}
+
+// thread is one that somebody has begun. A completion is the owner's, where the owner is a visitor.
+type thread struct{ id, name, completion string }
+
+// beginning is one way in which a thread begins.
+type beginning struct {
+	begin func(h *hall, name string) thread
+	// own says who is no stranger to it.
+	own []string
+}
+
+// byChat begins a thread as a visitor, who tells the secret.
+func byChat(key string, visitor func(*hall) string, named bool) func(*hall, string) thread {
+	return func(h *hall, name string) thread {
+		h.t.Helper()
+		var headers []string
+		if visitor != nil {
+			headers = append(headers, "X-Visitor-Token", visitor(h))
+		}
+		if named {
+			headers = append(headers, "X-Thread-Id", name)
+		}
+		got := h.chat(key, salary, headers...)
+		var c openai.ChatCompletionResponse
+		if err := json.Unmarshal([]byte(got.body), &c); err != nil || got.status != http.StatusOK {
+			h.t.Fatalf("begin: %d %s", got.status, got.body)
+		}
+		if named && got.header.Get("X-Thread-Id") != name {
+			h.t.Errorf("the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
+		}
+		id := h.text(`select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
+		return thread{id, got.header.Get("X-Thread-Id"), c.ID}
+	}
+}
+
+// waits is the thread in which the flow offer has spoken, and waits.
+func (h *hall) waits(id, name string) thread {
+	h.t.Helper()
+	h.until(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
+	return thread{id: id, name: name}
+}
+
+func beginnings() map[string]beginning {
+	var first string
+	visitor := func(h *hall) string {
+		if first == "" {
+			first = h.visitorToken(webKey)
+		}
+		return first
+	}
+	adminSays := func(h *hall, id string) {
+		h.admin("POST", "/v1/threads/"+id+"/messages", map[string]any{"content": salary}, http.StatusCreated, nil)
+	}
+	return map[string]beginning{
+		"visitor":             {byChat(webKey, visitor, true), nil},
+		"visitor, unnamed":    {byChat(webKey, visitor, false), nil},
+		"visitor of the page": {byChat(siteKey, func(h *hall) string { return h.visitorToken(siteKey) }, true), nil},
+		"key":                 {byChat(siteKey, nil, true), []string{"site"}},
+		"key, unnamed":        {byChat(siteKey, nil, false), []string{"site"}},
+		"flow": {func(h *hall, name string) thread {
+			h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": name}, http.StatusCreated, nil)
+			return h.waits(name, name)
+		}, []string{"flow"}},
+		"webhook": {func(h *hall, name string) thread {
+			h.deliver("hire", "begin", name)
+			return h.waits(h.text(`select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
+		}, nil},
+		"admin": {func(h *hall, name string) thread {
+			h.admin("POST", "/v1/threads", map[string]any{"id": name}, http.StatusCreated, nil)
+			adminSays(h, name)
+			return thread{id: name, name: name}
+		}, []string{"flow"}},
+		"channel": {func(h *hall, name string) thread {
+			h.admin("POST", "/v1/threads", map[string]any{"id": name, "channel": "log"}, http.StatusCreated, nil)
+			adminSays(h, name)
+			return thread{id: name, name: name}
+		}, []string{"flow"}},
+	}
+}
+
+// outsiders are those who come with a chat key.
+func (h *hall) outsiders() map[string][]string {
+	return map[string][]string{
+		"site":            {siteKey},
+		"shop":            {shopKey},
+		"another visitor": {webKey, "X-Visitor-Token", h.visitorToken(webKey)},
+		"no token":        {webKey},
+		"a token made up": {webKey, "X-Visitor-Token", "vis_" + strings.Repeat("A", 43)},
+		"visitor of shop": {shopKey, "X-Visitor-Token", h.visitorToken(shopKey)},
+	}
+}
+
+var anyTrace = regexp.MustCompile(`\b(ch|op|fl)_[0-9A-Z]{26}`)
+
+// alike is a refusal without what differs from request to request.
+func (r visit) alike(hidden ...string) string {
+	body := anyTrace.ReplaceAllString(r.body, "…")
+	for _, word := range hidden {
+		body = strings.ReplaceAll(body, word, "…")
+	}
+	return fmt.Sprintf("%d %s", r.status, body)
+}
+
+// TestTheMatrixOfStrangers lets everybody try everything on a thread of every kind: take its name in advance, read it, speak in it, list it. Nobody
+// gets in, and nobody learns that it is there.
+func TestTheMatrixOfStrangers(t *testing.T) {
+	t.Parallel()
+	h := newHall(t)
+	outsiders := h.outsiders()
+	for kind, b := range beginnings() {
+		t.Run(kind, func(t *testing.T) {
+			h := &hall{t, h.base, h.db}
+			name := "offer " + strings.ReplaceAll(kind, ", ", " ")
+			name = strings.ReplaceAll(name, " ", "-")
+			for who, as := range outsiders { // the name is taken in advance
+				if _, own := index(b.own, who); own {
+					continue
+				}
+				h.chat(as[0], "mine first", append(as[1:], "X-Thread-Id", name)...)
+			}
+			h.deliver("apply", "begin", name)
+			th := b.begin(h, name)
+			before := h.said(th.id)
+			if strings.Contains(before, "mine first") || strings.Contains(before, "other was here") || !strings.Contains(before, salary) {
+				t.Errorf("after the name was taken in advance the thread has %q", before)
+			}
+			for who, as := range outsiders {
+				if _, own := index(b.own, who); !own {
+					h.outsiderTries(who, as, th)
+				}
+			}
+			h.flowTries(th, b)
+			h.endpointTries(th)
+			if after := h.said(th.id); after != before {
+				t.Errorf("a stranger spoke: %q, was %q", after, before)
+			}
+			if kind == "flow" || kind == "webhook" {
+				h.waits(th.id, name)
+			}
+		})
+	}
+}
+
+func index(all []string, one string) (int, bool) {
+	for i, s := range all {
+		if s == one {
+			return i, true
+		}
+	}
+	return -1, false
+}
+
+// outsiderTries lets one with a chat key try.
+func (h *hall) outsiderTries(who string, as []string, th thread) {
+	h.t.Helper()
+	const none = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+	missing := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", none)...)
+	if missing.status != http.StatusNotFound {
+		h.t.Errorf("%s: a thread that never was: %d %s", who, missing.status, missing.body)
+	}
+	for _, name := range []string{th.id, th.name} {
+		got := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", name)...)
+		switch {
+		case strings.Contains(got.body, salary):
+			h.t.Errorf("%s reads %s: %s", who, name, got.body)
+		case strings.HasPrefix(name, "th_") && got.alike() != missing.alike():
+			h.t.Errorf("%s finds out about %s: %s, of none %s", who, name, got.alike(), missing.alike())
+		case !strings.HasPrefix(name, "th_") && got.status != http.StatusOK: // a thread of its own, as of any other name
+			h.t.Errorf("%s finds out about %s: %s", who, name, got.alike())
+		}
+	}
+	guessed := h.chat(as[0], "let me in", append(as[1:], "X-Thread-Join", "join_"+strings.Repeat("A", 43))...)
+	if guessed.alike() != missing.alike() {
+		h.t.Errorf("%s guesses a join token: %s", who, guessed.alike())
+	}
+	for _, path := range []string{"/v1/threads", "/v1/threads/" + th.id, "/v1/threads/" + th.id + "/access"} {
+		if got := h.send("GET", path, as[0], ""); got.status != http.StatusUnauthorized {
+			h.t.Errorf("%s lists %s: %d", who, path, got.status)
+		}
+	}
+	if th.completion != "" {
+		const nothing = "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0"
+		got := h.send("GET", "/v1/chat/completions/"+th.completion, as[0], "", as[1:]...)
+		want := h.send("GET", "/v1/chat/completions/"+nothing, as[0], "", as[1:]...)
+		if got.status != http.StatusNotFound || got.alike(th.completion) != want.alike(nothing) {
+			h.t.Errorf("%s attaches to the answer: %s", who, got.alike())
+		}
+	}
+}
+
+// flowTries lets an admin start another flow, and a worker outside speak and listen, in the thread.
+func (h *hall) flowTries(th thread, b beginning) {
+	h.t.Helper()
+	if _, own := index(b.own, "flow"); own {
+		return // an admin opens it by starting a flow in it
+	}
+	const none = "th_00000000000000000000000000000000"
+	start := func(id string) visit {
+		return h.send("POST", "/v1/executions", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), fmt.Sprintf(`{"flow": "other", "thread_id": %q}`, id))
+	}
+	got, want := start(th.id), start(none)
+	if got.status != http.StatusNotFound || got.alike() != want.alike() {
+		h.t.Errorf("another flow is started in it: %s, in none %s", got.alike(), want.alike())
+	}
+	var x struct{ ID string }
+	h.admin("POST", "/v1/executions", map[string]any{"flow": "external"}, http.StatusCreated, &x)
+	var lock struct {
+		LockID string `json:"lock_id"`
+	}
+	h.admin("POST", "/v1/executions/"+x.ID+"/lock", map[string]any{"owner": "w"}, http.StatusOK, &lock)
+	said := map[string]any{"content": "other was here", "execution_id": x.ID, "lock_id": lock.LockID}
+	h.admin("POST", "/v1/threads/"+th.id+"/messages", said, http.StatusNotFound, nil)
+	h.admin("POST", "/v1/threads/"+none+"/messages", said, http.StatusNotFound, nil)
+	h.admin("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID,
+		map[string]any{"status": "waiting", "waiting_for": "response", "waiting_key": th.id}, http.StatusNotFound, nil)
+}
+
+// endpointTries lets the sender of webhooks answer in the thread, under each of its names.
+func (h *hall) endpointTries(th thread) {
+	h.t.Helper()
+	for _, name := range []string{th.id, th.name} {
+		h.deliver("apply", "answer", name)
+		h.deliver("apply", "begin", name)
+	}
+}
+
+// TestWhoIsLetInGetsIn opens threads in every way, and takes it back.
+func TestWhoIsLetInGetsIn(t *testing.T) {
+	t.Parallel()
+	h := newHall(t)
+	h.admin("POST", "/v1/threads", map[string]any{"id": "maria"}, http.StatusCreated, nil)
+	h.admin("POST", "/v1/threads/maria/messages", map[string]any{"content": salary}, http.StatusCreated, nil)
+
+	t.Run("join token", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		var token struct{ ID, Token string }
+		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{}, http.StatusCreated, &token)
+		if n := h.count(`select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token); n != 0 {
+			t.Error("the token is in the database")
+		}
+		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
+		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
+		name := got.header.Get("X-Thread-Id")
+		if got.status != http.StatusOK || !strings.Contains(got.body, salary) || name == "" || name == "maria" {
+			t.Fatalf("joined: %d %q %s", got.status, name, got.body)
+		}
+		again := h.chat(webKey, "again", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
+		if again.status != http.StatusOK || again.header.Get("X-Thread-Id") != name {
+			t.Errorf("the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
+		}
+		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join", token.Token); got.status != http.StatusNotFound {
+			t.Errorf("a token that is used: %d %s", got.status, got.body)
+		}
+		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id", name); got.status != http.StatusNotFound {
+			t.Errorf("another's name of it: %d %s", got.status, got.body)
+		}
+		if got := h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name); !strings.Contains(got.body, salary) {
+			t.Errorf("by its name: %d %s", got.status, got.body)
+		}
+		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusOK, nil)
+		if got := h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id", name); got.status != http.StatusNotFound {
+			t.Errorf("after it was revoked: %d %s", got.status, got.body)
+		}
+		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
+	})
+	t.Run("reusable token", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		var token struct{ ID, Token string }
+		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
+		for range 2 {
+			visitor := h.visitorToken(webKey)
+			if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job"); got.status != http.StatusOK ||
+				!strings.Contains(got.body, salary) || got.header.Get("X-Thread-Id") != "job" {
+				t.Errorf("joined: %d %s", got.status, got.body)
+			}
+		}
+		visitor := h.visitorToken(webKey)
+		h.chat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
+		if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job"); got.status != http.StatusConflict {
+			t.Errorf("a name that is taken by another thread of the visitor's: %d %s", got.status, got.body)
+		}
+		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`, token.ID)
+		if err != nil || exec.RowsAffected() != 1 {
+			t.Fatal(err)
+		}
+		if got := h.chat(shopKey, "late", "X-Thread-Join", token.Token); got.status != http.StatusNotFound {
+			t.Errorf("an expired token: %d %s", got.status, got.body)
+		}
+	})
+	t.Run("named key", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"}, http.StatusCreated, nil)
+		h.waits("juan", "juan")
+		if got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan"); strings.Contains(got.body, "offer accepted") {
+			t.Errorf("another key: %s", got.body)
+		}
+		if got := h.chat(siteKey, "yes", "X-Thread-Id", "juan"); !strings.Contains(got.body, "offer accepted") {
+			t.Errorf("the key that was named: %d %s", got.status, got.body)
+		}
+		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"}, http.StatusConflict, nil)
+		if n := h.count(`select count(*) from agent_threads where id = 'pedro'`); n != 0 {
+			t.Error("what was refused left a thread")
+		}
+		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
+		if got := h.chat(shopKey, "hello", "X-Thread-Id", "m"); !strings.Contains(got.body, salary) {
+			t.Errorf("a participant: %d %s", got.status, got.body)
+		}
+	})
+	t.Run("flow that invites", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		var x struct{ ID string }
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva"}, http.StatusCreated, &x)
+		h.waits("eva", "eva")
+		link := h.text(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		_, join, _ := strings.Cut(link, "#join=")
+		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body, "welcome") {
+			t.Errorf("joined the flow: %d %s", got.status, got.body)
+		}
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
+		h.waits("eva 2", "eva 2")
+		link = h.text(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		_, join, _ = strings.Cut(link, "#join=")
+		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
+		if got := h.chat(shopKey, "late", "X-Thread-Join", join); got.status != http.StatusNotFound {
+			t.Errorf("the token of an execution that has ended: %d %s", got.status, got.body)
+		}
+	})
+	t.Run("flow in a visitor's thread", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		th := byChat(siteKey, nil, true)(h, "support")
+		h.admin("POST", "/v1/threads/"+th.id+"/participants", map[string]any{"flow": "other"}, http.StatusCreated, nil)
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": th.id}, http.StatusCreated, nil)
+		h.until(`select exists (select from agent_messages where thread_id = $1 and content = 'other was here' and status = 'sent')`, th.id)
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": th.id}, http.StatusNotFound, nil)
+	})
+	t.Run("endpoint", func(t *testing.T) {
+		h := &hall{t, h.base, h.db}
+		h.deliver("hire", "begin", "ana")
+		id := h.text(`select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
+		h.waits(id, "ana")
+		h.deliver("hire", "answer", "ana")
+		h.until(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "luis"}, http.StatusCreated, nil)
+		h.waits("luis", "luis")
+		h.admin("POST", "/v1/threads/luis/participants", map[string]any{"webhook": "apply"}, http.StatusCreated, nil)
+		h.deliver("apply", "answer", "luis")
+		h.until(`select exists (select from agent_messages where thread_id = 'luis' and content = 'offer accepted')`)
+	})
+}
+
+// TestThreadsOfAnEarlierReleaseGoOn for who used them.
+func TestThreadsOfAnEarlierReleaseGoOn(t *testing.T) {
+	t.Parallel()
+	h := newHall(t)
+	const given = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+	for _, sql := range []string{
+		`insert into agent_threads (id, channel, owner, next_seq) values ('site:7', 'chat', 'site', 2), ('` + given + `', 'chat', 'web', 2), ('talk', 'chat', '', 2)`,
+		`insert into agent_messages (thread_id, seq, turn, role, content, channel, status)
+		 select id, 1, 1, 'user', 'the salary is 4711', 'chat', 'received' from agent_threads`,
+	} {
+		if _, err := h.db.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for who, c := range map[string]struct {
+		as    []string
+		name  string
+		reads bool
+	}{
+		"its key":                     {[]string{siteKey}, "site:7", true},
+		"another key":                 {[]string{shopKey}, "site:7", false},
+		"a visitor of the key":        {[]string{siteKey, "X-Visitor-Token", "new"}, "site:7", false},
+		"the page, by a secret name":  {[]string{webKey, "X-Visitor-Token", "new"}, given, true},
+		"another's page":              {[]string{siteKey, "X-Visitor-Token", "new"}, given, false},
+		"a flow's, which nobody used": {[]string{siteKey}, "talk", false},
+	} {
+		got := h.chat(c.as[0], "what was said?", append(c.as[1:], "X-Thread-Id", c.name)...)
+		if reads := strings.Contains(got.body, salary); reads != c.reads {
+			t.Errorf("%s reads: %t, %d %s", who, reads, got.status, got.body)
+		}
+	}
+	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "talk"}, http.StatusCreated, nil)
+	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "site:7"}, http.StatusNotFound, nil)
+}

@@ -1,0 +1,167 @@
+package threads
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+var (
+	// ErrTaken reports a name by which a principal calls another thread.
+	ErrTaken = errors.New("the name is taken by another thread there")
+	// ErrToken reports a join token that lets nobody in: unknown, used, expired or revoked. Tell a caller from outside ErrNotFound.
+	ErrToken = errors.New("the join token is not valid")
+)
+
+// How long a join token is valid.
+const (
+	DefaultTokenLife = 24 * time.Hour
+	MaxTokenLife     = 30 * 24 * time.Hour
+)
+
+// tokenPrefix begins a join token; 256 random bits follow.
+const tokenPrefix = "join_"
+
+// Access is a row of agent_thread_access: a participant, or a join token.
+type Access struct {
+	ID          string     `json:"id"`
+	ThreadID    string     `json:"thread_id"`
+	Kind        string     `json:"kind"` // key, visitor, flow, webhook; token
+	Owner       string     `json:"owner"`
+	Name        string     `json:"name"`     // what the participant calls the thread
+	Reusable    bool       `json:"reusable"` // of a token
+	ExecutionID *string    `json:"execution_id"`
+	ExpiresAt   *time.Time `json:"expires_at"`
+	UsedAt      *time.Time `json:"used_at"`
+	JoinedWith  *string    `json:"joined_with"` // the token that let the participant in
+	CreatedBy   string     `json:"created_by"`
+	CreatedAt   time.Time  `json:"created_at"`
+}
+
+// Invitation describes a join token.
+type Invitation struct {
+	ThreadID    string
+	Reusable    bool          // lets any number of visitors in until its end; else one
+	Life        time.Duration // default [DefaultTokenLife], at most [MaxTokenLife]
+	ExecutionID string        // the token ends with this execution; "" for none
+	By          string        // who gives it out
+}
+
+// Token is a join token. The secret is told once: the database keeps its digest.
+type Token struct {
+	ID        string    `json:"id"`
+	Secret    string    `json:"token"`
+	ThreadID  string    `json:"thread_id"`
+	ExpiresAt time.Time `json:"expires_at"`
+}
+
+// Invite makes a join token for a thread. Only admins, flow definitions and Go code come here: no tool of a model does.
+func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
+	random := make([]byte, 32)
+	_, _ = rand.Read(random) // never fails
+	t := Token{Secret: tokenPrefix + base64.RawURLEncoding.EncodeToString(random), ThreadID: in.ThreadID}
+	if in.Life <= 0 {
+		in.Life = DefaultTokenLife
+	}
+	err := db.QueryRow(ctx, `
+		insert into agent_thread_access (thread_id, kind, token_digest, reusable, execution_id, expires_at, created_by)
+		select t.id, 'token', @digest, @reusable, nullif(@execution, '')::uuid, clock_timestamp() + make_interval(secs => @life), @by
+		  from agent_threads t where t.id = @thread
+		returning id::text, expires_at`, postgres.Strict{
+		"thread": postgres.Text(in.ThreadID), "digest": digest(t.Secret), "reusable": in.Reusable, "execution": in.ExecutionID,
+		"life": min(in.Life, MaxTokenLife).Seconds(), "by": postgres.Text(in.By),
+	}).Scan(&t.ID, &t.ExpiresAt)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Token{}, fmt.Errorf("invite into thread: %w", err)
+	}
+	return t, nil
+}
+
+func digest(secret string) []byte {
+	sum := sha256.Sum256([]byte(secret))
+	return sum[:]
+}
+
+// Join lets p into the thread of a join token, under a name of p's own; given is false when the name was made up for this, and a name that p
+// has got by the token stays. [ErrToken]: the token lets nobody in. [ErrTaken]: p calls another thread so.
+func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, given bool) (thread, as string, err error) {
+	if err := CheckID(name); err != nil {
+		return "", "", fmt.Errorf("join thread: %w", err)
+	}
+	err = db.QueryRow(ctx, `select thread_id, name from join_agent_thread(@digest, @kind, @owner, @proof, @name, @given)`,
+		postgres.Strict{
+			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "given": given,
+		}).Scan(&thread, &as)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		err = ErrToken
+	case postgres.IsCode(err, "23505"):
+		err = ErrTaken
+	}
+	if err != nil {
+		return "", "", fmt.Errorf("join thread: %w", err)
+	}
+	return thread, as, nil
+}
+
+// Let opens a thread to a principal, who calls it by a name; a flow calls it by its id. by says who opened it.
+func Let(ctx context.Context, db postgres.DB, thread string, to Principal, name, by string) (id string, err error) {
+	if to.Kind == ByFlow {
+		name = thread
+	}
+	if err := CheckID(name); err != nil {
+		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
+	}
+	err = db.QueryRow(ctx, `select let_into_agent_thread(@thread, @kind, @owner, @proof, @name, @by)::text`, postgres.Strict{
+		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof, "name": name, "by": postgres.Text(by),
+	}).Scan(&id)
+	switch {
+	case postgres.IsCode(err, "P0002"):
+		err = ErrNotFound
+	case postgres.IsCode(err, "23505"):
+		err = ErrTaken
+	}
+	if err != nil {
+		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
+	}
+	return id, nil
+}
+
+// AccessOf lists who was let into a thread, and its join tokens, oldest first.
+func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
+	rows, err := db.Query(ctx, `
+		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text, created_by, created_at
+		  from agent_thread_access where thread_id = @thread order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
+	if err != nil {
+		return nil, fmt.Errorf("list access to thread: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Access])
+	if err != nil {
+		return nil, fmt.Errorf("list access to thread: %w", err)
+	}
+	return got, nil
+}
+
+// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNotFound] when there is no such access.
+func Revoke(ctx context.Context, db postgres.DB, thread, id string) error {
+	tag, err := db.Exec(ctx, `delete from agent_thread_access where id = @id and thread_id = @thread`,
+		postgres.Strict{"id": id, "thread": postgres.Text(thread)})
+	if err == nil && tag.RowsAffected() == 0 {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return fmt.Errorf("revoke access to thread: %w", err)
+	}
+	return nil
+}
