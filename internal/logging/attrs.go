@@ -63,7 +63,9 @@ func redactAttr(a slog.Attr) slog.Attr {
 	switch value.Kind() {
 	case slog.KindGroup:
 		return slog.Attr{Key: a.Key, Value: slog.GroupValue(redactAll(value.Group())...)}
-	case slog.KindDuration, slog.KindTime:
+	case slog.KindDuration: // in JSON it would be a number of nanoseconds
+		return slog.String(a.Key, value.Duration().String())
+	case slog.KindTime:
 		return slog.Attr{Key: a.Key, Value: value}
 	case slog.KindString, slog.KindAny, slog.KindInt64, slog.KindUint64, slog.KindFloat64, slog.KindBool, slog.KindLogValuer:
 	}

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 	"testing/slogtest"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -194,4 +195,14 @@ func TestHandlerContract(t *testing.T) {
 		}
 		return out
 	})
+}
+
+func TestDurationsAreReadable(t *testing.T) {
+	got := line(t, func(l *slog.Logger) {
+		l.With("age", 90*time.Minute).Info("m", "took", 1500*time.Millisecond, slog.Group("g", "wait", time.Second))
+	})
+	want := map[string]any{"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s", "g": map[string]any{"wait": "1s"}}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
 }
