@@ -100,7 +100,7 @@ func (s *server) breakLane(r request) (answer, error) {
 		return result.recorded(r.Context(), tx)
 	})
 	switch {
-	case errors.Is(err, context.DeadlineExceeded):
+	case errors.Is(err, lanes.ErrBlocked):
 		return answer{}, s.inUse(r.Context(), lane, err)
 	case err != nil:
 		return answer{}, err
@@ -121,8 +121,8 @@ func (b *laneBreak) recorded(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// inUse answers for a break that took too long: when somebody holds the lane, because the holder is in the
-// middle of a protected write.
+// inUse answers for a break that an open transaction holds up, such as a protected write of the holder: who holds the lane, and which
+// transaction is in the way.
 func (s *server) inUse(ctx context.Context, lane string, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()
@@ -134,9 +134,9 @@ func (s *server) inUse(ctx context.Context, lane string, cause error) error {
 	if i < 0 {
 		return cause
 	}
-	p := problem.New(http.StatusConflict, "the holder of %s is in the middle of a protected write; try again", lane)
+	p, _ := problem.Of(cause)
 	p.Holder, p.TraceID = live[i].LockedBy, value(live[i].TraceID)
-	return p.Kind("lane-in-use", "Lane in use")
+	return p
 }
 
 func notHeld(lane string) error {

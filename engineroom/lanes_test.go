@@ -81,7 +81,8 @@ func TestHostileLanesAreText(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	bad := strings.ReplaceAll(hostile, "\u0007", "")
-	put(t, pool, `select try_acquire_agent_lock($1, $1, 60)::text`, bad)
+	put(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+		values ($1, $1, 1, clock_timestamp() + interval '1 minute') returning lane`, bad)
 	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) values ($1, $1 || repeat('x', 100), clock_timestamp() + interval '1 minute') returning lane`, bad)
 	put(t, pool, `update agent_workers set name = $1 || repeat('x', 1000000) where id = (select claimed_by from agent_executions where id = $2::uuid) returning id::text`,
 		bad, claimedRun(t, pool, bad, 60))

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 // engineAway is an engine whose database is, and counts how often it is asked for.
@@ -29,7 +31,8 @@ func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 		t.Fatal(err)
 	}
 	return &Engine{
-		pool: pool, opts: Options{SweepEvery: 5 * time.Second}, log: log, nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
+		pool: pool, keeper: lanes.NewKeeper(pool, lanes.Options{}), opts: Options{SweepEvery: 5 * time.Second}, log: log,
+		nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
 	}
 }
 

@@ -89,7 +89,9 @@ func (d *dueTime) pause(longest time.Duration) time.Duration {
 
 // sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
 func (e *Engine) sweepLoop(ctx context.Context) {
-	var keep time.Time // when to keep house again
+	var keep time.Time   // when to keep house again
+	var expire time.Time // when to look for lanes whose lease ended
+	after := ""          // the lane after which that goes on
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
@@ -99,6 +101,13 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 			if err := e.Tick(ctx); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "tick failed", "error", err)
 			}
+		}
+		if time.Now().After(expire) {
+			var err error
+			if after, err = e.keeper.Expire(ctx, after); err != nil && ctx.Err() == nil {
+				e.log.WarnContext(ctx, "lanes that ended not cleared", "error", err)
+			}
+			expire = time.Now().Add(e.opts.SweepEvery)
 		}
 		if time.Now().After(keep) {
 			keep = time.Now().Add(time.Hour)

@@ -174,6 +174,9 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
 	r.stop(ErrParked)
 	r.e.soon(w.timeout)
+	if w.kind == "lane" {
+		r.e.hurry() // a release before the park was committed notified nobody
+	}
 	return Outcome{}, ErrParked
 }
 

@@ -94,7 +94,7 @@ func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Du
 		return nil, nil, invalid("acquire", lane, err)
 	case err != nil:
 		if !nested {
-			k.undo(ctx, owner, lane, err)
+			k.undo(ctx, owner, lane, ttl, err)
 		}
 		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
 	case !a.Acquired:
@@ -142,23 +142,35 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 		return
 	}
 	if a.WasHolder != "" {
-		age := time.Duration(a.StaleFor * float64(time.Second)).Round(time.Millisecond)
-		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", a.WasHolder, "age", age)
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", a.WasHolder, "age", age(a.StaleFor))
 	}
 	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
 }
 
-// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue. The lanes of an
-// execution are left: they end with it.
-func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, cause error) {
+// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue; what fails goes on in the background. The
+// lanes of an execution are left: they end with it.
+func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
 	var never *pgconn.ConnectError
 	if owner.claim || errors.As(cause, &never) || postgres.Unchanged(cause) {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	k.giveUp(ctx, lane, owner, ttl, func(ctx context.Context) error { return quitQueue(ctx, k.db, lane, owner) })
+}
+
+// giveUp frees a lane of which no caller knows, and goes on in the background when that fails.
+func (k *Keeper) giveUp(ctx context.Context, lane string, owner Owner, ttl time.Duration, free func(ctx context.Context) error) {
+	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
 	defer cancel()
-	if err := quitQueue(ctx, k.db, lane, owner); err != nil {
-		k.log.WarnContext(ctx, "lane may be held until its lease ends", "lane", lane, "owner", owner.name, "error", err)
+	err := free(limited)
+	if err == nil {
+		return
+	}
+	k.log.WarnContext(ctx, "lane may be held, trying to free it until its lease ends", "lane", lane, "owner", owner.name, "error", err)
+	if worthRetrying(err) {
+		k.inBackground(ctx, ttl, func(ctx context.Context) bool {
+			err := free(ctx)
+			return err == nil || !worthRetrying(err)
+		})
 	}
 }
 

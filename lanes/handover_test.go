@@ -34,10 +34,10 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
 }
 
-// frees releases a lane in SQL, and returns whom it went to: "" for nobody, "not released".
+// frees releases a lane in SQL, again while it is in use, and returns whom it went to: "" for nobody, "not released".
 func frees(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
-	to := get[string](t, db, `select coalesce(free_agent_lock($1, $2, $3), 'not released')`, lane, owner, token)
+	to := patiently[string](t, db, `select coalesce(free_agent_lock($1, $2, $3), 'not released')`, lane, owner, token)
 	if parts := strings.Split(to, "\t"); len(parts) == 4 {
 		return parts[1]
 	}
@@ -294,29 +294,51 @@ func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
 	}
 }
 
-// The commit of a hand-over is waited for: it is a grant. That of a release to nobody is not.
-func TestAHandOverIsDurable(t *testing.T) {
+// How a transaction is committed is its owner's business, not that of a function that is called in it.
+func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `select acquire_agent_lock('other', 'a', 60)`)
-	for name, c := range map[string]struct{ sql, mode string }{
-		"one":                   {`select free_agent_lock('x', 'a', @token)`, "on"},
-		"one that nobody wants": {`select free_agent_lock('lonely', 'a', @lonely)`, "off"},
-		"many":                  {`select free_many_agent_locks('{x,lonely}', '{a,a}', array[@token::bigint, @lonely])`, "on"},
-		"many, wanted last":     {`select free_many_agent_locks('{lonely,x,promised}', '{a,a,a}', array[@lonely::bigint, @token, @promised])`, "on"},
-		"many that nobody wants, or who is only told": {
-			`select free_many_agent_locks('{promised,lonely}', '{a,a}', array[@promised::bigint, @lonely])`, "off",
-		},
+	for name, query := range map[string]string{
+		"one":            `select free_agent_lock('lonely', 'a', @lonely)`,
+		"one, wanted":    `select free_agent_lock('wanted', 'a', @wanted)`,
+		"many":           `select free_many_agent_locks('{wanted,lonely}', '{a,a}', array[@wanted::bigint, @lonely])`,
+		"a queue":        `select quit_agent_lock_queue('lonely', 'a')`,
+		"release":        `select release_agent_lock('lonely', 'a')`,
+		"a fenced write": `select release_agent_lock('lonely', 'a') from fence_agent_lock('lonely', @lonely)`,
 	} {
 		tx := begin(t, db)
 		exec(t, tx, `set local synchronous_commit = on`)
-		args := pgx.NamedArgs{} // not every case shows every token
-		for lane, arg := range map[string]string{"x": "token", "lonely": "lonely", "promised": "promised"} {
-			args[arg] = mustTry(t, tx, lane, "a", 60)
+		args := pgx.NamedArgs{"lonely": mustTry(t, tx, "lonely", "a", 60), "wanted": mustTry(t, tx, "wanted", "a", 60)}
+		queues(t, tx, "wanted", "b", 60)
+		exec(t, tx, query, args)
+		if mode := get[string](t, tx, `show synchronous_commit`); mode != "on" {
+			t.Errorf("%s: synchronous_commit is %s", name, mode)
 		}
-		queues(t, tx, "x", "b", 60)
-		exec(t, tx, `select await_agent_lock('promised', 'b', 60, 60)`)
-		exec(t, tx, c.sql, args)
+		if err := tx.Rollback(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// The commit of a hand-over is waited for: it is a grant. That of a keeper's release to nobody is not.
+func TestAHandOverIsDurable(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for name, c := range map[string]struct {
+		wanted bool
+		mode   string
+	}{"wanted": {true, "on"}, "lonely": {false, "off"}} {
+		tx := begin(t, db)
+		exec(t, tx, `set local synchronous_commit = on`)
+		k, _ := keeper(t, tx) // alone, so that each of its statements is in the transaction
+		l, err := k.Acquire(t.Context(), "x")
+		acquired(t, l, err)
+		if c.wanted {
+			queues(t, tx, "x", "b", 60)
+		}
+		if err := l.Release(t.Context()); err != nil {
+			t.Fatal(err)
+		}
 		if mode := get[string](t, tx, `show synchronous_commit`); mode != c.mode {
 			t.Errorf("%s: synchronous_commit is %s, want %s", name, mode, c.mode)
 		}

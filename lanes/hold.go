@@ -51,6 +51,8 @@ type hold struct {
 	renewAt  time.Time
 	timer    *time.Timer // fires at deadline
 	leases   map[*Lease]struct{}
+
+	background bool // its release goes on in the background
 }
 
 func (h *hold) key() key { return key{h.lane, h.owner.name} }
@@ -68,6 +70,10 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 	if h == nil {
 		h = k.newHold(ctx, owner, g)
 		k.held[id] = h
+		if k.lanes[g.lane] == nil {
+			k.lanes[g.lane] = make(map[*hold]struct{}, 1)
+		}
+		k.lanes[g.lane][h] = struct{}{}
 	}
 	h.state = live
 	h.ttl = g.ttl
@@ -163,6 +169,10 @@ func (k *Keeper) forget(h *hold) []*Lease {
 	h.timer.Stop()
 	if k.held[h.key()] == h {
 		delete(k.held, h.key())
+	}
+	delete(k.lanes[h.lane], h)
+	if len(k.lanes[h.lane]) == 0 {
+		delete(k.lanes, h.lane)
 	}
 	leases := make([]*Lease, 0, len(h.leases))
 	for l := range h.leases {

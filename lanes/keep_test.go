@@ -173,6 +173,31 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 	}
 }
 
+// A break reaches its holder by notification, long before the next renewal.
+func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	k := listening(t, db)
+	onceWithin(t, time.Second, func() time.Duration {
+		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
+		acquired(t, l, err)
+		other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(time.Hour))
+		acquired(t, other, err)
+		began := time.Now()
+		if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
+			t.Fatalf("Break: %v, %v", broken, err)
+		}
+		took := ended(t, l, soon).Sub(began)
+		if cause := context.Cause(l.Context()); !errors.Is(cause, lanes.ErrLost) || other.Context().Err() != nil {
+			t.Errorf("the work ended with %v, that in another lane with %v", cause, other.Context().Err())
+		}
+		if err := other.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		return took
+	})
+}
+
 // The process takes the lane again before it has noticed that it had lost it.
 func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	t.Parallel()

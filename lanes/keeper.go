@@ -57,11 +57,14 @@ type Keeper struct {
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    batch.Group[wanted, answer]
 	frees    batch.Group[held, bool]
-	runs     atomic.Int32 // of Run
+	runs     atomic.Int32    // of Run
+	closed   context.Context // ends with ReleaseAll
+	close    context.CancelFunc
 
 	mu      sync.Mutex
 	held    map[key]*hold
-	planned time.Time // when Run looks again
+	lanes   map[string]map[*hold]struct{} // what is in held, by lane
+	planned time.Time                     // when Run looks again
 }
 
 // NewKeeper returns a keeper whose lanes are those of db, which has to be a pool: many
@@ -69,8 +72,9 @@ type Keeper struct {
 func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k := &Keeper{
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: !opts.Disabled, observer: opts.Observer,
-		changed: make(chan struct{}, 1), held: make(map[key]*hold),
+		changed: make(chan struct{}, 1), held: make(map[key]*hold), lanes: make(map[string]map[*hold]struct{}),
 	}
+	k.closed, k.close = context.WithCancel(context.Background())
 	k.tries.Send = func(ctx context.Context, all []wanted) ([]batch.Answer[answer], error) {
 		return tryMany(ctx, k.db, all)
 	}
@@ -126,38 +130,51 @@ func (k *Keeper) Drop(owner Owner) {
 }
 
 // ReleaseAll ends every lease of the process, at its shutdown: those of executions are dropped, since the
-// next claim takes their lanes over; all others are released with one statement. It works with a ctx
-// that has ended.
+// next claim takes their lanes over; all others are released. It works with a ctx that has ended, and tries again for at most 5 seconds
+// what a broken connection or an open transaction keeps from being released.
 func (k *Keeper) ReleaseAll(ctx context.Context) error {
-	var free leaseColumns
+	k.close()
+	var left []held
 	var ended []*Lease
 	k.mu.Lock()
 	for _, h := range k.held {
 		if !h.owner.claim {
-			free.add(h)
+			left = append(left, held{h.lane, h.owner, h.token})
 		}
 		ended = append(ended, k.forget(h)...)
 	}
 	k.mu.Unlock()
 	endAll(ended, context.Canceled)
-	if len(free.lanes) == 0 {
-		return nil
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
 	defer cancel()
-	_, err := k.db.Exec(ctx, `
-		select release_agent_lock(w.lane, w.owner, w.token)
-		  from (select u.lane, u.owner, u.token
-		          from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) u (lane, owner, token)
-		         order by u.lane) w`,
-		postgres.Strict{"lanes": free.lanes, "owners": free.owners, "tokens": free.tokens})
-	if err != nil {
-		return fmt.Errorf("release %d lanes: %w", len(free.lanes), err)
-	}
-	for i, lane := range free.lanes {
-		k.log.InfoContext(ctx, "lane released", "lane", lane, "owner", free.owners[i])
+	var err error
+	for pause := retryFirst; len(left) > 0; pause = min(2*pause, retryMost) {
+		if left, err = k.releaseEach(ctx, left); err != nil && (!worthRetrying(err) || !sleep(ctx, pause)) {
+			return fmt.Errorf("release %d lanes: %w", len(left), err)
+		}
 	}
 	return nil
+}
+
+// releaseEach releases many lanes in one statement, and by itself each that this leaves. It returns those that are not released, with why.
+func (k *Keeper) releaseEach(ctx context.Context, all []held) (left []held, err error) {
+	answers, err := freeMany(ctx, k.db, all)
+	if err != nil {
+		return all, err
+	}
+	for i, h := range all {
+		released := answers[i].Value
+		if answers[i].Alone {
+			var failed error
+			if released, failed = freeLane(ctx, k.db, h); failed != nil {
+				left, err = append(left, h), failed
+			}
+		}
+		if released {
+			k.log.InfoContext(ctx, "lane released", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token)
+		}
+	}
+	return left, err
 }
 
 func (k *Keeper) wakeRun() {

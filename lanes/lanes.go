@@ -3,7 +3,7 @@
 // A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The
 // hold is a lease in the table agent_locks: owner, fencing token, end. A holder that dies loses the
 // lane when the lease ends, so nothing has to clean up after it. The rules are SQL functions
-// (migrations/sql/0001_lanes.sql and 0031_handover.sql), so any client of the database obeys them; this package is a thin
+// (migrations/sql/0001_lanes.sql, 0031_handover.sql and 0054_lanes.sql), so any client of the database obeys them; this package is a thin
 // client that adds what only a process can: renewal, cancellation and counting.
 //
 // It promises:
@@ -18,8 +18,12 @@
 //     latest when the lease ends by the local monotonic clock, started before the call that
 //     acquired or renewed it. So it ends no later than the database's lease, even when the
 //     database cannot be reached.
+//   - No transaction of another client, however long it stays open, delays a renewal or a try, or a release or a break for longer than
+//     about a second: then that is a *BlockedError, which says who is in the way.
+//   - A break reaches its holder by notification; without notifications the holder finds it at its next renewal.
 //   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one. A grant is
-//     durable when it is answered, a hand-over when it is notified; a release to nobody is within a second. A server that crashes meanwhile shows the lane as held
+//     durable when it is answered, a hand-over when it is notified; a release to nobody is within a second. A release that a broken
+//     connection interrupts goes on in the background, see [Lease.Release]. A server that crashes meanwhile shows the lane as held
 //     until its lease ends, unless somebody else has got it: that grant makes the release durable with itself.
 //   - An owner is one claim of one run. The type [Owner] has no constructor from a mere string, so a
 //     constant owner, which would let a second instance in, cannot be written.
@@ -40,6 +44,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 var (
@@ -49,6 +55,9 @@ var (
 	ErrLost = errors.New("lane lost")
 	// ErrStale reports a fenced write under a token that is no longer its lane's (SQLSTATE LK001).
 	ErrStale = errors.New("lane token is stale")
+	// ErrBlocked reports a lane that another transaction has in use, such as a fenced write that is still open, for longer than about a
+	// second (SQLSTATE 55P03). Nothing has changed. The error is a *BlockedError.
+	ErrBlocked = errors.New("lane in use")
 	// ErrInvalid reports a lane, owner, TTL or reason that the database refuses (SQLSTATE 22023).
 	ErrInvalid = errors.New("invalid")
 )
@@ -56,6 +65,7 @@ var (
 // SQLSTATEs that the lane functions raise, and that of a text which does not come as far as to them.
 const (
 	codeStale   = "LK001"
+	codeBlocked = "55P03"
 	codeInvalid = "22023"
 	codeNoText  = "22021"
 )
@@ -81,3 +91,26 @@ func (e *BusyError) Error() string {
 
 // Is makes errors.Is(err, ErrBusy) true.
 func (e *BusyError) Is(target error) bool { return target == ErrBusy }
+
+// BlockedError says which transaction is in the way. It matches ErrBlocked.
+type BlockedError struct {
+	Reason string // pid, application and since when, in the words of the database
+	Hint   string // what to do
+	cause  *pgconn.PgError
+}
+
+func (e *BlockedError) Error() string { return e.Reason }
+
+// Is makes errors.Is(err, ErrBlocked) true.
+func (e *BlockedError) Is(target error) bool { return target == ErrBlocked }
+
+// Unwrap is what the database said.
+func (e *BlockedError) Unwrap() error { return e.cause }
+
+// blocked makes a *BlockedError of an error that says so, and leaves every other as it is.
+func blocked(err error) error {
+	if said, ok := errors.AsType[*pgconn.PgError](err); ok && said.Code == codeBlocked {
+		return &BlockedError{Reason: said.Message, Hint: said.Hint, cause: said}
+	}
+	return err
+}

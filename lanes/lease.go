@@ -110,10 +110,13 @@ func (l *Lease) over() bool {
 }
 
 // Release cancels Context and gives the lane back. An inner hold only ends itself. It works with a ctx
-// that has ended, in at most 5 seconds, and may be called again: a release that could not reach the
-// database is tried again, one that could answers the same. ErrLost says that the lane had been lost
-// before, so that the work may not have been alone.
-func (l *Lease) Release(ctx context.Context) error {
+// that has ended. When a connection breaks, the database is away or a fenced write is still open it tries again, for at most
+// 5 seconds; then it returns the error, and the keeper goes on trying until the lease would have ended anyway. It may be called again,
+// and answers the same. ErrLost says that the lane had been lost before, so that the work may not have been alone.
+func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseLimit) }
+
+// ReleaseWithin is Release that tries for as long as limit, for a process that ends afterwards.
+func (l *Lease) ReleaseWithin(ctx context.Context, limit time.Duration) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.end(context.Canceled)
@@ -125,7 +128,7 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.hold.keeper.log.InfoContext(ctx, "lane released", "lane", l.hold.lane, "owner", l.hold.owner.name)
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
 	answer, err := l.hold.keeper.leave(ctx, l)
 	if err != nil {
@@ -136,58 +139,4 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.answer = fmt.Errorf("release %s: %w", l.hold.lane, answer)
 	}
 	return l.answer
-}
-
-// leave ends one lease of a hold, and with the last one the hold. err means that the database did not answer.
-func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
-	h := l.hold
-	end, err := k.turns.take(ctx, h.key())
-	if err != nil {
-		return nil, err
-	}
-	defer end()
-	if last, answer := k.depart(l); !last {
-		return answer, nil
-	}
-	released, err := k.freeTogether(ctx, held{h.lane, h.owner, h.token})
-	if err != nil {
-		return nil, err
-	}
-	k.mu.Lock()
-	if released {
-		k.forget(h)
-		k.mu.Unlock()
-		k.log.InfoContext(ctx, "lane released", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token)
-		return nil, nil
-	}
-	if h.state == closing {
-		h.state = live
-	}
-	after := k.loseLocked(h, "it was held no longer when it was released")
-	k.mu.Unlock()
-	after()
-	return h.lossAnswer(), nil
-}
-
-// depart takes l out of its hold. last means that the hold is now to be released.
-func (k *Keeper) depart(l *Lease) (last bool, answer error) {
-	h := l.hold
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	delete(h.leases, l)
-	switch {
-	case h.state == lost:
-		return false, h.lossAnswer()
-	case h.state == gone, len(h.leases) > 0:
-		return false, nil
-	}
-	h.state = closing
-	return true, nil
-}
-
-func (h *hold) lossAnswer() error {
-	if !h.policy.cancels {
-		return nil
-	}
-	return ErrLost
 }

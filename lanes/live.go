@@ -39,6 +39,47 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 	return live, nil
 }
 
+// expireMost is how many of the lanes that are held one Expire looks at.
+const expireMost = 1000
+
+// Expire clears lanes whose lease ended ten seconds ago or more and logs each, among some of those that are held: those after a name, which
+// is empty for the first. It returns after which name to go on. Threads are cleared by who delivers their messages. It does nothing
+// while lanes are off.
+func (k *Keeper) Expire(ctx context.Context, after string) (next string, err error) {
+	if !k.enabled {
+		return "", nil
+	}
+	rows, err := k.db.Query(ctx, `
+		select e.after_lane, e.lane, coalesce(e.locked_by, '') as holder, coalesce(e.execution_id::text, '') as execution_id,
+		       coalesce(e.ended_for, 0) as ended_for
+		  from expire_agent_locks(@after, @most) e`, postgres.Strict{"after": after, "most": expireMost})
+	if err != nil {
+		return "", fmt.Errorf("clear lanes that ended: %w", err)
+	}
+	type expired struct {
+		AfterLane, Lane     *string
+		Holder, ExecutionID string
+		EndedFor            float64
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[expired])
+	if err != nil {
+		return "", fmt.Errorf("clear lanes that ended: %w", err)
+	}
+	for _, f := range found {
+		if f.Lane == nil {
+			next = *f.AfterLane
+			continue
+		}
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", *f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID, "age", age(f.EndedFor))
+	}
+	return next, nil
+}
+
+// age is a time in seconds as a log line has it.
+func age(seconds float64) string {
+	return time.Duration(seconds * float64(time.Second)).Round(time.Millisecond).String()
+}
+
 // Held reports whether somebody holds lane.
 func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 	var held bool
@@ -50,11 +91,10 @@ func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 }
 
 // Break takes lane away from its holder, whose token is void from then on, and records that with the
-// reason as an activity under the holder's trace. It waits for a fenced write that is under way, at most
-// 30 seconds. False when nobody holds the lane; ErrInvalid without a reason.
+// reason as an activity under the holder's trace. The holder is notified (see [Keeper.Run]). It waits for a fenced write that is
+// under way, about a second: then it is a *BlockedError, and the lane is as it was. False when nobody holds the lane; ErrInvalid
+// without a reason.
 func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
-	ctx, cancel := context.WithTimeout(ctx, breakLimit)
-	defer cancel()
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,
 		postgres.Strict{"lane": lane, "reason": reason}).Scan(&broken)
@@ -62,9 +102,7 @@ func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, erro
 		return false, invalid("break", lane, err)
 	}
 	if err != nil {
-		return false, fmt.Errorf("break %s: %w", lane, err)
+		return false, fmt.Errorf("break %s: %w", lane, blocked(err))
 	}
 	return broken, nil
 }
-
-const breakLimit = 30 * time.Second

@@ -121,6 +121,22 @@ func blocked(t testing.TB, db postgres.DB, text string) {
 	}, "no statement waits: "+text)
 }
 
+// patiently is get that asks again while somebody has the lane in use, as clients do.
+func patiently[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
+	t.Helper()
+	var v T
+	for {
+		err := db.QueryRow(t.Context(), query, args...).Scan(&v)
+		if postgres.IsCode(err, "55P03") {
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s: %v", query, err)
+		}
+		return v
+	}
+}
+
 // logs collects log lines.
 type logs struct {
 	mu  sync.Mutex
@@ -223,6 +239,10 @@ func (w *wire) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, er
 func (w *wire) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	if err := w.pass(ctx, sql); err != nil {
 		return failedRow{err}
+	}
+	if w.lose.Load() {
+		_, err := w.DB.Exec(ctx, sql, args...)
+		return failedRow{cmp.Or(err, w.said, context.DeadlineExceeded)}
 	}
 	return w.DB.QueryRow(ctx, sql, args...)
 }

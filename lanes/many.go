@@ -75,11 +75,10 @@ func (k *Keeper) lateGrant(w wanted, a answer) {
 	if !a.Acquired || nested {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), releaseLimit)
-	defer cancel()
-	if _, err := freeLane(ctx, k.db, held{w.lane, w.owner, a.FencingToken}); err != nil {
-		k.log.WarnContext(ctx, "lane may be held until its lease ends", "lane", w.lane, "owner", w.owner.name, "error", err)
-	}
+	k.giveUp(context.Background(), w.lane, w.owner, w.ttl, func(ctx context.Context) error {
+		_, err := freeLane(ctx, k.db, held{w.lane, w.owner, a.FencingToken})
+		return err
+	})
 }
 
 // freeTogether is freeLane, with others who give theirs back now.
@@ -91,20 +90,24 @@ func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err e
 	return k.frees.Do(ctx, h, alone)
 }
 
-// freeLane releases one lane; it waits for a fenced write under its token. When nobody is handed the lane, the commit is not
-// waited for: a server that crashes within the same second may hold the lane for its owner, who is gone, until the lease ends.
-// That is safe, and nothing else is in this transaction. A grant is always durable, and all that was committed before it.
+// freeLane releases one lane. It waits about a second for a fenced write under its token, then the error is ErrBlocked. When nobody
+// is handed the lane, the commit is not waited for: a server that crashes within the same second may hold the lane for its owner, who
+// is gone, until the lease ends. That is safe, and the statement is the whole transaction. A grant is always durable, and all that was
+// committed before it.
 func freeLane(ctx context.Context, db postgres.DB, h held) (released bool, err error) {
 	var passed *string
-	err = db.QueryRow(ctx, `select free_agent_lock(@lane, @owner, @token)`,
-		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed)
-	return passed != nil, err
+	err = db.QueryRow(ctx, `
+		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off' else current_setting('synchronous_commit') end, true)
+		  from free_agent_lock(@lane, @owner, @token) f (passed)`,
+		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
+	return passed != nil, blocked(err)
 }
 
 // freed is an answer of free_many_agent_locks.
 type freed struct {
 	N      int64
 	Passed string // whom the lane went to
+	Mode   string // of the commit
 }
 
 // freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
@@ -115,7 +118,9 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[b
 		lanes, owners, tokens = append(lanes, h.lane), append(owners, h.owner.name), append(tokens, h.token)
 	}
 	rows, err := db.Query(ctx, `
-		select f.n, f.passed from free_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]) f`,
+		with f as materialized (select * from free_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]))
+		select f.n, f.passed, set_config('synchronous_commit', case when h.handed then current_setting('synchronous_commit') else 'off' end, true)
+		  from f cross join (select bool_or(o.passed <> '') as handed from f o) h`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})
 	if err != nil {
 		return nil, err

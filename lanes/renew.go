@@ -2,6 +2,7 @@ package lanes
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -18,10 +19,17 @@ const (
 
 // Run renews every lease of the process until ctx ends, then returns nil: one statement for all of
 // them, each at a third of its TTL but at least every 10 seconds, and at once when a release has handed it over. A lease that is lost is cancelled
-// with ErrLost. Without Run leases end after their TTL.
+// with ErrLost. A break notifies its holder: with a Listener that hears, Run finds the loss at once, otherwise at the next renewal.
+// Without Run leases end after their TTL.
 func (k *Keeper) Run(ctx context.Context) error {
 	k.runs.Add(1)
 	defer k.runs.Add(-1)
+	var said <-chan string
+	if k.listener != nil && k.enabled {
+		var stop func()
+		said, stop = k.listener.SubscribeTo(channel, k.holds)
+		defer stop()
+	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -30,6 +38,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 			return nil
 		case <-timer.C:
 		case <-k.changed:
+		case payload := <-said:
+			k.doubt(payload)
 		}
 		due, next := k.due(time.Now())
 		if len(due) > 0 {
@@ -37,6 +47,35 @@ func (k *Keeper) Run(ctx context.Context) error {
 			_, next = k.due(time.Now())
 		}
 		timer.Reset(next)
+	}
+}
+
+// holds reports whether a notification is about a lane that this process holds under another name or token: it may be lost.
+func (k *Keeper) holds(payload string) bool {
+	lane, to, _ := strings.Cut(payload, "\t")
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for h := range k.lanes[lane] {
+		if h.state == live && !strings.HasPrefix(to, h.owner.name+"\t") {
+			return true
+		}
+	}
+	return false
+}
+
+// doubt has what is held of a lane renewed now, which shows whether it is lost; of all lanes when notifications may have been missed.
+func (k *Keeper) doubt(payload string) {
+	lane, _, _ := strings.Cut(payload, "\t")
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if payload == "" {
+		for _, h := range k.held {
+			h.renewAt = time.Now()
+		}
+		return
+	}
+	for h := range k.lanes[lane] {
+		h.renewAt = time.Now()
 	}
 }
 

@@ -296,11 +296,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)
 			go func() {
-				var ok bool
-				if err := db.QueryRow(t.Context(), query, token).Scan(&ok); err != nil {
-					t.Error(err)
-				}
-				revived <- ok
+				revived <- patiently[bool](t, db, query, token)
 			}()
 			if name == "renewal" || name == "release" {
 				blocked(t, db, "_agent_lock(")

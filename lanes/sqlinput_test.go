@@ -4,7 +4,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
@@ -13,6 +16,9 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 	mustTry(t, db, "held", "a", 60)
 	bad := map[string]any{
 		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb", "escape": "a\x1bb", "delete": "a\x7fb",
+		"no-break space": "\u00a0", "zero width": "\u200b", "a hidden character": "oper\u200bate", "right to left": "prices\u202ecod.sh",
+		"isolate": "a\u2066b\u2069", "soft hyphen": "oper\u00adate", "ideographic blank": "\u3000", "tag": "a\U000e0041", "variation": "a\ufe0f",
+		"decomposed": "cafe\u0301",
 	}
 	statements := map[string]string{
 		"try lane":      `select try_acquire_agent_lock($1, 'a', 60)`,
@@ -80,9 +86,36 @@ func TestGoodInput(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for _, lane := range []string{
-		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "'; drop table agent_locks; --",
+		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "caf\u00e9 🚚", "'; drop table agent_locks; --",
 	} {
 		mustTry(t, db, lane, lane, 1)
 		mustTry(t, db, lane, lane, 30*86400)
+	}
+}
+
+// The program and the database have the same names.
+func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	names := []string{
+		"", " ", "  ", "x", "with space", "cafe\u0301", "caf\u00e9", "\u1112\u1161\u11ab", "한", "🚚", strings.Repeat("ñ", 255), strings.Repeat("ñ", 256), "नमस्ते", "שלום",
+	}
+	for _, span := range [][2]rune{{1, 0x3200}, {0xfb00, 0xffff}, {0x1d100, 0x1d200}, {0xdfff0, 0xe1010}} {
+		for r := span[0]; r < span[1]; r++ {
+			names = append(names, "x"+string(r))
+		}
+	}
+	rows, err := db.Query(t.Context(), `select agent_lock_fits(n, 'owner') and agent_lock_fits('lane', n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fits, err := pgx.CollectRows(rows, pgx.RowTo[bool])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, name := range names {
+		if got := lanes.ValidName(name); got != fits[i] {
+			t.Errorf("%.20q is valid in the program: %t, in the database: %t", name, got, fits[i])
+		}
 	}
 }

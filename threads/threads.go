@@ -31,14 +31,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 var (
@@ -47,7 +46,7 @@ var (
 	// ErrForeign reports a thread that somebody else opened. Tell a caller from outside ErrNotFound.
 	ErrForeign = errors.New("the thread belongs to somebody else")
 	// ErrInvalid reports an id that no thread can have.
-	ErrInvalid = errors.New("a thread id is 1 to 200 printable characters")
+	ErrInvalid = errors.New("a thread id is 1 to 200 printable characters, none invisible, with composed accents (NFC)")
 )
 
 // MaxID is how many characters a thread's id may have.
@@ -74,15 +73,10 @@ type Thread struct {
 // Lane is the name of the lane in which a thread is spoken.
 func Lane(id string) string { return "thread:" + id }
 
-// CheckID reports ErrInvalid for an id that no thread can have.
+// CheckID reports ErrInvalid for an id that no thread can have, nor its lane.
 func CheckID(id string) error {
-	if n := utf8.RuneCountInString(id); n < 1 || n > MaxID || strings.TrimSpace(id) == "" || !utf8.ValidString(id) {
+	if utf8.RuneCountInString(id) > MaxID || !lanes.ValidName(id) {
 		return ErrInvalid
-	}
-	for _, r := range id {
-		if unicode.IsControl(r) {
-			return ErrInvalid
-		}
 	}
 	return nil
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.last_trace_id, d.execution_id::text, d.status, d.attempts,
@@ -105,8 +106,7 @@ func digest(prefix string, of []byte) string {
 // Lane is the lane of a delivery's handling.
 func (d Delivery) Lane() string {
 	name := "webhook:" + d.Endpoint + ":" + d.DeliveryID
-	const longest = 255
-	if len(name) > longest {
+	if !lanes.ValidName(name) {
 		return "webhook:" + d.Endpoint + ":" + digest("id-sha256:", []byte(d.DeliveryID))
 	}
 	return name

@@ -54,6 +54,9 @@ break is recorded under the holder's trace, with the reason.`,
 		Args: args(1, 1, "a lane"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			broken, err := lanes.Break(cmd.Context(), s.pool, args[0], reason)
+			if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
+				return hint(err, "%s", blocked.Hint)
+			}
 			if err != nil {
 				return err
 			}

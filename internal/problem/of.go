@@ -34,6 +34,9 @@ func Of(err error) (p *Problem, news bool) {
 	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
 		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
 	}
+	if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
+		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use", "Lane in use"), false
+	}
 	if refused, ok := errors.AsType[*executions.RunError](err); ok {
 		return ofRun(refused), false
 	}

@@ -41,6 +41,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		kind   string
 	}{
 		"own":           {fmt.Errorf("do it: %w", problem.New(418, "short and stout").Kind("teapot", "Teapot")), 418, "urn:lanekeeper:problem:teapot"},
+		"blocked lane":  {fmt.Errorf("break: %w", &lanes.BlockedError{Reason: "lane 'x' is in use by pid 1"}), 409, "urn:lanekeeper:problem:lane-in-use"},
 		"busy lane":     {fmt.Errorf("acquire: %w", &lanes.BusyError{Lane: "operate", Holder: "op_1"}), 409, "urn:lanekeeper:problem:lane-busy"},
 		"cursor":        {activity.ErrCursor, 400, "urn:lanekeeper:problem:bad-parameter"},
 		"bad lane":      {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},

@@ -32,7 +32,8 @@ const (
 	ExitFailed = 1
 	exitSignal = 128 // plus the signal's number, as in a shell
 
-	grace = 10 * time.Second // between the polite end of a command and the other
+	grace        = 10 * time.Second // between the polite end of a command and the other
+	releaseLimit = 30 * time.Second // for a release that the database does not answer
 )
 
 // Stdio is what the command reads and writes, and where RunCommand itself logs.
@@ -54,7 +55,7 @@ func (s Stdio) log() *slog.Logger {
 // the lane's default.
 //
 // A busy lane is exit code 75 and no error, with a warning `already running, skipped` in the log. A release that
-// the database does not answer is a warning too: the command has run, and is not to be run again for that. An
+// the database does not answer is tried again for 30 seconds, and then a warning too: the command has run, and is not to be run again for that. An
 // error comes with exit code 1: the lane or the command is not valid, the database did not answer, the
 // lane was lost (lanes.ErrLost) or ctx ended, which ends the command.
 func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
@@ -74,7 +75,7 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 		return ExitFailed, err
 	}
 	code, err := runHeld(lease, argv, stdio)
-	released := lease.Release(ctx)
+	released := lease.ReleaseWithin(ctx, releaseLimit) // afterwards nobody is left who could
 	switch {
 	case err == nil && errors.Is(released, lanes.ErrLost): // the command may not have been alone
 		return code, fmt.Errorf("after %s: %w", argv[0], released)

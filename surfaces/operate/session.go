@@ -149,7 +149,7 @@ func (s *Session) idled() {
 
 func (s *Session) report(ctx context.Context, err error) {
 	if err != nil {
-		s.o.log.WarnContext(ctx, "lane not freed, it ends with its lease", "lane", Lane, "session", s.id, "error", err)
+		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane, "session", s.id, "error", err)
 	}
 }
 
