@@ -89,6 +89,12 @@ func (s *schemas) parameters(rt route) []object {
 			"schema": object{"type": "string", "minLength": 1, "maxLength": maxKey},
 		})
 	}
+	if rt.guarded {
+		list = append(list, object{
+			"name": "If-Match", "in": "header", "description": "The ETag of what the change is based on: if it was changed since, nothing happens, and the answer is 412.",
+			"schema": object{"type": "string"},
+		})
+	}
 	for _, p := range rt.params {
 		schema := object{"type": "string", "minLength": 1, "maxLength": maxText}
 		switch {
@@ -111,6 +117,14 @@ func (s *schemas) responses(rt route) object {
 		answer["headers"] = object{"X-Trace-Id": object{
 			"description": "The trace that the answer belongs to.", "schema": object{"type": "string"},
 		}}
+	}
+	if rt.versioned {
+		headers, _ := answer["headers"].(object)
+		if headers == nil {
+			headers = object{}
+		}
+		headers["ETag"] = object{"description": "The revision of what the answer shows.", "schema": object{"type": "string"}}
+		answer["headers"] = headers
 	}
 	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
 	if rt.again {
@@ -170,6 +184,12 @@ func problems(rt route) []int {
 	}
 	if rt.idempotent {
 		list = append(list, http.StatusUnprocessableEntity)
+	}
+	if rt.guarded {
+		list = append(list, http.StatusPreconditionFailed)
+		if !rt.idempotent {
+			list = append(list, http.StatusPreconditionRequired)
+		}
 	}
 	return list
 }

@@ -88,7 +88,7 @@ func (w *holding) kept() []byte {
 // headers are those that belong to an answer and not to its connection.
 func (w *holding) headers() map[string]string {
 	list := map[string]string{}
-	for _, name := range []string{"Content-Type", "Location", "X-Trace-Id", "X-Thread-Id", "X-Request-Id"} {
+	for _, name := range []string{"Content-Type", "Location", "X-Trace-Id", "X-Thread-Id", "X-Request-Id", "ETag"} {
 		if v := w.Header().Get(name); v != "" {
 			list[name] = v
 		}

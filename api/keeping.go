@@ -36,16 +36,12 @@ func (s *server) setObjective(r request, action, from, to string) (answer, error
 	})
 }
 
-// forgetMemory deletes an entry. The record has its category and key, and not its value: what is forgotten is gone.
-func (s *server) forgetMemory(r request) (answer, error) {
-	id, err := nameIn(r, memory.ErrNotFound)
-	if err != nil {
-		return answer{}, err
-	}
+// forget deletes an entry. The record has its category and key, and not its value: what is forgotten is gone.
+func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (answer, error) {
 	reason := r.body.(because).Reason
 	done := change{Changed: true, TraceID: string(trace.New(trace.Operate))}
-	err = postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
-		gone, err := memory.ForgetID(r.Context(), tx, id)
+	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
+		gone, err := fn(tx)
 		if err != nil {
 			return err
 		}

@@ -29,6 +29,8 @@ type route struct {
 	repeatable   bool                          // of a POST: doing it again changes nothing, so it needs no Idempotency-Key
 	keyed        bool                          // is an effect of its Idempotency-Key: with one, doing it again changes nothing
 	conflicts    bool                          // may be refused with 409
+	versioned    bool                          // the answer has an ETag, the revision of what it shows
+	guarded      bool                          // takes If-Match, and may be refused with 412
 	stream       bool                          // has no deadline
 	ends         bool                          // of a stream: it is waited for at shutdown
 	openAI       bool                          // is refused in OpenAI's format
@@ -45,11 +47,13 @@ type answer struct {
 	status int // 200 when 0
 	body   any
 	trace  string
+	// revision of what is shown, for the ETag; 0 for none.
+	revision int
 }
 
 // table is all routes: the own ones, then the endpoints.
 func (s *server) table(endpoints []Endpoint) ([]route, error) {
-	table := slices.Concat(s.probes(), s.reading(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(), s.flowing(), s.deciding(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(), s.retaining())
+	table := slices.Concat(s.probes(), s.reading(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(), s.flowing(), s.deciding(), s.remembering(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(), s.retaining())
 	for i := range table {
 		if table[i].access == 0 {
 			table[i].access = Admin
@@ -207,9 +211,6 @@ func (s *server) deciding() []route {
 		}, {
 			method: "POST", path: "/v1/objectives/{id}/resume", body: because{}, answer: change{}, handle: s.resumeObjective,
 			conflicts: true, about: "Work on a paused objective again. 409 when it is not paused.",
-		}, {
-			method: "POST", path: "/v1/memory/{id}/forget", body: because{}, answer: change{}, handle: s.forgetMemory,
-			about: "Delete an entry of the memory for good, by its id.",
 		}, {
 			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, answer: change{}, handle: s.enableAutomation,
 			about: "Put an automation into service, by its name.",

@@ -102,6 +102,9 @@ func (s *server) write(w http.ResponseWriter, r *http.Request, a answer) {
 	if a.trace != "" {
 		w.Header().Set("X-Trace-Id", a.trace)
 	}
+	if a.revision > 0 {
+		w.Header().Set("ETag", etag(a.revision))
+	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(encoded)))
 	w.WriteHeader(a.status)

@@ -2,8 +2,8 @@
 // workspace that declares nothing.
 //
 //	recall, memory_search  what the agent remembers (package memory)
-//	memory_write           keep something, by compare-and-set where a revision is named
-//	memory_forget          drop something; an admin is told
+//	memory_write           keep something, if the key is at the revision that the run has read, or new
+//	memory_forget          drop something, if it is at the revision that the run has read; an admin is told
 //	objectives_list        what it works towards, and how far it is (package objectives)
 //	objective_propose      want something new, which an admin accepts or rejects
 //	objective_update       note progress, plan further steps
@@ -15,7 +15,8 @@
 // Each is for the agent itself (scope internal). None changes what anybody may do: trust, scope, handler and
 // enabled are not among what they write, and nothing here approves or accepts. Each is idempotent: it reads, or
 // what it writes has a key, and a call that is made again after a crash finds its own work. What the caller got
-// wrong has the class invalid_params and is no failure of the skill. An answer leaves out what would make it too
+// wrong has the class invalid_params and is no failure of the skill. A write to a memory that somebody else has changed answers
+// with both values, and writes nothing ([IsConflict]); what a run has read is kept by who calls ([Sights], [Guarded]). An answer leaves out what would make it too
 // long for a model and says how much that was.
 //
 // [New] is the code, for [skills.Options]; [Put] is the rows, for the database. They are two because a row

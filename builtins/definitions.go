@@ -41,25 +41,32 @@ func aboutMemory() []skills.Definition {
 		},
 		{
 			Name: "memory_write",
-			Description: "Save a fact in the agent's memory, at once. The same category and key replace it. " +
-				"Secrets are refused. Name the revision you have read to be sure that nobody changed it since; 0 if there was none.",
+			Description: "Save a fact in the agent's memory, at once. The same category and key replace it, once you have read it. " +
+				"If somebody else wrote it since, nothing is written and you get both values. Secrets are refused.",
 			Parameters: needed(map[string]any{
 				"category":        words("What sort of fact, such as observation, lesson, report; general when left out.", 60),
 				"key":             words("A short stable name.", 200),
 				"value":           map[string]any{"description": "The fact, as text or JSON."},
 				"expires_in_days": number("When to drop it; never when left out.", 1, 3650),
-				"revision":        number("The revision that was read.", 0, 1<<30),
+				"revision":        revision(),
 			}, "key", "value"),
 		},
 		{
 			Name: "memory_forget", Trust: skills.TrustNotify,
-			Description: "Delete one fact from the agent's memory, for good.",
+			Description: "Delete one fact from the agent's memory, for good, once you have read it.",
 			Parameters: needed(map[string]any{
 				"category": words("Its category; general when left out.", 255),
 				"key":      words("Its key.", 255),
+				"revision": revision(),
 			}, "key"),
 		},
 	}
+}
+
+// revision is the argument that the runtime fills in for a model.
+func revision() map[string]any {
+	return number("Leave it out: the runtime knows what you have read. Without a model: the revision that was read, 0 for a new key, "+
+		"-1 to replace whatever is there.", anyRevision, 1<<30)
 }
 
 func aboutObjectives() []skills.Definition {

@@ -110,16 +110,21 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 	for _, step := range []struct{ args, want string }{
 		{`{"key":"k","value":{"b":1,"a":[1.50]},"revision":0}`, "1"},
 		{`{"key":"k","value":{"a":[1.5],"b":1},"revision":0}`, "1"}, // the same call again
-		{`{"key":"k","value":2,"revision":0}`, "changed by somebody else"},
+		{`{"key":"k","value":2,"revision":0}`, "theirs 1"},
+		{`{"key":"k","value":2}`, "theirs 1"},
 		{`{"key":"k","value":2,"revision":1}`, "2"},
 		{`{"key":"k","value":2,"revision":1}`, "2"},
-		{`{"key":"k","value":3}`, "3"},
+		{`{"key":"k","value":4,"revision":1}`, "theirs 2"},
+		{`{"key":"k","value":3,"revision":-1}`, "3"}, // whatever is there
 		{`{"key":"api_key","value":"hunter2"}`, "secret"},
 		{`{"key":"","value":1}`, "key"},
 		{`{"value":1}`, "key"},
 	} {
 		answer, err := call(t, pool, "memory_write", step.args)
 		got := fmt.Sprint(answer["revision"])
+		if theirs, is := answer["theirs"].(map[string]any); is {
+			got = fmt.Sprint("theirs ", theirs["revision"])
+		}
 		if err != nil {
 			got = err.Error()
 		}
@@ -132,8 +137,11 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 	if refused, ok := errors.AsType[*skills.CallError](err); !ok || refused.Class != "invalid_params" {
 		t.Errorf("a value that is too long: %v", err)
 	}
+	if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != nil || answer["error"] != "conflict" {
+		t.Errorf("what was not read is forgotten: %v, %v", answer, err)
+	}
 	for _, want := range []bool{true, false} {
-		if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != want {
+		if answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`); err != nil || answer["forgotten"] != want {
 			t.Errorf("forget: %v, %v", answer, err)
 		}
 	}

@@ -34,48 +34,33 @@ type memoryWriteArgs struct {
 	Key      string          `json:"key"`
 	Value    json.RawMessage `json:"value"`
 	Days     float64         `json:"expires_in_days"`
-	Revision *float64        `json:"revision"` // 2.0 is an integer to JSON Schema
+	Revision float64         `json:"revision"` // 2.0 is an integer to JSON Schema
 }
 
 // memoryWrite keeps a value. A call that is made again after a crash finds what the first one wrote, and says so.
 func memoryWrite(ctx context.Context, db postgres.Beginner, who acting, args memoryWriteArgs) (any, error) {
 	note := memory.Note{
 		Category: args.Category, Key: args.Key, Value: args.Value, TraceID: who.TraceID,
-		TTL: time.Duration(args.Days * float64(24*time.Hour)),
-	}
-	if args.Revision != nil {
-		if note.Revision = int(*args.Revision); note.Revision == 0 {
-			note.Revision = memory.Absent
-		}
+		TTL: time.Duration(args.Days * float64(24*time.Hour)), Revision: readRevision(args.Revision),
 	}
 	saved, err := memory.Save(ctx, db, note)
-	if errors.Is(err, memory.ErrConflict) {
-		saved, err = written(ctx, db, note, err)
+	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
+		if !written(note, conflict) {
+			return conflictAnswer(conflict), nil
+		}
+		saved, err = *conflict.Theirs, nil
 	}
 	if err != nil {
-		return nil, mistake(err, memory.ErrConflict, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
+		return nil, mistake(err, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
 	}
 	return map[string]any{"category": saved.Category, "key": saved.Key, "revision": saved.Revision, "expires_at": saved.ExpiresAt}, nil
 }
 
-// written is the entry that this very call has stored before; else the conflict.
-func written(ctx context.Context, db postgres.DB, note memory.Note, conflict error) (memory.Entry, error) {
-	category := note.Category
-	if category == "" {
-		category = defaultCategory
-	}
-	there, err := memory.Get(ctx, db, category, note.Key)
-	if errors.Is(err, memory.ErrNotFound) {
-		return memory.Entry{}, conflict
-	}
-	if err != nil {
-		return memory.Entry{}, err
-	}
-	raw, err := json.Marshal(note.Value)
-	if err != nil || there.TraceID != note.TraceID || there.Revision != max(note.Revision, 0)+1 || !sameJSON(there.Value, raw) {
-		return memory.Entry{}, conflict
-	}
-	return there, nil
+// written reports whether what is there was stored by this very call before.
+func written(note memory.Note, conflict *memory.ConflictError) bool {
+	there := conflict.Theirs
+	return there != nil && there.TraceID == note.TraceID && sameJSON(there.Value, conflict.Yours) &&
+		(there.Revision == note.Revision+1 || note.Revision == memory.Absent)
 }
 
 // sameJSON compares values, not texts: the database keeps JSON in its own spelling.
@@ -93,14 +78,18 @@ func sameJSON(a, b json.RawMessage) bool {
 }
 
 type memoryForgetArgs struct {
-	Category string `json:"category"`
-	Key      string `json:"key"`
+	Category string  `json:"category"`
+	Key      string  `json:"key"`
+	Revision float64 `json:"revision"`
 }
 
 func memoryForget(ctx context.Context, db postgres.Beginner, _ acting, args memoryForgetArgs) (any, error) {
 	if args.Category == "" {
 		args.Category = defaultCategory
 	}
-	forgotten, err := memory.Forget(ctx, db, args.Category, args.Key)
+	forgotten, err := memory.Forget(ctx, db, args.Category, args.Key, readRevision(args.Revision))
+	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
+		return conflictAnswer(conflict), nil
+	}
 	return map[string]any{"category": args.Category, "key": args.Key, "forgotten": forgotten}, err
 }

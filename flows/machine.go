@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/memory"
 )
 
 // classTimedOut is the class of an action whose wait timed out and that fails because of it.
@@ -27,12 +28,13 @@ type machine struct {
 	exec   executions.Execution
 	thread string
 	vars   map[string]any
+	seen   memory.Seen      // what the actions have read of the memory
 	noted  []map[string]any // for each scope that wants to know: what was set in it
 }
 
 func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json.RawMessage) (*machine, error) {
 	exec, _ := executions.Current(ctx)
-	m := &machine{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables)}
+	m := &machine{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables), seen: memory.Seen{}}
 	if m.vars == nil {
 		m.vars = map[string]any{}
 	}
@@ -91,6 +93,7 @@ type result struct {
 	Skipped bool           `json:"skipped,omitempty"`
 	Branch  string         `json:"branch,omitempty"` // of an action that decides
 	End     *ending        `json:"end,omitempty"`
+	Seen    []memory.Sight `json:"seen,omitempty"` // what it read of the memory
 }
 
 // ready is an action with its templates filled in.
@@ -117,6 +120,7 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	if err != nil {
 		return nil, err
 	}
+	m.seen.Add(got.Seen...)
 	if err := m.set(ctx, got.Set); err != nil {
 		return nil, err
 	}

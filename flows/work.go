@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -39,18 +40,19 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 			return result{}, err
 		}
 	}
-	raw, err := m.in.Loop.Invoke(ctx, step, skill, args, about)
+	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, about)
 	if approvals.IsUsed(err) {
 		return result{}, failure("denied", "skill %s: the approval has expired, or the skill has changed since it was given", skill.Name)
 	}
 	if err != nil {
 		return result{}, err
 	}
+	seen := append(builtins.Sights(skill, raw, len(raw)), builtins.Wrote(skill, raw)...)
 	value, err := parsed(raw)
 	if err != nil || r.save == "" {
-		return result{}, err
+		return result{Seen: seen}, err
 	}
-	return result{Set: map[string]any{r.save: value}}, nil
+	return result{Set: map[string]any{r.save: value}, Seen: seen}, nil
 }
 
 // called reads the skill, once, and checks its arguments.

@@ -1,8 +1,11 @@
 // Package memory is what the agent keeps from one run to the next: the table agent_memory.
 //
 // An entry is a JSON value under a category and a key. Saving again replaces the value and counts the
-// revision; a caller that read before it writes names the revision it read, so that two runs
-// never overwrite each other unseen. Each entry says under which trace it was last written.
+// revision. A revision names one value of a key for ever: also a key that was forgotten or has expired goes on
+// counting when it is kept anew. A writer says which revision it has read, or that it has read none ([Absent]). If
+// the key is at another revision, nothing is written, and the error has both values ([ConflictError]). [Seen] is what
+// a run has read. Where no writer is left to decide, the value becomes a [Conflict], which an admin decides.
+// Each entry says under which trace it was last written.
 //
 // What looks like a secret (package redact) is not kept: a memory is read by models, shown to people and never rotated. A
 // category holds at most 5,000 entries; that bound is looked at before each new key, so callers at the same
@@ -31,7 +34,7 @@ import (
 var (
 	// ErrNotFound reports an entry that does not exist, or has expired.
 	ErrNotFound = errors.New("memory not found")
-	// ErrConflict reports an entry that is not at the revision the caller read.
+	// ErrConflict reports an entry that is not at the revision the caller read. The error is a [*ConflictError].
 	ErrConflict = errors.New("memory was changed by somebody else; read it again")
 	// ErrSecret reports a value, or a key, that is taken for a secret.
 	ErrSecret = errors.New("this looks like a secret, and secrets are not remembered; keep where to find it instead")
@@ -52,6 +55,42 @@ const (
 
 // Absent as the revision of a [Note] says that the caller has seen no entry there.
 const Absent = -1
+
+// ConflictError reports a write that did not take place, because the key is not at the revision that its writer read.
+type ConflictError struct {
+	Category, Key string
+	Read          int             // the revision that the writer read; 0 or Absent: none
+	Yours         json.RawMessage // what it wanted to write; nil to forget
+	Theirs        *Entry          // what is there; nil when nothing is
+}
+
+func (e *ConflictError) Error() string {
+	read, there := "no entry", "there is no entry any more"
+	if e.Read > 0 {
+		read = fmt.Sprintf("revision %d", e.Read)
+	}
+	if e.Theirs != nil {
+		there = fmt.Sprintf("revision %d is there (%s)", e.Theirs.Revision, clip(e.Theirs.Value))
+	}
+	wanted := "forget it"
+	if e.Yours != nil {
+		wanted = "write " + clip(e.Yours)
+	}
+	return fmt.Sprintf("memory %.60q in %.60q was changed by somebody else: %s was read to %s, and %s; nothing was written",
+		e.Key, e.Category, read, wanted, there)
+}
+
+// Is makes a ConflictError an [ErrConflict].
+func (e *ConflictError) Is(target error) bool { return target == ErrConflict }
+
+// clip cuts a value for a message.
+func clip(value json.RawMessage) string {
+	const most = 200
+	if len(value) <= most {
+		return string(value)
+	}
+	return strings.ToValidUTF8(string(value[:most]), "") + "…"
+}
 
 // Entry is a row of agent_memory.
 type Entry struct {
@@ -77,7 +116,7 @@ type Note struct {
 }
 
 // Save stores n in place of what its category and key hold, expiry included, and returns the entry. It
-// is [ErrConflict] when n names a revision and the entry is at another, or gone; [ErrSecret] when n is taken for
+// is a [*ConflictError] when n names a revision and the entry is at another, or gone; [ErrSecret] when n is taken for
 // a secret; [ErrFull] when it would be one entry too many; [ErrInvalid] when n is not as [Note] says.
 func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	value, err := n.check()
@@ -87,34 +126,58 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	if err := room(ctx, db, n); err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
 	}
-	// An expired entry that still lies there counts as none: its revision begins anew.
-	rows, err := db.Query(ctx, `
-		insert into agent_memory as m (category, key, value, trace_id, expires_at)
-		select @category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
-		 where @revision <= 0 or exists (select from agent_memory where category = @category and key = @key)
-		on conflict (category, key) do update
-		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at,
-		       revision = case when m.expires_at <= clock_timestamp() then 1 else m.revision + 1 end,
-		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
-		       updated_at = clock_timestamp()
-		 where @revision = 0
-		    or @revision > 0 and m.revision = @revision and (m.expires_at is null or m.expires_at > clock_timestamp())
-		    or @revision < 0 and m.expires_at <= clock_timestamp()
-		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`,
-		pgx.StrictNamedArgs{
-			"category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID, "ttl": n.TTL.Seconds(), "revision": n.Revision,
-		})
-	if err != nil {
-		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
-	}
-	e, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+	e, err := n.write(ctx, db, value)
 	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrConflict
+		err = conflict(ctx, db, n.Category, n.Key, n.Revision, value)
 	}
 	if err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
 	}
 	return e, nil
+}
+
+// write is one statement, which finds no row when the key is not at the revision that the note is based on. An expired entry that
+// still lies there counts as none. What is based on a revision is an update: an insert would also find no entry where one was
+// deleted at the same moment.
+func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage) (Entry, error) {
+	sql := `
+		insert into agent_memory as m (category, key, value, trace_id, expires_at)
+		values (@category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
+		on conflict (category, key) do update
+		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at, revision = m.revision + 1,
+		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
+		       updated_at = clock_timestamp()
+		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()
+		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`
+	if n.Revision > 0 {
+		sql = `
+		update agent_memory m
+		   set value = @value::jsonb, trace_id = @trace_id, revision = m.revision + 1, updated_at = clock_timestamp(),
+		       expires_at = clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
+		 where m.category = @category and m.key = @key and m.revision = @if_revision::int
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())
+		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`
+	}
+	rows, err := db.Query(ctx, sql, postgres.Strict{
+		"category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID, "ttl": n.TTL.Seconds(), "if_revision": n.Revision,
+	})
+	if err != nil {
+		return Entry{}, err
+	}
+	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+}
+
+// conflict is the error of a write that did not take place, with what is there now.
+func conflict(ctx context.Context, db postgres.DB, category, key string, read int, yours json.RawMessage) error {
+	c := &ConflictError{Category: category, Key: key, Read: read, Yours: yours}
+	theirs, err := Get(ctx, db, category, key)
+	switch {
+	case err == nil:
+		c.Theirs = &theirs
+	case !errors.Is(err, ErrNotFound):
+		return err
+	}
+	return c
 }
 
 func (n *Note) check() (json.RawMessage, error) {
@@ -190,24 +253,8 @@ func Get(ctx context.Context, db postgres.DB, category, key string) (Entry, erro
 	return e, nil
 }
 
-// Forget deletes an entry and reports whether there was one.
-func Forget(ctx context.Context, db postgres.DB, category, key string) (bool, error) {
-	var expired bool
-	err := db.QueryRow(ctx, `
-		delete from agent_memory where category = @category and key = @key
-		returning coalesce(expires_at <= clock_timestamp(), false)`,
-		pgx.StrictNamedArgs{"category": category, "key": key}).Scan(&expired)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("forget memory %q: %w", key, err)
-	}
-	return !expired, nil
-}
-
-// Expire deletes the entries whose time has come and returns how many. Any number of callers may
-// run at once.
+// Expire deletes the entries whose time has come and returns how many. What is kept about keys that are gone, and
+// conflicts that were decided, go after 90 days. Any number of callers may run at once.
 func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 	tag, err := db.Exec(ctx, `
 		delete from agent_memory
@@ -216,7 +263,7 @@ func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("expire memory: %w", err)
 	}
-	return tag.RowsAffected(), nil
+	return tag.RowsAffected(), prune(ctx, db)
 }
 
 // CategoryStats is what one category holds.

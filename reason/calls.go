@@ -11,8 +11,10 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -115,9 +117,12 @@ func (w *turn) performSkill(ctx context.Context, c *call, s skills.Skill) error 
 // invokeSkill makes a call that needs no leave, or has it. The error of the skill is the call's result.
 func (w *turn) invokeSkill(ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string)) error {
 	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, Also: also}
-	value, err := w.invoke(ctx, step, s, c.args, about, func() { w.begin(c) })
+	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.begin(c) })
 	var failure *executions.StepError
 	switch {
+	case errors.As(err, &failure) && failure.Class == builtins.ClassConflict:
+		w.outcome.Calls = append(w.outcome.Calls, s.Name+" (conflict)")
+		c.result = w.shownFirst(s, value)
 	case errors.As(err, &failure):
 		w.outcome.Calls = append(w.outcome.Calls, s.Name+" (failed)")
 		c.result = w.bound(failed(failure))
@@ -125,7 +130,8 @@ func (w *turn) invokeSkill(ctx context.Context, c *call, s skills.Skill, step st
 		return err
 	default:
 		w.outcome.Calls = append(w.outcome.Calls, s.Name)
-		c.result = w.bound(encode(value))
+		c.result = w.shownFirst(s, value)
+		w.seen.Add(builtins.Wrote(s, value)...)
 	}
 	if failure != nil && failure.Class == executions.ClassUnknown { // an earlier process made it
 		return w.showOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
@@ -144,27 +150,40 @@ func (w *turn) ended(c *call, failure *executions.StepError) {
 }
 
 // Invoke calls a skill as a durable step and tells After how it ended. It is how every surface and
-// automation calls one. Errors of the skill are *executions.StepError.
+// automation calls one. Errors of the skill are *executions.StepError. A write to the memory is based on the revision that the
+// arguments name; it is refused with class builtins.ClassConflict, and the answer, when others have written since.
 func (l *Loop) Invoke(ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call) (json.RawMessage, error) {
-	return l.invoke(ctx, step, s, args, call, func() {})
+	return l.invoke(ctx, step, s, args, nil, call, func() {})
+}
+
+// InvokeSeen is Invoke for a run that keeps what it has read of the memory: a write is based on that.
+func (l *Loop) InvokeSeen(ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call) (json.RawMessage, error) {
+	return l.invoke(ctx, step, s, args, seen, call, func() {})
 }
 
 // invoke is Invoke, and begins is called when the call is made in this process.
-func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call, begins func()) (json.RawMessage, error) {
+func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call, begins func()) (json.RawMessage, error) {
+	guarded := builtins.Guarded(s, args, seen)
 	call.Skill, call.SkillID, call.Input, call.Idempotent = s.Name, s.ID, args, s.Idempotent
 	value, err := executions.Do(ctx, step, call, func(ctx context.Context, effect *executions.Effect) (json.RawMessage, error) {
 		begins()
 		if err := l.admit(ctx, s, effect.Key); err != nil {
 			return nil, err
 		}
-		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: args, IdempotencyKey: effect.Key})
+		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: guarded, IdempotencyKey: effect.Key})
 		if l.After != nil {
 			if after := l.After(ctx, s, err); after != nil {
 				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
 			}
 		}
+		if _, conflict := builtins.IsConflict(s, value); conflict {
+			effect.Status = activity.Skipped
+		}
 		return value, classified(err)
 	})
+	if why, conflict := builtins.IsConflict(s, value); err == nil && conflict {
+		err = &executions.StepError{Class: builtins.ClassConflict, Message: why}
+	}
 	return value, err
 }
 

@@ -113,8 +113,11 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 func (w *turn) bind() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
-		if t.within != nil {
+		switch {
+		case t.within != nil:
 			w.Tools[i].Do = t.within(w)
+		case t.DoSeen != nil:
+			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) { return t.DoSeen(ctx, args, w.seen) }
 		}
 	}
 }

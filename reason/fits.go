@@ -41,7 +41,7 @@ func (l *Loop) usable(t Tool) error {
 	switch {
 	case !toolName.MatchString(t.Name):
 		return fmt.Errorf("%q is not a tool's name: it is 1 to 64 letters, digits, _ and -", t.Name)
-	case t.Do == nil && t.within == nil:
+	case t.Do == nil && t.DoSeen == nil && t.within == nil:
 		return fmt.Errorf("the tool %s has no Do", t.Name)
 	case !json.Valid(t.schema()):
 		return fmt.Errorf("the parameters of %s are no JSON", t.Name)

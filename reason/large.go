@@ -7,6 +7,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // maxResult is how much of a tool's result the model gets to see at once, in bytes; less in a small context.
@@ -18,6 +19,9 @@ type longResult struct {
 	id    string
 	full  string
 	shown string
+	kept  int          // bytes that shown has of it
+	seen  int          // bytes from the beginning that the model has seen
+	skill skills.Skill // whose answer it is, once it was seen
 }
 
 // verbatim is a result that the model gets as it is.
@@ -47,6 +51,7 @@ func (w *turn) keepLong(text string, keep int) string {
 // cut shows the beginning of a result.
 func (r *longResult) cut(keep int) string {
 	keep = runeStart(r.full, min(keep, len(r.full)))
+	r.kept = keep
 	r.shown = fmt.Sprintf("%s … (%d of %d bytes shown; for more call read_result with result_id %q and offset %d)",
 		r.full[:keep], keep, len(r.full), r.id, keep)
 	return r.shown
@@ -82,7 +87,11 @@ func (w *turn) readOn(ctx context.Context, args json.RawMessage) (any, error) {
 	if err := json.Unmarshal(args, &asked); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
-	full, known := w.long(asked.ResultID)
+	result, known := w.long(asked.ResultID)
+	full := ""
+	if known {
+		full = result.full
+	}
 	switch {
 	case !known:
 		return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf("there is no result %q; the last is r%d", shown(asked.ResultID), len(w.results))}
@@ -106,14 +115,18 @@ func (w *turn) readOn(ctx context.Context, args json.RawMessage) (any, error) {
 	if to < len(full) {
 		next = fmt.Sprintf("go on at offset %d", to)
 	}
-	return verbatim(fmt.Sprintf("(bytes %d to %d of %d of %s; %s)\n%s", from, to, len(full), asked.ResultID, next, full[from:to])), nil
+	text := fmt.Sprintf("(bytes %d to %d of %d of %s; %s)\n%s", from, to, len(full), asked.ResultID, next, full[from:to])
+	if from <= result.seen {
+		w.unseen = append(w.unseen, answer{skill: result.skill, text: full, long: result, piece: text, upto: to})
+	}
+	return verbatim(text), nil
 }
 
-func (w *turn) long(id string) (full string, known bool) {
+func (w *turn) long(id string) (r *longResult, known bool) {
 	for _, r := range w.results {
 		if r.id == id {
-			return r.full, true
+			return r, true
 		}
 	}
-	return "", false
+	return nil, false
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -94,8 +95,12 @@ func (w *turn) round(ctx context.Context, calls []*call) (waiting []*call, err e
 // request records that one call wants leave. A request that cannot be stored is the call's result.
 func (w *turn) request(ctx context.Context, c *call) error {
 	s := c.leave.skill
+	args := c.args
+	if w.Approvals == Defer { // what was read by now is not known to who makes the call later
+		args = builtins.Guarded(s, args, w.seen)
+	}
 	asked, err := approvals.Ask(ctx, approvals.Request{
-		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: c.args, Park: w.Approvals == Park,
+		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args, Park: w.Approvals == Park,
 	})
 	if failure, ok := errors.AsType[*executions.StepError](err); ok {
 		c.result = w.bound(failed(failure))

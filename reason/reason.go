@@ -16,6 +16,11 @@
 // what is too long by itself is cut with a marker. Of a result that was cut the model can read the rest
 // (read_result), and of very many skills it is offered the nearest and finds the others (skill_search).
 //
+// What a turn writes to the memory is based on what it has read. The turn keeps the revision of each entry that a request showed
+// whole; it is computed from the recorded results alone, so a turn that is taken up again has read the same. A key that
+// this turn has not read must be new: what an earlier turn of the conversation was shown does not count. A conflict
+// gives the model both values, and counts as read.
+//
 // A model decides nothing about its own powers. What it may call is fixed by the caller's scopes before it
 // sees a word. A skill whose trust is "approve" is not run but asked for: recorded for whoever follows it
 // through (Defer), or waited for durably (Park), with no process, and then made once, under a grant for
@@ -36,6 +41,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -93,6 +99,8 @@ type Tool struct {
 	Description string
 	Parameters  json.RawMessage // JSON Schema of an object; empty for a tool that takes nothing
 	Do          func(ctx context.Context, args json.RawMessage) (any, error)
+	// DoSeen, where set, is called instead of Do, with what the turn has read of the memory by then.
+	DoSeen func(ctx context.Context, args json.RawMessage, seen memory.Seen) (any, error)
 
 	within func(w *turn) func(ctx context.Context, args json.RawMessage) (any, error) // makes Do for a turn
 }

@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -28,6 +29,8 @@ type turn struct {
 	fresh    int // messages that the next model call is the first to see
 	outcome  Outcome
 	results  []*longResult
+	seen     memory.Seen       // what this turn has read of the memory
+	unseen   []answer          // what the model sees with the next request
 	denied   map[string]string // why, by skill and arguments
 	last     string            // the last call, with its arguments
 	same     int               // how often it was made in a row
@@ -40,7 +43,7 @@ type turn struct {
 
 // newTurn opens the transcript.
 func (l *Loop) newTurn(t Turn) *turn {
-	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, mark: time.Now()}
+	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, seen: memory.Seen{}, mark: time.Now()}
 	w.say(openai.ChatMessageRoleSystem, t.System)
 	history := wholeExchanges(t.History)
 	w.messages = append(w.messages, history...)
@@ -94,6 +97,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 // iterate asks the model once and does what it says.
 func (w *turn) iterate(ctx context.Context) error {
 	w.fit()
+	w.see()
 	reply, err := w.ask(ctx)
 	if limit, failure, ok := endedBy(err); ok {
 		w.stopped(limit, failure)

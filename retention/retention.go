@@ -9,7 +9,8 @@
 //
 //   - What is not finished is not touched, whatever the policy, nor what it may still need: an execution that has not ended and everything
 //     of its trace, with its activity, checkpoints, requests, and the events it may take; threads in which somebody is at work or a message
-//     is queued; leave that was asked for and not decided; deliveries that are not settled. Memory is never touched.
+//     is queued; leave that was asked for and not decided; deliveries that are not settled. Memory is never touched (package memory drops
+//     what has expired, and conflicts that were decided 90 days ago).
 //   - Nobody waits for it. A piece of a pass is one transaction of a fraction of a second, which skips what others have locked; a partition
 //     is detached concurrently, which waits for readers without a lock in whose queue others would stand.
 //   - A pass may be killed anywhere and any number may run at once. A piece has happened or has not; one works on a kind at a

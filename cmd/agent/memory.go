@@ -1,6 +1,8 @@
 package main
 
 import (
+	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -15,7 +17,8 @@ import (
 
 func (c *cli) memoryCommand() *cobra.Command {
 	return group("memory", "See, search and change what the agent remembers",
-		c.memoryListCommand(), c.memorySearchCommand(), c.memoryGetCommand(), c.memorySetCommand(), c.memoryForgetCommand(), c.memoryStatsCommand())
+		c.memoryListCommand(), c.memorySearchCommand(), c.memoryGetCommand(), c.memorySetCommand(), c.memoryForgetCommand(), c.memoryStatsCommand(),
+		c.memoryConflictsCommand())
 }
 
 func memoryHint(err error) error {
@@ -23,7 +26,9 @@ func memoryHint(err error) error {
 	case errors.Is(err, memory.ErrNotFound):
 		return hint(err, "see agent memory ls")
 	case errors.Is(err, memory.ErrConflict):
-		return hint(err, "see agent memory get KEY")
+		return hint(err, "see agent memory get KEY, and name the revision that it has with --if-revision")
+	case errors.Is(err, memory.ErrConflictNotFound), errors.Is(err, memory.ErrConflictDecided):
+		return hint(err, "see agent memory conflicts ls")
 	}
 	return err
 }
@@ -103,53 +108,126 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 	return cmd
 }
 
+// ifRevisionFlag is what a change is based on.
+func ifRevisionFlag(cmd *cobra.Command, into *int, about string) {
+	cmd.Flags().IntVar(into, "if-revision", 0, about)
+}
+
+// revisionOf is the revision that a flag names, as package memory has it: 0 where the flag was not given.
+func revisionOf(cmd *cobra.Command, named int) (int, error) {
+	switch {
+	case !cmd.Flags().Changed("if-revision"):
+		return 0, nil
+	case named < 0:
+		return 0, usageError("--if-revision is %d; it can be a revision, or 0 for a key that must be new", named)
+	}
+	return cmp.Or(named, memory.Absent), nil
+}
+
+// setMemory is what was stored, and what that replaced.
+type setMemory struct {
+	memory.Entry
+	Replaced *memory.Entry `json:"replaced"` // nil: the key was new
+}
+
 func (c *cli) memorySetCommand() *cobra.Command {
 	var note memory.Note
+	var named int
 	cmd := &cobra.Command{
 		Use: "set KEY VALUE", Short: "Keep something in the agent's memory", Args: args(2, 2, "a key and a value"),
-		Long: `Keep a value, JSON or else text, in place of what the key holds. --revision makes it an error when the entry is not at
-the revision you have read (-1: when there is one at all). What looks like a secret is refused.`,
-		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 720h",
+		Long: `Keep a value, JSON or else text. It replaces what the key holds, says what that was, and records it, so that nothing is
+lost unseen. --if-revision writes only if the key is at the revision that agent memory get has shown (0: if it is new); otherwise
+nothing is written, and both values are shown. What looks like a secret is refused.`,
+		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 720h\n  agent memory set contact Bea --if-revision 3",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			revision, err := revisionOf(cmd, named)
+			if err != nil {
+				return err
+			}
+			note.Revision = cmp.Or(revision, note.Revision)
 			note.Key, note.Value = args[0], args[1]
 			if json.Valid([]byte(args[1])) {
 				note.Value = json.RawMessage(args[1])
 			}
-			var saved memory.Entry
-			_, err := act(cmd.Context(), s, "set_memory", map[string]any{"category": note.Category, "key": note.Key},
-				func(tx pgx.Tx, traceID string) (bool, error) {
-					note.TraceID = traceID
-					var err error
-					saved, err = memory.Save(cmd.Context(), tx, note)
-					return err == nil, err
-				})
+			set, err := setNote(cmd.Context(), s, note)
 			if errors.Is(err, memory.ErrInvalid) {
 				return &exitError{exitUsage, seeHelp(err, cmd)}
 			}
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(saved, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s / %s is at revision %d\n", printable(saved.Category), printable(saved.Key), saved.Revision)
-				return err
-			})
+			return c.print(set, func(w io.Writer) error { return writeSet(w, set) })
 		}),
 	}
 	categoryFlag(cmd, &note.Category)
 	cmd.Flags().DurationVar(&note.TTL, "expires", time.Duration(0), "how long it is kept; 0: for ever")
-	cmd.Flags().IntVar(&note.Revision, "revision", 0, "the revision you have read; 0: whatever is there")
+	ifRevisionFlag(cmd, &named, "write only if the key is at this revision; 0: only if it is new")
+	cmd.Flags().IntVar(&note.Revision, "revision", 0, "the revision you have read, -1 for none")
+	_ = cmd.Flags().MarkDeprecated("revision", "use --if-revision") // fails for a flag that is not there
 	return cmd
+}
+
+// setNote stores a note in place of what is there, or based on the revision that it names. What it replaced is known for sure: it
+// is based on that, and tried again when somebody was faster.
+func setNote(ctx context.Context, s *session, note memory.Note) (set setMemory, err error) {
+	const tries = 20
+	for range tries {
+		set, err = setOnce(ctx, s, note)
+		if note.Revision != 0 || !errors.Is(err, memory.ErrConflict) {
+			break
+		}
+	}
+	return set, err
+}
+
+func setOnce(ctx context.Context, s *session, note memory.Note) (set setMemory, err error) {
+	output := map[string]any{}
+	_, err = actSaying(ctx, s, "set_memory", map[string]any{"category": note.Category, "key": note.Key}, output,
+		func(tx pgx.Tx, traceID string) (bool, error) {
+			note.TraceID = traceID
+			there, err := memory.Get(ctx, tx, note.Category, note.Key)
+			switch {
+			case err == nil:
+				set.Replaced = &there
+				note.Revision = cmp.Or(note.Revision, there.Revision)
+				output["replaced"] = map[string]any{"revision": there.Revision, "value": there.Value, "trace_id": there.TraceID}
+			case errors.Is(err, memory.ErrNotFound):
+				note.Revision = cmp.Or(note.Revision, memory.Absent)
+			default:
+				return false, err
+			}
+			set.Entry, err = memory.Save(ctx, tx, note)
+			output["revision"] = set.Revision
+			return err == nil, err
+		})
+	return set, err
+}
+
+func writeSet(w io.Writer, set setMemory) error {
+	if _, err := fmt.Fprintf(w, "%s / %s is at revision %d\n", printable(set.Category), printable(set.Key), set.Revision); err != nil || set.Replaced == nil {
+		return err
+	}
+	_, err := fmt.Fprintf(w, "it replaced revision %d, written %s %s: %s\n", set.Replaced.Revision, when(set.Replaced.UpdatedAt),
+		set.Replaced.TraceID, printable(clipped(string(set.Replaced.Value), 300)))
+	return err
 }
 
 func (c *cli) memoryForgetCommand() *cobra.Command {
 	var category string
+	var named int
 	cmd := &cobra.Command{
 		Use: "forget KEY", Short: "Drop one memory, for good", Args: args(1, 1, "a key"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s, "forget_memory", map[string]any{"category": category, "key": args[0]},
-				func(tx pgx.Tx, _ string) (bool, error) { return memory.Forget(cmd.Context(), tx, category, args[0]) })
+			revision, err := revisionOf(cmd, named)
 			if err != nil {
 				return err
+			}
+			changed, err := act(cmd.Context(), s, "forget_memory", map[string]any{"category": category, "key": args[0]},
+				func(tx pgx.Tx, _ string) (bool, error) {
+					return memory.Forget(cmd.Context(), tx, category, args[0], revision)
+				})
+			if err != nil {
+				return memoryHint(err)
 			}
 			return c.print(map[string]any{"category": category, "key": args[0], "forgotten": changed}, func(w io.Writer) error {
 				said := "forgotten"
@@ -162,6 +240,7 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 		}),
 	}
 	categoryFlag(cmd, &category)
+	ifRevisionFlag(cmd, &named, "only if the key is at this revision")
 	return cmd
 }
 

@@ -32,14 +32,20 @@ func (c *cli) objectivesCommand() *cobra.Command {
 // act changes something as an admin does: the change and its row, under a trace of its own, are one transaction. A
 // change that changed nothing leaves no row.
 func act(ctx context.Context, s *session, verb string, input map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
+	return actSaying(ctx, s, verb, input, map[string]any{}, change)
+}
+
+// actSaying is act, and the row says of the change what change has put into output.
+func actSaying(ctx context.Context, s *session, verb string, input, output map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
 	id := trace.New(trace.Operate)
 	err = pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
 		if changed, err = change(tx, string(id)); err != nil || !changed {
 			return err
 		}
+		output["by"] = admin
 		_, err := activity.Note(ctx, tx, activity.Entry{
 			TraceID: string(id), Surface: string(trace.Operate), Agent: s.config.Name, Skill: verb, Input: input,
-		}, activity.Outcome{Output: map[string]any{"by": admin}})
+		}, activity.Outcome{Output: output})
 		return err
 	})
 	return changed, err

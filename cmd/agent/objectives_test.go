@@ -92,7 +92,7 @@ func TestTheMemoryFromTheCommandLine(t *testing.T) {
 	contains(t, p.must("memory", "get", "contact", "--category", "admin"), "name: Ana", "revision 1")
 	contains(t, p.must("memory", "stats"), "admin", "general")
 	for _, refused := range [][]string{
-		{"memory", "set", "plain", "x", "--revision", "7"}, {"memory", "set", "api_key", "hunter2"}, {"memory", "get", "nothing"},
+		{"memory", "set", "plain", "x", "--if-revision", "7"}, {"memory", "set", "api_key", "hunter2"}, {"memory", "get", "nothing"},
 	} {
 		if got := p.run(refused...); got.code != exitFailed || strings.Contains(got.err, "hunter2") {
 			t.Errorf("%v: %+v", refused, got)

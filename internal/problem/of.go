@@ -40,19 +40,22 @@ func Of(err error) (p *Problem, news bool) {
 	if refused, ok := errors.AsType[*executions.RunError](err); ok {
 		return ofRun(refused), false
 	}
+	if stale, ok := errors.AsType[*memory.ConflictError](err); ok {
+		return ofConflict(stale), false
+	}
 	switch {
 	case is(err, activity.ErrCursor):
 		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
 			Kind("bad-parameter", "Bad parameter"), false
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
-	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, objectives.ErrNotFound,
+	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, memory.ErrConflictNotFound, objectives.ErrNotFound,
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, threads.ErrEmpty):
 		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
-	case is(err, memory.ErrConflict, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence, objectives.ErrTaken,
-		automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken, approvals.ErrDecided):
+	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence,
+		objectives.ErrTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken, approvals.ErrDecided):
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):
 		return New(http.StatusServiceUnavailable, "the request was given up"), false
@@ -66,6 +69,18 @@ func Of(err error) (p *Problem, news bool) {
 			Kind("database-away", "Database away"), true
 	}
 	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
+}
+
+// ofConflict has both values of a memory that was changed by somebody else.
+func ofConflict(c *memory.ConflictError) *Problem {
+	p := New(http.StatusPreconditionFailed, "%s", c).Kind("changed-meanwhile", "Changed meanwhile")
+	if c.Theirs != nil {
+		p.Current = c.Theirs
+	}
+	if c.Yours != nil {
+		p.Yours = c.Yours
+	}
+	return p
 }
 
 // ofRun is what a refusal about a run lock means to the worker.

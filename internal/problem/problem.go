@@ -10,6 +10,8 @@
 //
 //   - Type tells programs the sort of problem. It is about:blank where the status says it all.
 //   - trace_id is there where a trace is, also as X-Trace-Id; holder is there where a lane is held.
+//   - A change that is based on a revision which is not there any more is refused (412) with what is there now and what was to
+//     be written.
 //   - A problem that time may cure (503, a busy lane) has Retry-After.
 //   - No answer is kept by a cache.
 //
@@ -39,6 +41,9 @@ type Problem struct {
 	Detail  string `json:"detail"`
 	TraceID string `json:"trace_id,omitempty"`
 	Holder  string `json:"holder,omitempty"` // of the lane or lock that is in the way
+	// Of a change that was based on something else than what is there (412): what is there now, and what was to be written.
+	Current any `json:"current,omitempty"`
+	Yours   any `json:"yours,omitempty"`
 }
 
 // New returns a problem whose type and title are those of the status. What format and args say is told to
@@ -63,6 +68,12 @@ func (p *Problem) WithHolder(owner string) *Problem {
 // WithTrace says in which trace it happened. It changes p and returns it.
 func (p *Problem) WithTrace(id string) *Problem {
 	p.TraceID = id
+	return p
+}
+
+// WithBoth says what is there and what was to be written. It changes p and returns it.
+func (p *Problem) WithBoth(current, yours any) *Problem {
+	p.Current, p.Yours = current, yours
 	return p
 }
 

@@ -47,7 +47,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		"bad lane":      {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},
 		"no execution":  {executions.ErrNotFound, 404, "about:blank"},
 		"no skill":      {skills.ErrNotFound, 404, "about:blank"},
-		"lost update":   {memory.ErrConflict, 409, "about:blank"},
+		"lost update":   {fmt.Errorf("save: %w", &memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412, "urn:lanekeeper:problem:changed-meanwhile"},
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},

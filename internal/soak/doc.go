@@ -13,8 +13,8 @@
 //     the first is answered, and one of whom hangs up in the middle;
 //   - a storm of signed webhooks, some of them twice, that raise events, which start automations.
 //
-// Admin, heartbeats and automations count one counter in the agent's memory up, through the skill memory_write and
-// by compare-and-set.
+// Admin, heartbeats and automations count one counter in the agent's memory up, through the skill memory_write,
+// which writes only over what a run has read.
 //
 // What was done is then compared with what was asked for. Each invariant is one query that lists violations
 // (checks_test.go, flowschecks_test.go), over the product's tables and a schema `soak` that holds what only the test can know: what was sent,

@@ -122,7 +122,7 @@ func (t transcript) answer() modeltest.Reply {
 	return modeltest.Text(fmt.Sprintf("This is the answer to question %s of thread %s.", m[1], m[2]))
 }
 
-// count reads the counter and writes it back with the revision that was read, until nobody was faster.
+// count reads the counter and writes it back, until nobody was faster.
 func (t transcript) count() (reply modeltest.Reply, counted bool) {
 	if t.done("memory_write") != nil {
 		return reply, true
@@ -132,22 +132,21 @@ func (t transcript) count() (reply modeltest.Reply, counted bool) {
 	}
 	var found struct {
 		Memories []struct {
-			Key      string `json:"key"`
-			Value    int    `json:"value"`
-			Revision int    `json:"revision"`
+			Key   string `json:"key"`
+			Value int    `json:"value"`
 		} `json:"memories"`
 	}
 	if err := json.Unmarshal([]byte(t.results[len(t.results)-1].content), &found); err != nil {
 		return modeltest.Text("I cannot read my memory: " + err.Error()), false
 	}
-	value, revision := 0, 0
+	value := 0
 	for _, m := range found.Memories {
 		if m.Key == "counter" {
-			value, revision = m.Value, m.Revision
+			value = m.Value
 		}
 	}
 	return modeltest.ToolCall("memory_write", modeltest.Arguments(map[string]any{
-		"category": "soak", "key": "counter", "value": value + 1, "revision": revision,
+		"category": "soak", "key": "counter", "value": value + 1,
 	})), false
 }
 

@@ -67,7 +67,7 @@ const helpers = `
 // planted are rows that violate one check each; every check has some.
 var planted = map[string][]string{
 	"no lost update: the counter is what was counted": {
-		`update agent_memory set value = '2'`, `update agent_memory set revision = 3`, `delete from agent_memory`,
+		`update agent_memory set value = '5'`, `update agent_memory set revision = 3`, `delete from agent_memory`,
 	},
 	"no lost update: a revision is written once": {
 		`insert into agent_activity (trace_id, execution_id, skill_name, input, output) values (tr('op', 1), id('op'), 'memory_write', '{"key": "counter"}', '{"revision": 1}')`,

@@ -105,6 +105,21 @@ func TestAToolThatNobodyShouldCallWaitsForAnOrder(t *testing.T) {
 	}
 }
 
+func TestWhatIsRememberedAnewReplacesWhatTheConflictShows(t *testing.T) {
+	schema := `{"type":"object","required":["key","value"],"properties":{"key":{"type":"string"},"value":{},"revision":{"type":"integer"}}}`
+	writes := skill{"memory_write", "A fact for the agent's memory.", schema, func(args string) string {
+		if strings.Contains(args, "revision") {
+			return `{"category":"general","key":"window","revision":5}`
+		}
+		return `{"error":"conflict","message":"Nothing was changed","theirs":{"category":"general","key":"window","revision":4,"value":"2"}}`
+	}}
+	calls, text := talk(t, "Remember that the window is 3", []skill{writes})
+	want := []string{`memory_write {"key":"window","value":"the window is 3"}`, `memory_write {"key":"window","revision":4,"value":"the window is 3"}`}
+	if !slices.Equal(calls, want) || !strings.Contains(text, "Remembered as general / window") {
+		t.Errorf("calls %q, says %q", calls, text)
+	}
+}
+
 func TestToolsOfTheRuntimeThatWriteWaitForAnOrder(t *testing.T) {
 	writing := []string{"memory_write", "memory_forget", "objective_propose", "objective_advance", "automation_propose", "delegate"}
 	for _, prompt := range []string{

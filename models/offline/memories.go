@@ -48,7 +48,11 @@ func forgetting(s situation) (wish, bool) {
 		return wish{}, false
 	}
 	if category, key, both := strings.Cut(target, "/"); both && strings.TrimSpace(category) != "" && strings.TrimSpace(key) != "" {
-		return s.wants(map[string]any{"category": strings.TrimSpace(category), "key": strings.TrimSpace(key)}, "memory_forget"), true
+		values := map[string]any{"category": strings.TrimSpace(category), "key": strings.TrimSpace(key)}
+		if revision, there := s.inTheWay("memory_forget"); there {
+			values["revision"] = revision
+		}
+		return s.wants(values, "memory_forget"), true
 	}
 	if _, offered := s.tool("memory_forget"); !offered {
 		return s.wants(nil, "memory_forget"), true

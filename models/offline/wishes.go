@@ -1,6 +1,7 @@
 package offline
 
 import (
+	"encoding/json"
 	"fmt"
 	"regexp"
 	"strings"
@@ -107,7 +108,22 @@ func remembering(s situation) (wish, bool) {
 		return wish{}, false
 	}
 	fact := strings.TrimSpace(m[1])
-	return s.wants(map[string]any{"key": memoryKey(fact), "value": fact}, "memory_write", "remember"), true
+	values := map[string]any{"key": memoryKey(fact), "value": fact}
+	if revision, taken := s.inTheWay("memory_write"); taken { // the key holds something, which is replaced now that it was read
+		values["revision"] = revision
+	}
+	return s.wants(values, "memory_write", "remember"), true
+}
+
+// inTheWay is the revision of the memory that a call was about to replace, or to forget, unread.
+func (s situation) inTheWay(name string) (revision json.Number, taken bool) {
+	for _, c := range s.made {
+		if object, _ := mustDecode(c.result).(map[string]any); c.name == name && c.failed {
+			theirs, _ := object["theirs"].(map[string]any)
+			revision, taken = theirs["revision"].(json.Number)
+		}
+	}
+	return revision, taken
 }
 
 func recalling(s situation) (wish, bool) {

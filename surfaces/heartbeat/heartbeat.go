@@ -11,6 +11,9 @@
 //	reflect         the last 7 days of its own performance are looked at
 //	save_memories   what the phases want remembered is stored, what has expired is dropped
 //
+// What is to be remembered carries the revision that its phase had read. If somebody else has written the key by the time it is stored,
+// it is kept as a conflict for an admin, and nothing is overwritten.
+//
 // A heartbeat that dies goes on where it stopped, in another process. One that finds its lane busy, or
 // an admin at work (lane "operate"), is recorded as skipped and is no error; one that is under way when
 // an admin comes yields before its next step and resumes when the admin is gone, or gives up its

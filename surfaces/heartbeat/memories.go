@@ -1,6 +1,7 @@
 package heartbeat
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -23,6 +24,7 @@ type memory struct {
 	Key      string          `json:"key"`
 	Value    json.RawMessage `json:"value"`
 	Days     float64         `json:"expires_in_days,omitempty"` // 30.0 is an integer to JSON Schema
+	Read     int             `json:"read,omitempty"`            // the revision that the model had read then; 0: none
 }
 
 // Limits of what package memory keeps.
@@ -48,13 +50,13 @@ func (m memory) check() error {
 func remember(list *[]memory) reason.Tool {
 	return reason.Tool{
 		Name:        "remember",
-		Description: "Keep a fact for later heartbeats. It is stored at the end of this one.",
+		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the same key only if you have read that.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["key","value"],"properties":{
 			"category":{"type":"string","minLength":1,"maxLength":60,"description":"what sort of fact, e.g. observation"},
 			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name; the same key replaces the fact"},
 			"value":{"description":"the fact, as text or JSON"},
 			"expires_in_days":{"type":"integer","minimum":1,"maximum":3650}}}`),
-		Do: func(_ context.Context, args json.RawMessage) (any, error) {
+		DoSeen: func(_ context.Context, args json.RawMessage, seen memories.Seen) (any, error) {
 			m := memory{Category: "observation"}
 			if err := json.Unmarshal(args, &m); err != nil {
 				return nil, badArguments(err)
@@ -62,10 +64,17 @@ func remember(list *[]memory) reason.Tool {
 			if err := m.check(); err != nil {
 				return nil, badArguments(err)
 			}
+			m.Read = max(0, seen.Revision(m.Category, m.Key))
 			*list = append(*list, m)
 			return map[string]string{"status": "noted; stored at the end of this heartbeat"}, nil
 		},
 	}
+}
+
+// based is what a memory is based on: a later note of the same heartbeat replaces an earlier one.
+type based struct {
+	memories.Name
+	read int
 }
 
 // saveMemories stores what the phases noted and drops what has expired.
@@ -77,19 +86,28 @@ func (b *beat) saveMemories(ctx context.Context) (done, error) {
 	if err != nil {
 		return done{}, err
 	}
-	saved := 0
+	saved, conflicts := 0, 0
+	own := map[based]int{} // revisions that this heartbeat has stored, by what they are based on
 	var failures []error
 	for _, m := range b.memories {
-		err := b.save(ctx, m)
-		if err != nil && !isResult(err) {
+		base := based{memories.Name{Category: m.Category, Key: m.Key}, m.Read}
+		m.Read = cmp.Or(own[base], m.Read)
+		revision, err := b.save(ctx, m)
+		own[base] = revision
+		switch {
+		case err != nil && !isResult(err):
 			return done{}, err
-		}
-		if err == nil {
+		case err == nil && revision == 0:
+			conflicts++
+		case err == nil:
 			saved++
 		}
 		failures = append(failures, err)
 	}
 	said := done{Summary: fmt.Sprintf("%d memories saved", saved), Idle: len(b.memories) == 0 && expired == 0}
+	if conflicts > 0 {
+		said.Summary += fmt.Sprintf(", %d kept as conflicts (agent memory conflicts)", conflicts)
+	}
 	if expired > 0 {
 		said.Summary += fmt.Sprintf(", %d expired ones dropped", expired)
 	}
@@ -101,20 +119,31 @@ func badArguments(err error) error {
 	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
 }
 
-// save stores one memory and its row in one transaction.
-func (b *beat) save(ctx context.Context, m memory) error {
-	_, err := executions.StepTx(ctx, "save memory", func(ctx context.Context, tx pgx.Tx) (int, error) {
-		saved, err := memories.Save(ctx, tx, memories.Note{
+// save stores one memory and its row in one transaction, and returns its revision. 0: others have written the key since the model
+// read it, and what it noted is kept as a conflict, which an admin decides.
+func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
+	return executions.StepTx(ctx, "save memory", func(ctx context.Context, tx pgx.Tx) (int, error) {
+		note := memories.Note{
 			Category: m.Category, Key: m.Key, Value: m.Value, TTL: time.Duration(m.Days * float64(24*time.Hour)),
-			TraceID: string(trace.IDFrom(ctx)),
-		})
+			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
+		}
+		saved, err := memories.Save(ctx, tx, note)
+		current, _ := executions.Current(ctx)
+		entry := activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m}
+		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok {
+			id, err := memories.KeepConflict(ctx, tx, note, conflict, current.ID)
+			if err != nil {
+				return 0, err
+			}
+			_, err = activity.Note(ctx, tx, entry, activity.Outcome{
+				Status: activity.Skipped, Output: map[string]string{"conflict_id": id, "conflict": conflict.Error()},
+			})
+			return 0, err
+		}
 		if err != nil {
 			return 0, err
 		}
-		current, _ := executions.Current(ctx)
-		_, err = activity.Note(ctx, tx, activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m},
-			activity.Outcome{Output: map[string]int{"revision": saved.Revision}})
+		_, err = activity.Note(ctx, tx, entry, activity.Outcome{Output: map[string]int{"revision": saved.Revision}})
 		return saved.Revision, err
 	}, executions.Input(m))
-	return err
 }

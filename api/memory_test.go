@@ -1,0 +1,154 @@
+package api_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/memory"
+)
+
+// having is the admin's header with one more.
+func having(name, value string) http.Header {
+	h := asAdmin()
+	h.Set(name, value)
+	return h
+}
+
+func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
+	a := start(t)
+	const path = "/v1/memory/entries/facts/a%2Fb%20c"
+	put := func(value string, h http.Header) (int, http.Header, []byte) {
+		w := a.raw("PUT", path, fmt.Sprintf(`{"value":%q,"reason":"told by Ana"}`, value), h)
+		return w.Code, w.Header(), w.Body.Bytes()
+	}
+	a.refused(a.raw("GET", path, "", asAdmin()), 404, "not found")
+	a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, asAdmin()), 428, "If-Match")
+	status, header, _ := put("one", having("If-None-Match", "*"))
+	if status != 200 || header.Get("ETag") != `"1"` || header.Get("X-Trace-Id") == "" {
+		t.Fatalf("got %d %v", status, header)
+	}
+	var e memory.Entry
+	seen := a.get(path, &e).Get("ETag")
+	if e.Key != "a/b c" || e.Category != "facts" || seen != `"1"` {
+		t.Fatalf("got %+v, ETag %s", e, seen)
+	}
+	if status, header, _ = put("two", having("If-Match", seen)); status != 200 || header.Get("ETag") != `"2"` {
+		t.Errorf("got %d %v", status, header)
+	}
+	status, header, body := put("late", having("If-Match", seen))
+	var p struct {
+		problem
+		Current memory.Entry
+		Yours   string
+	}
+	if err := json.Unmarshal(body, &p); err != nil || status != 412 || p.Type != "urn:lanekeeper:problem:changed-meanwhile" ||
+		string(p.Current.Value) != `"two"` || p.Current.Revision != 2 || p.Yours != "late" || header.Get("X-Trace-Id") != "" {
+		t.Errorf("got %d %s, %v", status, body, err)
+	}
+	if status, _, _ = put("late", having("If-None-Match", "*")); status != 412 {
+		t.Errorf("a key that must be new: %d", status)
+	}
+	if status, _, _ = put("three", having("If-Match", `W/"2"`)); status != 200 {
+		t.Errorf("a weak tag: %d", status)
+	}
+	if status, _, _ = put("four", having("If-Match", `*`)); status != 200 {
+		t.Errorf("any: %d", status)
+	}
+	for _, bad := range []http.Header{having("If-Match", "2"), having("If-Match", `"x"`), having("If-Match", `"1", "2"`), having("If-None-Match", `"2"`), having("If-Match", "")} {
+		a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, bad), 400, "If-")
+	}
+	a.refused(a.raw("DELETE", path, `{"reason":"x"}`, asAdmin()), 428, "If-Match")
+	a.refused(a.raw("DELETE", path, `{"reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 4 is there")
+	a.refused(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 4 is there")
+	if w := a.raw("DELETE", path, `{"reason":"old"}`, having("If-Match", `"4"`)); w.Code != 200 {
+		t.Errorf("got %d %s", w.Code, w.Body)
+	}
+	a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, having("If-Match", "*")), 404, "not found")
+	a.refused(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`, having("If-None-Match", "*")), 400, "secret")
+	if status, header, _ = put("anew", having("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
+		t.Errorf("kept anew: %d %v", status, header)
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'set_memory'`); n != 5 {
+		t.Errorf("%d writes are recorded", n)
+	}
+}
+
+func TestOfManyBrowsersOneWrites(t *testing.T) {
+	a := start(t)
+	a.remember("k", "facts")
+	var group sync.WaitGroup
+	var wrote, refused atomic.Int32
+	for n := range 16 {
+		group.Go(func() {
+			switch w := a.raw("PUT", "/v1/memory/entries/facts/k", fmt.Sprintf(`{"value":%d,"reason":"x"}`, n), having("If-Match", `"1"`)); w.Code {
+			case 200:
+				wrote.Add(1)
+			case 412:
+				refused.Add(1)
+			default:
+				t.Errorf("got %d %s", w.Code, w.Body)
+			}
+		})
+	}
+	group.Wait()
+	if wrote.Load() != 1 || refused.Load() != 15 {
+		t.Errorf("%d wrote, %d were refused", wrote.Load(), refused.Load())
+	}
+}
+
+// late keeps a conflict of a key that is at revision 2.
+func (a *agent) late(key string) string {
+	a.t.Helper()
+	a.remember(key, "facts")
+	a.remember(key, "facts")
+	note := memory.Note{Category: "facts", Key: key, Value: "late", Revision: 1, TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"}
+	_, err := memory.Save(a.t.Context(), a.pool, note)
+	conflict, ok := errors.AsType[*memory.ConflictError](err)
+	if !ok {
+		a.t.Fatal(err)
+	}
+	id, err := memory.KeepConflict(a.t.Context(), a.pool, note, conflict, "")
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return id
+}
+
+func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
+	a := start(t)
+	taken, kept := a.late("taken"), a.late("kept")
+	var list struct{ Items []memory.Conflict }
+	a.get("/v1/memory/conflicts", &list)
+	if len(list.Items) != 2 || list.Items[0].ID != kept || list.Items[0].Revision != 2 {
+		t.Fatalf("got %+v", list.Items)
+	}
+	decide := func(id string) string { return "/v1/memory/conflicts/" + id + "/decide" }
+	a.refused(a.raw("POST", decide(kept), `{"decision":"both","reason":"x"}`, asAdmin()), 400, "keep")
+	var c memory.Conflict
+	header := a.post(decide(kept), `{"decision":"keep","reason":"ours is right"}`, &c)
+	if c.Status != memory.ConflictKept || c.Revision != 2 || header.Get("ETag") != `"2"` || c.DecidedReason != "ours is right" {
+		t.Errorf("got %+v, %v", c, header)
+	}
+	a.refused(a.raw("POST", decide(kept), `{"decision":"take","reason":"x"}`, asAdmin()), 409, "decided already")
+	a.remember("taken", "facts") // after the conflict arose
+	a.refused(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, asAdmin()), 412, "revision 3 is there")
+	a.refused(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 3 is there")
+	w := a.raw("POST", decide(taken), `{"decision":"take","reason":"it is newer"}`, having("If-Match", `"3"`))
+	a.expect(w, "POST", decide(taken), 200, &c)
+	if c.Status != memory.ConflictTaken || c.Revision != 4 || string(c.Current) != `"late"` {
+		t.Errorf("got %+v", c)
+	}
+	a.audited(w.Header().Get("X-Trace-Id"), value[string](t, a.pool, `
+		select id::text from agent_activity where skill_name = 'decide_memory_conflict' and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
+	a.get("/v1/memory/conflicts?status=all", &list)
+	if len(list.Items) != 2 || list.Items[1].Status != memory.ConflictTaken {
+		t.Errorf("got %+v", list.Items)
+	}
+	a.refused(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`, asAdmin()), 404, "not found")
+	a.refused(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
+}

@@ -1,0 +1,461 @@
+package builtins_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// interleavings are how many random orders are tried.
+const interleavings = 2500
+
+// version is what a key held at a time. The model knows versions by what they are, not by their revisions.
+type version struct {
+	token string
+}
+
+// scene is one key, and the model of it.
+type scene struct {
+	t        *testing.T
+	pool     *pgxpool.Pool
+	registry *skills.Registry
+	skills   map[string]skills.Skill
+	dice     *rand.Rand
+	key      string
+	there    *version // nil: nothing
+	tokens   int
+	story    []string
+	failed   bool
+}
+
+func (s *scene) fail(format string, args ...any) {
+	if !s.failed {
+		s.failed = true
+		s.t.Errorf("%s: %s; it went: %s", s.key, fmt.Sprintf(format, args...), strings.Join(s.story, ", "))
+	}
+}
+
+func (s *scene) tell(format string, args ...any) {
+	s.story = append(s.story, fmt.Sprintf(format, args...))
+}
+
+func (s *scene) token(who string) *version {
+	s.tokens++
+	return &version{fmt.Sprintf("%s-%d", who, s.tokens)}
+}
+
+// tokenOf is what a value says.
+func tokenOf(value json.RawMessage) string { return strings.Trim(string(value), `"`) }
+
+// shows checks that an entry is a version.
+func (s *scene) shows(what string, e *memory.Entry, want *version) {
+	switch {
+	case e == nil && want != nil:
+		s.fail("%s: nothing is there, not %s", what, want.token)
+	case e != nil && want == nil:
+		s.fail("%s: %s is there, not nothing", what, e.Value)
+	case e != nil && tokenOf(e.Value) != want.token:
+		s.fail("%s: %s is there, not %s", what, e.Value, want.token)
+	}
+}
+
+// done is a recorded step of a run.
+type done struct {
+	skill  string
+	answer json.RawMessage
+}
+
+// runner is a durable run: what it has read is computed from its record, which a crash leaves.
+type runner struct {
+	name   string
+	record []done
+	seen   memory.Seen // as the runtime keeps it
+	read   *version    // as the model knows it
+	again  *redo       // a call whose process was lost before its answer was recorded
+	noted  *note
+}
+
+// redo is a call that is made again. done is what it has written, if it has.
+type redo struct {
+	skill string
+	wrote *version
+	did   bool
+}
+
+// note is what a heartbeat remembers at its end.
+type note struct {
+	value *version
+	base  int
+	read  *version
+}
+
+// replay is what another process knows of the run.
+func (r *runner) replay(s *scene) {
+	r.seen = memory.Seen{}
+	for _, d := range r.record {
+		r.learn(s, d)
+	}
+}
+
+func (r *runner) learn(s *scene, d done) {
+	skill := s.skills[d.skill]
+	r.seen.Add(builtins.Sights(skill, d.answer, len(d.answer))...)
+	r.seen.Add(builtins.Wrote(skill, d.answer)...)
+}
+
+// step makes one call of a run, checks what came of it against the model, and may lose its process before or after the answer was recorded.
+func (r *runner) step(s *scene) {
+	call := r.again
+	if call == nil {
+		call = &redo{skill: []string{"recall", "memory_write", "memory_write", "memory_forget"}[s.dice.IntN(4)], wrote: s.token(r.name)}
+	}
+	r.again = nil
+	args := map[string]any{"category": "test", "key": s.key}
+	switch call.skill {
+	case "recall":
+		args = map[string]any{"category": "test", "query": s.key}
+	case "memory_write":
+		args["value"] = call.wrote.token
+		if s.dice.IntN(3) == 0 {
+			args["revision"] = s.dice.IntN(6) // what a model says of it does not matter
+		}
+	}
+	answer := s.call(r, call.skill, args)
+	lost := s.dice.IntN(5) == 0
+	s.tell("%s %s%s", r.name, call.skill, map[bool]string{true: " and is lost", false: ""}[lost])
+	read := r.judge(s, call, answer)
+	if lost {
+		r.again = call
+		r.replay(s)
+		return
+	}
+	r.read = read
+	r.record = append(r.record, done{call.skill, answer})
+	r.learn(s, r.record[len(r.record)-1])
+	if s.dice.IntN(5) == 0 {
+		s.tell("%s goes on elsewhere", r.name)
+		r.replay(s)
+	}
+}
+
+// call makes the call as the runtime does.
+func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessage {
+	raw, err := json.Marshal(args)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	skill := s.skills[name]
+	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "flowpilot", Surface: trace.Heartbeat})
+	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.Guarded(skill, raw, r.seen)})
+	if err != nil {
+		s.t.Fatalf("%s: %v", name, err)
+	}
+	return answer
+}
+
+// judge compares an answer with the model, moves the model on, and returns what the run has read with it.
+func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
+	var said struct {
+		Error     string
+		Theirs    *memory.Entry
+		Yours     json.RawMessage
+		Memories  []memory.Entry
+		Forgotten *bool
+	}
+	if err := json.Unmarshal(answer, &said); err != nil {
+		s.t.Fatal(err)
+	}
+	switch {
+	case call.skill == "recall":
+		if len(said.Memories) == 0 {
+			s.shows("recall", nil, s.there)
+			return r.read // an answer without the key shows nothing
+		}
+		s.shows("recall", &said.Memories[0], s.there)
+		return s.there
+	case said.Error != "":
+		if s.there == r.read {
+			s.fail("%s is refused though nobody wrote", call.skill)
+		}
+		s.shows("conflict", said.Theirs, s.there)
+		if call.skill == "memory_write" && tokenOf(said.Yours) != call.wrote.token {
+			s.fail("the conflict shows %s as what was to be written", said.Yours)
+		}
+		if s.there == nil {
+			return r.read
+		}
+		return s.there
+	case call.did && s.there == call.wrote: // it finds its own work
+		return s.there
+	case s.there != r.read && (call.skill == "memory_write" || s.there != nil):
+		s.fail("%s of %s overwrote what %s had not read", call.skill, r.name, r.name)
+		return s.there
+	case call.skill == "memory_forget":
+		s.there = nil
+		return nil
+	}
+	if call.did { // what it had written is gone, and it is written anew
+		call.wrote = &version{call.wrote.token}
+	}
+	s.there, call.did = call.wrote, true
+	return s.there
+}
+
+// remember is the note of a heartbeat, and its end: what it stores, in a transaction with its record.
+func (r *runner) remember(s *scene) {
+	if r.noted == nil {
+		r.noted = &note{s.token(r.name), r.seen.Revision("test", s.key), r.read}
+		s.tell("%s notes", r.name)
+		return
+	}
+	n := memory.Note{Category: "test", Key: s.key, Value: r.noted.value.token, Revision: r.noted.base, TraceID: "hb_" + r.name}
+	kept := false
+	err := pgx.BeginFunc(s.t.Context(), s.pool, func(tx pgx.Tx) error {
+		_, err := memory.Save(s.t.Context(), tx, n)
+		if conflict, is := errors.AsType[*memory.ConflictError](err); is {
+			kept = true
+			s.shows("late note", conflict.Theirs, s.there)
+			_, err = memory.KeepConflict(s.t.Context(), tx, n, conflict, "")
+		}
+		return err
+	})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.tell("%s saves its note (conflict: %v)", r.name, kept)
+	switch fresh := r.noted.read == s.there; {
+	case fresh == kept:
+		s.fail("a note that is based on what is there (%v) was kept as a conflict (%v)", fresh, kept)
+	case fresh:
+		s.there = r.noted.value
+	}
+	r.noted = nil
+}
+
+// person is an admin with a page that shows what was there when it was opened.
+type person struct {
+	name string
+	open bool
+	page *memory.Entry
+	read *version
+}
+
+func (p *person) look(s *scene) {
+	p.open, p.page, p.read = true, nil, s.there
+	e, err := memory.Get(s.t.Context(), s.pool, "test", s.key)
+	switch {
+	case err == nil:
+		p.page = &e
+	case !errors.Is(err, memory.ErrNotFound):
+		s.t.Fatal(err)
+	}
+	s.shows("page", p.page, s.there)
+	s.tell("%s looks", p.name)
+}
+
+func (p *person) revision() int {
+	if p.page == nil {
+		return memory.Absent
+	}
+	return p.page.Revision
+}
+
+// act writes or forgets, based on the page.
+func (p *person) act(s *scene) {
+	fresh, next := p.read == s.there, s.token(p.name)
+	var err error
+	if forget := s.dice.IntN(4) == 0; forget {
+		next = nil
+		_, err = memory.Forget(s.t.Context(), s.pool, "test", s.key, p.revision())
+		fresh = fresh || s.there == nil
+	} else {
+		_, err = memory.Save(s.t.Context(), s.pool, memory.Note{Category: "test", Key: s.key, Value: next.token, Revision: p.revision(), TraceID: "op_" + p.name})
+	}
+	conflict, refused := errors.AsType[*memory.ConflictError](err)
+	s.tell("%s acts (conflict: %v)", p.name, refused)
+	switch {
+	case err != nil && !refused:
+		s.t.Fatal(err)
+	case refused == fresh:
+		s.fail("%s acted on what is there (%v) and was refused (%v)", p.name, fresh, refused)
+	case refused:
+		s.shows("refusal", conflict.Theirs, s.there)
+	default:
+		s.there = next
+	}
+	p.open = false
+}
+
+// resolve decides the newest open conflict of the key: a late value replaces what was found, and nothing that came since.
+func (p *person) resolve(s *scene) {
+	open, err := memory.Conflicts(s.t.Context(), s.pool, memory.ConflictFilter{Category: "test", Key: s.key, Limit: 1})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if len(open) == 0 {
+		return
+	}
+	c, take := open[0], s.dice.IntN(3) > 0
+	fresh := c.Revision == c.FoundRevision && (s.there == nil) == (c.FoundValue == nil)
+	err = pgx.BeginFunc(s.t.Context(), s.pool, func(tx pgx.Tx) error {
+		_, err := memory.Decide(s.t.Context(), tx, c.ID, memory.Decision{Take: take, By: p.name, TraceID: "op_" + p.name})
+		return err
+	})
+	refused := errors.Is(err, memory.ErrConflict)
+	s.tell("%s decides (take: %v, conflict: %v)", p.name, take, refused)
+	switch {
+	case err != nil && !refused:
+		s.t.Fatal(err)
+	case refused == (fresh || !take):
+		s.fail("the decision (take: %v) on what was found (still there: %v) was refused (%v)", take, fresh, refused)
+	case take && !refused:
+		s.there = &version{tokenOf(c.Value)}
+	}
+}
+
+// expire is the end of the entry's time; it may be swept.
+func (s *scene) expire() {
+	s.tell("it expires")
+	_, err := s.pool.Exec(s.t.Context(), `
+		update agent_memory set expires_at = clock_timestamp() - interval '1 second' where category = 'test' and key = $1`, s.key)
+	if err == nil && s.dice.IntN(2) == 0 {
+		_, err = memory.Expire(s.t.Context(), s.pool)
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.there = nil
+}
+
+// play is one interleaving of two runs and two admins.
+func (s *scene) play() {
+	runs := []*runner{{name: "one" + s.key, seen: memory.Seen{}}, {name: "two" + s.key, seen: memory.Seen{}}}
+	admins := []*person{{name: "ana"}, {name: "bea"}}
+	for range 6 + s.dice.IntN(10) {
+		r, p := runs[s.dice.IntN(2)], admins[s.dice.IntN(2)]
+		switch n := s.dice.IntN(20); {
+		case n < 10:
+			r.step(s)
+		case n < 13:
+			r.remember(s)
+		case n < 17 && p.open:
+			p.act(s)
+		case n < 17:
+			p.look(s)
+		case n < 19:
+			p.resolve(s)
+		default:
+			s.expire()
+		}
+		if s.failed {
+			return
+		}
+	}
+	(&person{name: "end"}).look(s)
+}
+
+func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string]skills.Skill) {
+	t.Helper()
+	if _, err := builtins.Put(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]skills.Skill{}
+	for _, name := range []string{"recall", "memory_write", "memory_forget"} {
+		if all[name], err = skills.Get(t.Context(), pool, name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return registry, all
+}
+
+// TestNoUpdateIsLostInAnyOrder plays two runs, whose processes are lost, and two admins in random orders against a model: nobody
+// overwrites what they have not read, nobody is refused without need, and every refusal shows what is there.
+func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	registry, all := newRegistry(t, pool)
+	var scenes errgroup.Group
+	scenes.SetLimit(4)
+	for n := range uint64(interleavings) {
+		scenes.Go(func() error {
+			s := &scene{t: t, pool: pool, registry: registry, skills: all, dice: rand.New(rand.NewPCG(n, 24)), key: fmt.Sprintf("k%d", n)}
+			s.play()
+			return nil
+		})
+	}
+	if err := scenes.Wait(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestEveryAcknowledgedUpdateIsInTheEnd lets runs write at the same moment: each adds a word to what it has read.
+func TestEveryAcknowledgedUpdateIsInTheEnd(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	registry, all := newRegistry(t, pool)
+	const writers, words = 8, 6
+	var mu sync.Mutex
+	acknowledged := 0
+	var group sync.WaitGroup
+	for w := range writers {
+		group.Go(func() {
+			s := &scene{t: t, pool: pool, registry: registry, skills: all, dice: rand.New(rand.NewPCG(uint64(w), 1)), key: "shared"}
+			r := &runner{name: fmt.Sprint("w", w), seen: memory.Seen{}}
+			for word := range words {
+				text := ""
+				for {
+					value := strings.TrimSpace(fmt.Sprintf("%s w%dx%d", text, w, word))
+					answer := s.call(r, "memory_write", map[string]any{"category": "test", "key": s.key, "value": value})
+					if s.dice.IntN(4) == 0 { // the process is lost, and the call is made again
+						answer = s.call(r, "memory_write", map[string]any{"category": "test", "key": s.key, "value": value})
+					}
+					r.learn(s, done{"memory_write", answer})
+					var said struct{ Theirs *memory.Entry }
+					if err := json.Unmarshal(answer, &said); err != nil {
+						t.Error(err)
+						return
+					}
+					if said.Theirs == nil {
+						break
+					}
+					if text = tokenOf(said.Theirs.Value); strings.Contains(text+" ", fmt.Sprintf("w%dx%d ", w, word)) {
+						break // written by the call whose process was lost, and read by others since
+					}
+				}
+				mu.Lock()
+				acknowledged++
+				mu.Unlock()
+				r.replayNothing()
+			}
+		})
+	}
+	group.Wait()
+	e, err := memory.Get(t.Context(), pool, "test", "shared")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := len(strings.Fields(tokenOf(e.Value))); got != writers*words || acknowledged != writers*words {
+		t.Errorf("%d updates were acknowledged, and %d are there: %s", acknowledged, got, e.Value)
+	}
+}
+
+// replayNothing makes a new run, which has read nothing.
+func (r *runner) replayNothing() { r.seen = memory.Seen{} }

@@ -1,0 +1,185 @@
+package memory
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+var (
+	// ErrConflictNotFound reports a conflict that does not exist.
+	ErrConflictNotFound = errors.New("conflict not found")
+	// ErrConflictDecided reports a conflict that was decided before.
+	ErrConflictDecided = errors.New("the conflict was decided already")
+	// ErrConflictsFull reports that too many conflicts await a decision.
+	ErrConflictsFull = errors.New("too many memory conflicts are undecided")
+)
+
+// States of a [Conflict].
+const (
+	ConflictOpen  = "open"
+	ConflictKept  = "kept"  // what was there stayed
+	ConflictTaken = "taken" // the late value replaced it
+)
+
+// maxConflicts is how many conflicts may be open.
+const maxConflicts = 1000
+
+// Conflict is a row of agent_memory_conflicts: a value that was not written, because its key had changed since its writer read
+// it, and the writer was not there any more to decide.
+type Conflict struct {
+	ID            string          `json:"id"`
+	Category      string          `json:"category"`
+	Key           string          `json:"key"`
+	Value         json.RawMessage `json:"value"`          // that was not written
+	TTLSeconds    float64         `json:"ttl_seconds"`    // how long it was to be kept; 0: for ever
+	IfRevision    int             `json:"if_revision"`    // what its writer had read; 0: nothing
+	FoundRevision int             `json:"found_revision"` // what was there instead; 0: nothing
+	FoundValue    json.RawMessage `json:"found_value"`
+	FoundTraceID  string          `json:"found_trace_id"`
+	TraceID       string          `json:"trace_id"` // of the writer
+	ExecutionID   *string         `json:"execution_id"`
+	Status        string          `json:"status"`
+	DecidedBy     string          `json:"decided_by"`
+	DecidedReason string          `json:"decided_reason"`
+	DecidedAt     *time.Time      `json:"decided_at"`
+	CreatedAt     time.Time       `json:"created_at"`
+	// What is there now.
+	Revision int             `json:"revision"` // 0: nothing
+	Current  json.RawMessage `json:"current"`
+}
+
+const conflictColumns = `
+		select c.id, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value, c.found_trace_id, c.trace_id,
+		       c.execution_id::text, c.status, c.decided_by, c.decided_reason, c.decided_at, c.created_at,
+		       coalesce(m.revision, 0) as revision, m.value as current
+		  from agent_memory_conflicts c
+		  left join agent_memory m on m.category = c.category and m.key = c.key and (m.expires_at is null or m.expires_at > clock_timestamp())`
+
+// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id. [ErrConflictsFull] when 1,000 are
+// undecided. executionID may be empty.
+func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
+	found := Entry{}
+	if c.Theirs != nil {
+		found = *c.Theirs
+	}
+	err = db.QueryRow(ctx, `
+		insert into agent_memory_conflicts
+		       (category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
+		select @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id, nullif(@execution, '')::uuid
+		 where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most
+		returning id`,
+		postgres.Strict{
+			"category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(), "if_revision": max(c.Read, 0),
+			"found_revision": found.Revision, "found_value": found.Value, "found_trace": found.TraceID, "trace_id": n.TraceID,
+			"execution": executionID, "most": maxConflicts,
+		}).Scan(&id)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrConflictsFull
+	}
+	if err != nil {
+		return "", fmt.Errorf("keep conflict of memory %q: %w", c.Key, err)
+	}
+	return id, nil
+}
+
+// ConflictFilter narrows [Conflicts]; the zero value lists the newest 20 that are open.
+type ConflictFilter struct {
+	Status        string // ConflictOpen when empty; "all" for all
+	Category, Key string // of one key, when Key is set
+	Before        string // an id: only older ones
+	Limit         int    // 20 when 0, at most 1000
+}
+
+// Conflicts lists conflicts, the newest first.
+func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflict, error) {
+	status := cmp.Or(f.Status, ConflictOpen)
+	rows, err := db.Query(ctx, conflictColumns+`
+		 where (@status = 'all' or c.status = @status) and (@key = '' or c.key = @key and c.category = @category)
+		   and (@before = '' or c.id < nullif(@before, '')::uuid)
+		 order by c.id desc limit @limit`,
+		postgres.Strict{
+			"status": status, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": bounded(f.Limit),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list memory conflicts: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Conflict])
+	if err != nil {
+		return nil, fmt.Errorf("list memory conflicts: %w", err)
+	}
+	return list, nil
+}
+
+// GetConflict returns one conflict, or [ErrConflictNotFound].
+func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, error) {
+	rows, err := db.Query(ctx, conflictColumns+` where c.id = agent_uuid(@id)`, postgres.Strict{"id": id})
+	if err != nil {
+		return Conflict{}, fmt.Errorf("get memory conflict %.60q: %w", id, err)
+	}
+	c, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Conflict])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrConflictNotFound
+	}
+	if err != nil {
+		return Conflict{}, fmt.Errorf("get memory conflict %.60q: %w", id, err)
+	}
+	return c, nil
+}
+
+// Decision is what becomes of a conflict.
+type Decision struct {
+	Take   bool   // the late value replaces what is there
+	By     string // the admin
+	Reason string
+	// IfRevision is the revision that the admin saw; [Absent]: nothing; 0: what was found when the conflict arose.
+	IfRevision int
+	TraceID    string // under which the value is written
+}
+
+// Decide decides an open conflict, in the caller's transaction, and returns it as it is then. [ErrConflictDecided] when somebody
+// was faster. A late value is written only if the key is still at the revision that the admin saw; otherwise the error is a
+// [*ConflictError], and the conflict stays open.
+func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, error) {
+	if strings.TrimSpace(d.By) == "" {
+		return Conflict{}, fmt.Errorf("decide memory conflict: %w: name the admin who does it", ErrInvalid)
+	}
+	status := ConflictKept
+	if d.Take {
+		status = ConflictTaken
+	}
+	tag, err := tx.Exec(ctx, `
+		update agent_memory_conflicts
+		   set status = @status, decided_by = @by, decided_reason = left(@reason, 1000), decided_at = clock_timestamp()
+		 where id = agent_uuid(@id) and status = 'open'`,
+		postgres.Strict{"id": id, "status": status, "by": d.By, "reason": d.Reason})
+	if err != nil {
+		return Conflict{}, fmt.Errorf("decide memory conflict: %w", err)
+	}
+	c, err := GetConflict(ctx, tx, id)
+	switch {
+	case err != nil:
+		return Conflict{}, err
+	case tag.RowsAffected() == 0:
+		return Conflict{}, fmt.Errorf("decide memory conflict %s, which is %s: %w", id, c.Status, ErrConflictDecided)
+	case !d.Take:
+		return c, nil
+	}
+	saved, err := Save(ctx, tx, Note{
+		Category: c.Category, Key: c.Key, Value: c.Value, TTL: time.Duration(c.TTLSeconds * float64(time.Second)), TraceID: d.TraceID,
+		Revision: cmp.Or(d.IfRevision, c.FoundRevision, Absent),
+	})
+	if err != nil {
+		return Conflict{}, fmt.Errorf("decide memory conflict: %w", err)
+	}
+	c.Revision, c.Current = saved.Revision, saved.Value
+	return c, nil
+}

@@ -1,0 +1,105 @@
+package heartbeat_test
+
+import (
+	"maps"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+)
+
+// knowing is a world with the builtins of the memory and something under the key contact.
+func knowing(t *testing.T, script ...modeltest.Reply) *world {
+	t.Helper()
+	w := newWorld(t)
+	maps.Copy(w.builtins, builtins.New(w.pool))
+	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
+		t.Fatal(err)
+	}
+	w.keep(t, "Ana")
+	w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep it tidy.", Steps: []string{"a"}})
+	w.say(map[string][]modeltest.Reply{"Objective tidy": script})
+	return w
+}
+
+// keep writes contact as an admin.
+func (w *world) keep(t *testing.T, value string) {
+	t.Helper()
+	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (w *world) contact(t *testing.T) memory.Entry {
+	t.Helper()
+	e, err := memory.Get(t.Context(), w.pool, "observation", "contact")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+var (
+	recalled = modeltest.ToolCall("recall", `{"category":"observation"}`)
+	notes    = modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`)
+)
+
+func TestALateNoteIsAConflictAndNoOverwrite(t *testing.T) {
+	t.Parallel()
+	w := knowing(t)
+	script := []modeltest.Reply{recalled, notes}
+	var wrote atomic.Bool
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(req.Messages[1].Content, "Reflect") && wrote.CompareAndSwap(false, true) {
+			w.keep(t, "Carla, says the admin")
+		}
+		return answer(map[string][]modeltest.Reply{"Objective tidy": script}, req)
+	})
+	x, said := w.completed(t)
+	if e := w.contact(t); string(e.Value) != `"Carla, says the admin"` || e.Revision != 2 {
+		t.Errorf("it holds %s at %d", e.Value, e.Revision)
+	}
+	open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
+	if err != nil || len(open) != 1 || string(open[0].Value) != `"Bea"` || open[0].IfRevision != 1 || open[0].FoundRevision != 2 ||
+		open[0].TraceID != x.TraceID || *open[0].ExecutionID != x.ID {
+		t.Errorf("the conflict is %+v, %v", open, err)
+	}
+	if !strings.Contains(said.Phases["save_memories"], "1 kept as conflicts") {
+		t.Errorf("the phase says %q", said.Phases["save_memories"])
+	}
+	if got := value[string](t, w.pool, `select status from agent_activity where skill_name = 'save_memory'`); got != "skipped" {
+		t.Errorf("the row is %s", got)
+	}
+}
+
+func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		script    []modeltest.Reply
+		want      string
+		conflicts int
+	}{
+		"read":           {[]modeltest.Reply{recalled, notes}, `"Bea" 2`, 0},
+		"not read":       {[]modeltest.Reply{notes}, `"Ana" 1`, 1},
+		"noted again":    {[]modeltest.Reply{recalled, notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)}, `"Dora" 3`, 0},
+		"not read twice": {[]modeltest.Reply{notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)}, `"Ana" 1`, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := knowing(t, test.script...)
+			w.completed(t)
+			if got := value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
+				t.Errorf("it holds %s, want %s", got, test.want)
+			}
+			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
+				t.Errorf("%d conflicts, %v", len(open), err)
+			}
+		})
+	}
+}
