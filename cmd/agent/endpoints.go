@@ -77,7 +77,7 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
 			Stream: true, Ends: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
 			About: "OpenAI's chat completions, streamed or not. The conversation is the thread that X-Thread-Id, metadata.thread_id or user " +
-				"name; the answer names it in X-Thread-Id.",
+				"name; the answer names it in X-Thread-Id. X-Visitor-Token is a visitor's own secret (new asks for one), X-Thread-Join a join token.",
 		}, {
 			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Answer: json.RawMessage{}, Stream: true, Ends: true, OpenAIErrors: true,
 			Handler: a.chat.CompletionHandler(),

@@ -189,7 +189,7 @@ func (l *load) check() {
 		}
 	}
 	for thread, want := range l.said {
-		got := l.violations(`select content from agent_messages where thread_id = $1 and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
+		got := l.violations(`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1) and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
 		if strings.Join(got, "\n") != strings.Join(want, "\n") {
 			l.t.Errorf("in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
 		}

@@ -164,7 +164,7 @@ var checks = map[string]string{
 	"what a client got is what is stored": `
 		select format('question %s of thread %s: the client got %L, stored is %L', s.question, s.thread, s.answer, a.content)
 		  from soak.answers s
-		  left join agent_messages q on q.thread_id = s.thread and q.role = 'user'
+		  left join agent_messages q on q.thread_id in (select t.id from agent_threads t where t.id = s.thread or t.name = s.thread) and q.role = 'user'
 		   and q.content = format('Here is question %s of thread %s.', s.question, s.thread)
 		  left join agent_messages a on a.execution_id = q.execution_id and a.role = 'assistant'
 		 where a.content is distinct from s.answer`,

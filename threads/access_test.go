@@ -1,0 +1,163 @@
+package threads_test
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+func TestANameIsScopedByItsOwner(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	owners := []threads.Principal{
+		threads.Key("site"), threads.Key("shop"), threads.Visitor("site", "a"), threads.Visitor("site", "b"), threads.Visitor("shop", "a"),
+		{Kind: threads.ByWebhook, Owner: "site"}, threads.Admin,
+	}
+	ids := map[string]threads.Principal{}
+	for _, p := range owners {
+		would, known, err := threads.Resolve(t.Context(), db, p, "talk")
+		if err != nil || known && p != threads.Admin {
+			t.Fatalf("%+v knows the thread before it begins it: %v", p, err)
+		}
+		got, made, err := threads.Open(t.Context(), db, p, threads.Thread{Name: "talk"})
+		if err != nil || !made || got.ID != would || got.OwnerKind != p.Kind || got.Owner != p.Owner {
+			t.Errorf("%+v begins %+v, %t, %v; want id %s", p, got, made, err, would)
+		}
+		if other, taken := ids[got.ID]; taken {
+			t.Errorf("%+v gets the thread of %+v", p, other)
+		}
+		ids[got.ID] = p
+		again, made, err := threads.Open(t.Context(), db, p, threads.Thread{Name: "talk"})
+		if err != nil || made || again.ID != got.ID {
+			t.Errorf("%+v opens %+v, %t, %v again", p, again, made, err)
+		}
+	}
+	for id, owner := range ids { // an id is no name
+		for _, p := range owners {
+			if p == owner || p == threads.Admin {
+				continue
+			}
+			if got, _, err := threads.Resolve(t.Context(), db, p, id); got == id || err != nil {
+				t.Errorf("%+v gets into the thread of %+v by its id: %v", p, owner, err)
+			}
+		}
+	}
+	if _, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"}, threads.Thread{ID: "talk"}); !errors.Is(err, threads.ErrForeign) {
+		t.Errorf("a flow takes the admin's id: %v", err)
+	}
+	for _, wrong := range []string{
+		`select open_agent_thread('visitor', 'site', '', 'x')`, `select open_agent_thread('key', 'site', 'proof', 'x')`, `select open_agent_thread('nobody', '', '', 'x')`,
+		`select open_agent_thread_for_flow('x', '')`, `select let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`,
+	} {
+		if _, err := db.Exec(t.Context(), wrong); !postgres.IsCode(err, "22023") {
+			t.Errorf("%s: %v", wrong, err)
+		}
+	}
+}
+
+func TestTwoWhoBeginAThreadAtOnceGetOne(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for round := range 5 {
+		var made atomic.Int32
+		var group errgroup.Group
+		for range 8 {
+			group.Go(func() error {
+				_, first, err := threads.Open(t.Context(), db, threads.Key("site"), threads.Thread{Name: fmt.Sprint("talk ", round)})
+				if first {
+					made.Add(1)
+				}
+				return err
+			})
+		}
+		if err := group.Wait(); err != nil || made.Load() != 1 {
+			t.Errorf("%d have begun it: %v", made.Load(), err)
+		}
+	}
+}
+
+func TestAJoinTokenLetsOneIn(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "maria")
+	token, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "maria"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var joined atomic.Int32
+	var group errgroup.Group
+	for n := range 8 {
+		group.Go(func() error {
+			id, as, err := threads.Join(t.Context(), db, threads.Visitor("site", fmt.Sprint(n)), token.Secret, "job", true)
+			if errors.Is(err, threads.ErrToken) {
+				return nil
+			}
+			joined.Add(1)
+			if err == nil && (id != "maria" || as != "job") {
+				return fmt.Errorf("joined %s as %s", id, as)
+			}
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil || joined.Load() != 1 {
+		t.Errorf("%d got in: %v", joined.Load(), err)
+	}
+	if _, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"}); !errors.Is(err, threads.ErrNotFound) {
+		t.Errorf("a token for no thread: %v", err)
+	}
+}
+
+// An execution is refused in a thread that nobody has opened to it, whoever asks for it in SQL.
+func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	visitors, _, err := threads.Open(t.Context(), db, threads.Key("site"), threads.Thread{Name: "talk"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := threads.OpenForFlow(t.Context(), db, "begun", "greet", "", ""); err != nil {
+		t.Fatal(err)
+	}
+	const run = `insert into agent_executions (trace_id, surface, agent, flow, thread_id, parent_id, claim)
+		values (agent_trace_id('fl'), 'flow', 'a', $1, $2, $3, 1) returning id::text`
+	one := func(flow string, thread, parent any) (id string) {
+		t.Helper()
+		if err := db.QueryRow(t.Context(), run, flow, thread, parent).Scan(&id); err != nil {
+			t.Fatal(err)
+		}
+		return id
+	}
+	turn := one("chat", visitors.ID, nil)
+	for who, c := range map[string]struct {
+		execution, thread string
+		may               bool
+	}{
+		"the visitor's turn":           {turn, visitors.ID, true},
+		"its child":                    {one("other", nil, turn), visitors.ID, true},
+		"another flow":                 {one("other", nil, nil), visitors.ID, false},
+		"the flow that began it":       {one("greet", nil, nil), "begun", true},
+		"one that was started in it":   {one("other", "begun", nil), "begun", true},
+		"another flow, in that":        {one("other", nil, nil), "begun", false},
+		"another flow, in an admin's":  {one("other", nil, nil), open(t, db, "admins").ID, true},
+		"a flow in no thread there is": {one("other", nil, nil), "nowhere", false},
+	} {
+		err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+			var may bool
+			if err := tx.QueryRow(t.Context(), `select agent_flow_may_join($1, null, $2)`, c.thread, c.execution).Scan(&may); err != nil || may != c.may {
+				t.Errorf("%s may: %t, %v", who, may, err)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
