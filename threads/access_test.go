@@ -19,7 +19,8 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	db := pgtest.DB(t)
 	owners := []threads.Principal{
 		threads.Key("site"), threads.Key("shop"), threads.Visitor("site", "a"), threads.Visitor("site", "b"), threads.Visitor("shop", "a"),
-		{Kind: threads.ByWebhook, Owner: "site"}, threads.Admin,
+		{Kind: threads.ByWebhook, Owner: "site"},
+		threads.Admin,
 	}
 	ids := map[string]threads.Principal{}
 	for _, p := range owners {
