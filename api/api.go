@@ -21,7 +21,11 @@
 //     login that holds for reading too.
 //   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
 //     document, and what is refused is refused with a page.
-//   - A body is read whole, within its limit and within time, before its route sees it. An ordinary request
+//   - What a client may take is bounded before it costs (see admit.go and internal/admission): requests in work by class, chat key
+//     and address, bytes of bodies in memory, connections. What is over a bound is refused at once with 429 and Retry-After, a
+//     body that is too large with 413. Strangers, visitors and admins have bounds of their own.
+//   - A body is read whole, within its limit and within time, before its route sees it, and not at all where the request is
+//     refused without it (Endpoint.Expect). An ordinary request
 //     and its answer end in time, whatever the client does; a stream lasts as long as its client reads, and
 //     ends at shutdown with the cause executions.ErrDraining.
 //   - Every error is application/problem+json (RFC 9457, see internal/problem) or, where stock OpenAI
@@ -37,11 +41,12 @@
 //   - Times are RFC 3339 in UTC, ids strings, names snake_case.
 //
 // /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It
-// looks at the database, the schema, the worker's lease and the shutdown; a model that is down does not
-// make a process unready, because its other work goes on.
+// looks at the database, the schema, whether writes are taken, the worker's lease and the shutdown; a model that is down does not
+// make a process unready, because its other work goes on. Whoever asks at the same time gets one answer.
 package api
 
 import (
+	"cmp"
 	"errors"
 	"log/slog"
 	"net/http"
@@ -56,6 +61,7 @@ import (
 // Options are what the API stands on.
 type Options struct {
 	Pool   *pgxpool.Pool      // required
+	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
 	Engine *executions.Engine // required: cancels executions and says whether this process works
 	// AdminToken is what Admin routes ask for; empty refuses every request.
 	AdminToken string
@@ -93,7 +99,7 @@ func New(o Options) (http.Handler, error) {
 	}
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
-		watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
+		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -114,6 +120,9 @@ type server struct {
 	watch    *watch
 	pages    Pages // nil for none
 	proxies  clientip.Trusted
+	budgets  budgets
+	ready    *pgxpool.Pool
+	prober   prober
 	log      *slog.Logger
 
 	unsettled unsettled

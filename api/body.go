@@ -11,6 +11,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -41,7 +42,7 @@ func (b because) check() error {
 // readBody decodes a body into the type of zero, and refuses what that does not say. A route without a body takes none, or an
 // empty object: what is said to it would be ignored.
 func readBody(r *http.Request, zero any) (any, error) {
-	raw, err := io.ReadAll(r.Body)
+	raw, err := admission.Bytes(r.Body)
 	if err != nil {
 		return nil, err
 	}

@@ -45,10 +45,13 @@ type Endpoint struct {
 	// Ends marks a stream that is the answer to a request and comes to an end by itself: a shutdown waits for it for a while,
 	// because a client may not know whether it can ask again.
 	Ends bool
-	// OpenAIErrors makes refusals (401, 403, 404, 405, 408, 413, 415) OpenAI's error objects.
+	// OpenAIErrors makes refusals (401, 403, 404, 405, 408, 413, 415, 429) OpenAI's error objects.
 	OpenAIErrors bool
 	// MaxBody is in bytes, 1 MiB when 0.
 	MaxBody int64
+	// Expect is called before the body is read. It refuses the request, or returns it and how many bytes its body may have, at most
+	// MaxBody. Nil expects MaxBody. Such routes share bounds that no other route has.
+	Expect func(r *http.Request) (*http.Request, int64, error)
 	// Idempotent honours Idempotency-Key. It needs a caller that is known, so not Public.
 	Idempotent bool
 	// Page is for people: it is left out of the document, refusals are pages (see Options.Pages), and who has not
@@ -76,7 +79,7 @@ func (e Endpoint) route() (route, error) {
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, answer: e.Answer, status: e.Status,
 		again: e.Again, contentType: e.ContentType, stream: e.Stream, ends: e.Ends, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
-		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler,
+		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler, expect: e.Expect,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {
 		rt.params = append(rt.params, text(name, e.Query[name]))

@@ -1,18 +1,13 @@
 package api
 
 import (
-	"bytes"
 	"context"
-	"errors"
-	"io"
 	"log/slog"
-	"mime"
-	"net"
 	"net/http"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -33,7 +28,7 @@ func usual() limits {
 // WriteTimeout, which would cut streams.
 func Server(h http.Handler, log *slog.Logger) *http.Server {
 	return &http.Server{
-		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 32 << 10,
+		Handler: admission.Handler(h), ConnContext: admission.ConnContext, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 32 << 10,
 		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
 	}
 }
@@ -41,13 +36,18 @@ func Server(h http.Handler, log *slog.Logger) *http.Server {
 // enter lets in who may call the route, with a body that is complete.
 func (s *server) enter(rt route, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		control := http.NewResponseController(w)
-		limit(control.SetWriteDeadline, s.limits.request+s.limits.send)
+		limit(http.NewResponseController(w).SetWriteDeadline, s.limits.request+s.limits.send)
 		r, err := s.gate.pass(w, r, rt)
 		if err == nil {
-			err = s.takeBody(w, r, rt, control)
+			var leave func()
+			if r, leave, err = s.admit(w, r, rt); err == nil {
+				defer leave()
+			}
 		}
 		if err != nil {
+			if r.ContentLength != 0 { // a body that was not read, and is not waited for
+				w.Header().Set("Connection", "close")
+			}
 			s.refuse(w, r, rt, err, "")
 			return
 		}
@@ -66,38 +66,6 @@ func limit(set func(time.Time) error, d time.Duration) {
 		at = time.Now().Add(d)
 	}
 	_ = set(at) // what cannot be set is a connection that is gone: the next read or write says so
-}
-
-// takeBody reads the body of a route that takes one into memory.
-func (s *server) takeBody(w http.ResponseWriter, r *http.Request, rt route, control *http.ResponseController) error {
-	if rt.maxBody == 0 || r.Method == http.MethodGet || r.Method == http.MethodHead {
-		return nil
-	}
-	if rt.wantsJSON() && (r.ContentLength != 0 || r.Header.Get("Content-Type") != "") {
-		if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
-			return problem.New(http.StatusUnsupportedMediaType, "send JSON, with Content-Type: application/json")
-		}
-	}
-	limit(control.SetReadDeadline, s.limits.body)
-	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, rt.maxBody))
-	if err != nil {
-		w.Header().Set("Connection", "close") // the rest of the body is not read
-		return s.badTransfer(err, rt.maxBody)
-	}
-	limit(control.SetReadDeadline, 0)
-	r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(raw)), int64(len(raw))
-	return nil
-}
-
-// badTransfer says why a body did not arrive.
-func (s *server) badTransfer(err error, most int64) error {
-	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than %d bytes", most)
-	}
-	if timeout, is := errors.AsType[net.Error](err); is && timeout.Timeout() {
-		return problem.New(http.StatusRequestTimeout, "the body did not arrive within %s", s.limits.body)
-	}
-	return badBody("the body did not arrive whole")
 }
 
 // timed bounds the time of a request, or makes it a stream.

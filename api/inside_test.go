@@ -38,7 +38,7 @@ func TestTimesAreUTCAtAnyDepth(t *testing.T) {
 
 func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 	var log bytes.Buffer
-	s := &server{gate: &gate{}, limits: usual(), log: slog.New(slog.NewTextHandler(&log, nil))}
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.NewTextHandler(&log, nil))}
 	h := s.wrap(s.serve(route{access: Public, handle: func(request) (answer, error) { panic("the secret inside") }}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
@@ -54,7 +54,7 @@ func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 }
 
 func TestHalfAnAnswerIsCutOff(t *testing.T) {
-	s := &server{gate: &gate{}, limits: usual(), log: slog.New(slog.DiscardHandler)}
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
 	h := s.wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
 		panic("then nothing")
@@ -68,7 +68,7 @@ func TestHalfAnAnswerIsCutOff(t *testing.T) {
 }
 
 func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
-	s := &server{gate: &gate{}, limits: usual(), log: slog.New(slog.DiscardHandler)}
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
 	h := s.serve(route{access: Public, handle: func(request) (answer, error) {
 		return answer{body: struct {
 			F func() `json:"f"`

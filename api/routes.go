@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"net/http"
 	"slices"
 
@@ -38,6 +39,8 @@ type route struct {
 	page         bool                          // for people: not in the document, refused with a page
 	idempotent   bool                          // honours Idempotency-Key
 	maxBody      int64                         // bytes
+	expect       expectation                   // before the body; nil for nothing
+	probe        bool                          // is answered whatever else is under way
 	handle       func(request) (answer, error) // of this package's routes
 	handler      http.Handler                  // of streams and of endpoints
 }
@@ -58,7 +61,7 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 		if table[i].access == 0 {
 			table[i].access = Admin
 		}
-		table[i].maxBody = maxBody
+		table[i].maxBody = cmp.Or(table[i].maxBody, maxBody)
 		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page
 	}
 	for _, e := range endpoints {
@@ -77,11 +80,11 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 func (s *server) probes() []route {
 	return []route{
 		{
-			method: "GET", path: "/healthz", access: Public, answer: health{}, handle: s.healthz,
+			method: "GET", path: "/healthz", access: Public, probe: true, answer: health{}, handle: s.healthz,
 			about: "Whether the process is alive. Asks nobody, not even the database.",
 		}, {
-			method: "GET", path: "/readyz", access: Public, answer: readiness{}, unready: true, handle: s.readyz,
-			about: "Whether this process would do work: database, schema, worker, not shutting down.",
+			method: "GET", path: "/readyz", access: Public, probe: true, answer: readiness{}, unready: true, handle: s.readyz,
+			about: "Whether this process would do work: database, schema, writes, worker, not shutting down.",
 		},
 	}
 }

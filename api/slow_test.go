@@ -17,7 +17,7 @@ import (
 // impatient serves one route with short limits, and returns a connection to it.
 func impatient(t *testing.T, rt route) net.Conn {
 	t.Helper()
-	s := &server{gate: &gate{}, log: slog.New(slog.DiscardHandler), limits: limits{
+	s := &server{gate: &gate{}, budgets: newBudgets(), log: slog.New(slog.DiscardHandler), limits: limits{
 		request: 50 * time.Millisecond, body: 50 * time.Millisecond, send: 50 * time.Millisecond,
 	}}
 	rt.access, rt.maxBody = Public, 100

@@ -47,7 +47,9 @@ type Options struct {
 	// PollOnly is River without LISTEN. Without Direct it is so in any case where the pool ends at a pooler.
 	PollOnly bool
 	Direct   *pgxpool.Pool // leads to the server itself, for LISTEN, where the pool ends at a pooler; may be nil
-	Observer Observer      // may be nil
+	// Lease renews the worker's lease over connections that no execution takes; may be nil.
+	Lease    *pgxpool.Pool
+	Observer Observer // may be nil
 }
 
 // Engine is one process's part in running executions. Register flows before Run; everything else may be

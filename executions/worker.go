@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,7 +22,7 @@ type worker struct {
 func (e *Engine) register(ctx context.Context) error {
 	began := time.Now()
 	var id string
-	err := e.pool.QueryRow(ctx, `
+	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
 		insert into agent_workers (name, ttl_seconds, expires_at)
 		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int)) returning id::text`,
 		postgres.Strict{"name": name(), "ttl": int(e.opts.LeaseTTL.Seconds())}).Scan(&id)
@@ -137,7 +138,7 @@ func (e *Engine) renew(ctx context.Context) error {
 	defer cancel()
 	var alive bool
 	var mine []string
-	err := e.pool.QueryRow(timed, `
+	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(timed, `
 		select renew_agent_worker(@id), array(
 		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id)`,
 		postgres.Strict{"id": w.id}).Scan(&alive, &mine)

@@ -36,6 +36,7 @@ type app struct {
 	getenv   func(string) string // resolves the secrets that files name
 	log      *slog.Logger
 	pool     *pgxpool.Pool
+	reserved reserved
 	listener *postgres.Listener
 	keeper   *lanes.Keeper
 	engine   *executions.Engine
@@ -50,7 +51,7 @@ type app struct {
 // app wires the runtime for a command. It makes no goroutine; see run and beat.
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
-	a := &app{config: cfg, log: log, pool: pool, getenv: func(name string) string { return c.environ[name] }}
+	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, getenv: func(name string) string { return c.environ[name] }}
 	if err := c.observe(a); err != nil {
 		return nil, err
 	}
@@ -60,7 +61,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
 		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
-		Direct: s.direct, Observer: a.metrics,
+		Direct: s.direct, Lease: s.reserved.system, Observer: a.metrics,
 	})
 	if err != nil {
 		return nil, err

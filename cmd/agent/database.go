@@ -53,7 +53,9 @@ type session struct {
 	config    config.Config
 	log       *slog.Logger
 	pool      *pgxpool.Pool
-	direct    *pgxpool.Pool    // the way around a pooler; nil without DATABASE_DIRECT_URL
+	direct    *pgxpool.Pool // the way around a pooler; nil without DATABASE_DIRECT_URL
+	serving   bool          // connections are reserved
+	reserved  reserved
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
 	url       string
@@ -61,7 +63,7 @@ type session struct {
 
 // close gives everything back that is open.
 func (s *session) close(ctx context.Context) {
-	for _, pool := range []*pgxpool.Pool{s.pool, s.direct} {
+	for _, pool := range append(s.reserved.pools, s.pool, s.direct) {
 		if pool != nil {
 			pool.Close()
 		}
@@ -94,7 +96,16 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 
 // open opens the database without asking for its schema.
 func (c *cli) open(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
-	s := &session{config: cfg, log: log, url: cfg.DatabaseURL.Reveal()}
+	return c.opened(ctx, &session{config: cfg, log: log})
+}
+
+// openToServe is open with connections that are reserved.
+func (c *cli) openToServe(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
+	return c.opened(ctx, &session{config: cfg, log: log, serving: true})
+}
+
+func (c *cli) opened(ctx context.Context, s *session) (*session, error) {
+	s.url = s.config.DatabaseURL.Reveal()
 	if s.url == "" {
 		if err := s.own(ctx, c, false, false); err != nil {
 			return nil, err
@@ -105,14 +116,26 @@ func (c *cli) open(ctx context.Context, cfg config.Config, log *slog.Logger) (*s
 
 // connect makes the pool; when it cannot, everything is given back.
 func (s *session) connect(ctx context.Context) error {
-	pool, err := postgres.Open(ctx, s.url, postgres.Options{
+	options := postgres.Options{
 		MaxConns: int32(min(s.config.Workers, 1000)) + 12, IdleTransaction: idleTransaction(s.config.WorkerLease),
-	})
+	}
+	var kept division
+	if s.serving {
+		options.Reserve = func(most int32) int32 {
+			kept = divide(most)
+			return kept.all()
+		}
+	}
+	pool, err := postgres.Open(ctx, s.url, options)
 	if err != nil {
 		s.close(ctx)
 		return err
 	}
 	s.pool = pool
+	if err := s.reserve(ctx, kept); err != nil {
+		s.close(ctx)
+		return err
+	}
 	if s.config.DirectURL.IsSet() && s.url == s.config.DatabaseURL.Reveal() {
 		if err := s.around(ctx); err != nil {
 			s.close(ctx)

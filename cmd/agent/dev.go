@@ -82,7 +82,7 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 		return err
 	}
 	defer listener.Close()
-	s := &session{config: cfg, log: log, url: cfg.DatabaseURL.Reveal()}
+	s := &session{config: cfg, log: log, url: cfg.DatabaseURL.Reveal(), serving: true}
 	if err := c.prepareDev(ctx, s, opts); err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
 )
 
@@ -50,7 +51,7 @@ func (a *app) serveHTTP(work context.Context, stop <-chan struct{}, listener net
 	}
 	server.BaseContext = func(net.Listener) context.Context { return context.WithoutCancel(work) }
 	failed := make(chan error, 1)
-	go func() { failed <- server.Serve(listener) }()
+	go func() { failed <- server.Serve(api.Listen(listener)) }()
 	a.notify(work, manager, sdnotify.Ready)
 	select {
 	case err := <-failed:

@@ -33,7 +33,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
 	}
 	room, err := engineroom.New(engineroom.Options{
-		Pool: a.pool, API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
+		Pool: a.adminPool(), API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
 	})
 	if err != nil {
 		return nil, nil, err
@@ -102,7 +102,7 @@ func (a *app) webhookEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
 			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Answer: webhook.Receipt{}, Status: 202,
-			Again: true, MaxBody: webhooks.MostMaxBytes, Handler: a.webhook.Receive(),
+			Again: true, MaxBody: webhooks.MostMaxBytes, Expect: a.webhook.Expect, Handler: a.webhook.Receive(),
 			About: "Receive a webhook: verified, stored and acknowledged with its trace. A delivery that came before is 200 with the first trace.",
 		}, {
 			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Answer: webhook.Page{}, Handler: a.webhook.Deliveries(),

@@ -46,7 +46,7 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 		return err
 	}
 	defer listener.Close()
-	s, err := c.open(ctx, cfg, log)
+	s, err := c.openToServe(ctx, cfg, log)
 	if err != nil {
 		return err
 	}
@@ -103,8 +103,8 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, err
 	}
 	handler, err = api.New(api.Options{
-		Pool: a.pool, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys, Proxies: a.config.Proxies,
-		Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
+		Pool: a.adminPool(), Ready: a.reserved.system, Engine: a.engine, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
 		Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {

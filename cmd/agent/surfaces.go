@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -43,7 +44,7 @@ func (a *app) addSurfaces() (err error) {
 		return err
 	}
 	a.chat = &chat.Chat{
-		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
+		Pool: cmp.Or(a.reserved.visitors, a.pool), Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
 		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
 		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {
@@ -53,7 +54,7 @@ func (a *app) addSurfaces() (err error) {
 		Browser: func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
 	}
 	a.webhook = &webhook.Surface{
-		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
+		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
 	}
 	a.runner = &runner.Runner{
 		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, Agent: cfg.Name,
@@ -67,7 +68,7 @@ func (a *app) addSurfaces() (err error) {
 	}
 	a.courier = &threads.Courier{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
 	a.offered = &mcp.Server{
-		Pool: a.pool, Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
+		Pool: a.adminPool(), Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.pool, Loop: a.loop, Heal: healPolicy(cfg), Logger: a.log}
 	return errors.Join(beat.Register(a.engine), a.chat.Register(a.engine), a.webhook.Register(a.engine),

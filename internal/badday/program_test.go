@@ -89,6 +89,9 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 			if !strings.Contains(a.Err.String(), bad.hint) {
 				t.Errorf("the log does not say %q", bad.hint)
 			}
+			if got := a.ask(http.MethodGet, "/readyz", ""); got.status != http.StatusServiceUnavailable || !strings.Contains(got.body, bad.words) {
+				t.Errorf("readyz: %+v", got)
+			}
 			if code, out, errs := command(t, env, "executions", "ls"); code != 0 {
 				t.Errorf("a command that reads: exit code %d, %s%s", code, out, errs)
 			}

@@ -31,6 +31,8 @@ type Options struct {
 	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
 	ConnectWait     time.Duration // how long to retry while the server cannot be reached or starts up; 0 tries once
 	IdleTransaction time.Duration // how long a transaction may be left alone until the server ends it; a minute when 0
+	// Reserve says how many of the most connections are left to pools of [Reserve]; nil for none.
+	Reserve func(most int32) int32
 }
 
 // Open returns a pool for url (a URL or a key=value string) whose server has answered. The error
@@ -56,6 +58,26 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 		g.moved.pool.Store(pool)
 	}
 	return pool, nil
+}
+
+// Reserve returns another pool to the database of pool, which was made by [Open], with at most n connections that nobody takes who has
+// only that one. It opens none yet. The caller closes it.
+func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
+	config := pool.Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
+	g, ok := config.ConnConfig.Tracer.(guard)
+	if ok {
+		g.moved = &moved{}
+		config.ConnConfig.Tracer = g
+	}
+	reserved, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return nil, explain(config.ConnConfig, err)
+	}
+	if ok {
+		g.moved.pool.Store(reserved)
+	}
+	return reserved, nil
 }
 
 // Dialer opens single connections to the database of pool, outside its limit: what [Listener] needs.
@@ -88,6 +110,9 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 		if opts.MaxConns > 0 {
 			config.MaxConns = opts.MaxConns
 		}
+	}
+	if opts.Reserve != nil {
+		config.MaxConns -= opts.Reserve(config.MaxConns)
 	}
 	if config.ConnConfig.RuntimeParams["application_name"] == "" {
 		name := opts.ApplicationName
@@ -128,7 +153,7 @@ var asked = map[string]string{
 // adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which PgBouncer refuses some,
 // so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
-	config.Tracer = guard{moved: &moved{}, pooled: r.pooled}
+	config.Tracer = guard{moved: &moved{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 		if r.pooled {

@@ -39,8 +39,15 @@ func IsSealed(ctx context.Context) bool {
 
 // guard keeps seals. It is the tracer of every connection, and so knows where they lead.
 type guard struct {
-	moved  *moved
-	pooled bool // a pooler is in between
+	moved   *moved
+	refused *refusals
+	pooled  bool // a pooler is in between
+}
+
+// note looks at the answer to a statement.
+func (g guard) note(err error) {
+	g.moved.note(err)
+	g.refused.note(err)
 }
 
 func (guard) check(ctx context.Context) context.Context {
@@ -69,7 +76,7 @@ func (g guard) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQuer
 
 // TraceQueryEnd notes a write that was refused.
 func (g guard) TraceQueryEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceQueryEndData) {
-	g.moved.note(data.Err)
+	g.note(data.Err)
 }
 
 // TraceBatchStart refuses a batch.
@@ -79,10 +86,10 @@ func (g guard) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatc
 
 // TraceBatchQuery notes a write that was refused.
 func (g guard) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
-	g.moved.note(data.Err)
+	g.note(data.Err)
 }
 
 // TraceBatchEnd notes a write that was refused.
 func (g guard) TraceBatchEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchEndData) {
-	g.moved.note(data.Err)
+	g.note(data.Err)
 }

@@ -76,24 +76,62 @@ type Layout struct {
 	Signed string
 }
 
+// claim is what the headers of a request say about who sent it.
+type claim struct {
+	id, at string
+	given  map[string][][]byte // signatures by version
+}
+
+// Before returns an error for a request that is refused whatever its body is: one without a signature, with a time that is not
+// near now, or with another token. So that nobody need read a body to find out.
+func (v Verifier) Before(h http.Header, now time.Time) error {
+	_, err := v.claim(h, now)
+	if err == nil && v.Scheme == Bearer && len(v.Secrets) > 0 {
+		err = v.bearer(h)
+	}
+	return err
+}
+
+// claim reads the headers.
+func (v Verifier) claim(h http.Header, now time.Time) (claim, error) {
+	switch v.Scheme {
+	case Standard:
+		return v.standardClaim(h, now)
+	case GitHub, HMAC:
+		return v.layoutClaim(h, now)
+	case Stripe:
+		return v.stripeClaim(h, now)
+	case Bearer:
+		_, err := bearerToken(h)
+		return claim{}, err
+	}
+	return claim{}, fmt.Errorf("%w: there is no scheme %q", ErrSecret, v.Scheme)
+}
+
 // Verify returns nil when a request was signed with one of the secrets, at a time near now.
 func (v Verifier) Verify(h http.Header, body []byte, now time.Time) error {
 	if len(v.Secrets) == 0 || slices.Contains(v.Secrets, "") {
 		return fmt.Errorf("%w: it is empty", ErrSecret)
 	}
+	c, err := v.claim(h, now)
+	if err != nil {
+		return err
+	}
+	right := false
 	switch v.Scheme {
 	case Standard:
-		return v.standard(h, body, now)
-	case GitHub:
-		return v.layout(Layout{Header: "X-Hub-Signature-256", Encoding: "hex", Prefix: "sha256="}, h, body, now)
-	case Stripe:
-		return v.stripe(h, body, now)
-	case HMAC:
-		return v.layout(v.Layout.withDefaults(), h, body, now)
+		return v.standard(c, body)
 	case Bearer:
 		return v.bearer(h)
+	case Stripe:
+		right = anyOf(c.given["v1"], v.sums([]byte(c.at), []byte("."), body))
+	default:
+		right = anyOf(c.given[""], v.sums(v.layout().parts(c.at, body)...))
 	}
-	return fmt.Errorf("%w: there is no scheme %q", ErrSecret, v.Scheme)
+	if !right {
+		return refuse("the signature is not of this body")
+	}
+	return nil
 }
 
 func refuse(format string, args ...any) error {
@@ -130,17 +168,20 @@ func anyOf(given, right [][]byte) bool {
 	return equal == 1
 }
 
-func sum(secret, message []byte) []byte {
+// sum is the HMAC of parts in a row: a large body is not copied.
+func sum(secret []byte, parts ...[]byte) []byte {
 	mac := hmac.New(sha256.New, secret)
-	mac.Write(message)
+	for _, p := range parts {
+		mac.Write(p)
+	}
 	return mac.Sum(nil)
 }
 
 // sums are the HMACs of a message under each secret, taken as it is written.
-func (v Verifier) sums(message []byte) [][]byte {
+func (v Verifier) sums(parts ...[]byte) [][]byte {
 	all := make([][]byte, len(v.Secrets))
 	for i, secret := range v.Secrets {
-		all[i] = sum([]byte(secret), message)
+		all[i] = sum([]byte(secret), parts...)
 	}
 	return all
 }
@@ -158,28 +199,44 @@ func (l Layout) withDefaults() Layout {
 	return l
 }
 
-func (v Verifier) layout(l Layout, h http.Header, body []byte, now time.Time) error {
+// layout is where the signature stands.
+func (v Verifier) layout() Layout {
+	if v.Scheme == GitHub {
+		return Layout{Header: "X-Hub-Signature-256", Encoding: "hex", Prefix: "sha256="}
+	}
+	return v.Layout.withDefaults()
+}
+
+func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
+	l := v.layout()
 	text, ok := strings.CutPrefix(h.Get(l.Header), l.Prefix)
 	if !ok || text == "" {
-		return refuse("header %s has no signature", l.Header)
+		return claim{}, refuse("header %s has no signature", l.Header)
 	}
 	given, err := decode(l.Encoding, text)
 	if err != nil {
-		return refuse("the signature in header %s is not %s", l.Header, l.Encoding)
+		return claim{}, refuse("the signature in header %s is not %s", l.Header, l.Encoding)
 	}
-	message := body
+	c := claim{given: map[string][][]byte{"": {given}}}
 	if l.TimestampHeader != "" {
-		at := h.Get(l.TimestampHeader)
-		if err := v.near(at, now); err != nil {
-			return err
+		c.at = h.Get(l.TimestampHeader)
+		return c, v.near(c.at, now)
+	}
+	return c, nil
+}
+
+// parts is what is signed. What the body has of the pattern's words stays as it is.
+func (l Layout) parts(at string, body []byte) (parts [][]byte) {
+	if l.TimestampHeader == "" {
+		return [][]byte{body}
+	}
+	for i, text := range strings.Split(l.Signed, "{body}") {
+		if i > 0 {
+			parts = append(parts, body)
 		}
-		// One pass, so that a body that has {timestamp} in it stays as it is.
-		message = []byte(strings.NewReplacer("{timestamp}", at, "{body}", string(body)).Replace(l.Signed))
+		parts = append(parts, []byte(strings.ReplaceAll(text, "{timestamp}", at)))
 	}
-	if !anyOf([][]byte{given}, v.sums(message)) {
-		return refuse("the signature is not of this body")
-	}
-	return nil
+	return parts
 }
 
 func decode(encoding, text string) ([]byte, error) {
@@ -189,40 +246,42 @@ func decode(encoding, text string) ([]byte, error) {
 	return hex.DecodeString(text)
 }
 
-// stripe reads t=…,v1=…[,v1=…]; other keys are of other schemes.
-func (v Verifier) stripe(h http.Header, body []byte, now time.Time) error {
-	var at string
-	var given [][]byte
+// stripeClaim reads t=…,v1=…[,v1=…]; other keys are of other schemes.
+func (v Verifier) stripeClaim(h http.Header, now time.Time) (claim, error) {
+	c := claim{given: map[string][][]byte{}}
 	for part := range strings.SplitSeq(h.Get("Stripe-Signature"), ",") {
 		key, value, _ := strings.Cut(strings.TrimSpace(part), "=")
 		switch key {
 		case "t":
-			at = value
+			c.at = value
 		case "v1":
 			if raw, err := hex.DecodeString(value); err == nil {
-				given = append(given, raw)
+				c.given[key] = append(c.given[key], raw)
 			}
 		}
 	}
-	if at == "" || len(given) == 0 {
-		return refuse("header Stripe-Signature has no time or no v1 signature")
+	if c.at == "" || len(c.given["v1"]) == 0 {
+		return c, refuse("header Stripe-Signature has no time or no v1 signature")
 	}
-	if err := v.near(at, now); err != nil {
-		return err
+	return c, v.near(c.at, now)
+}
+
+// bearerToken is the token of a request.
+func bearerToken(h http.Header) (string, error) {
+	kind, token, _ := strings.Cut(h.Get("Authorization"), " ")
+	if token = strings.TrimSpace(token); !strings.EqualFold(kind, "Bearer") || token == "" {
+		return "", refuse("header Authorization has no bearer token")
 	}
-	if !anyOf(given, v.sums(slices.Concat([]byte(at), []byte("."), body))) {
-		return refuse("the signature is not of this body")
-	}
-	return nil
+	return token, nil
 }
 
 // bearer compares hashes, so that not even the length of a token shows.
 func (v Verifier) bearer(h http.Header) error {
-	kind, token, _ := strings.Cut(h.Get("Authorization"), " ")
-	if !strings.EqualFold(kind, "Bearer") || strings.TrimSpace(token) == "" {
-		return refuse("header Authorization has no bearer token")
+	token, err := bearerToken(h)
+	if err != nil {
+		return err
 	}
-	given := sha256.Sum256([]byte(strings.TrimSpace(token)))
+	given := sha256.Sum256([]byte(token))
 	var right [][]byte
 	for _, secret := range v.Secrets {
 		hash := sha256.Sum256([]byte(secret))

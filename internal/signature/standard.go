@@ -22,26 +22,28 @@ const (
 // maxSignatures bounds the work that a header full of signatures makes.
 const maxSignatures = 16
 
-// standard checks v1 signatures with whsec_ secrets and v1a signatures with whpk_ public keys.
-func (v Verifier) standard(h http.Header, body []byte, now time.Time) error {
-	id, at, list := h.Get(HeaderID), h.Get(HeaderTimestamp), strings.Fields(h.Get(HeaderSignature))
-	if id == "" || at == "" || len(list) == 0 {
-		return refuse("headers webhook-id, webhook-timestamp and webhook-signature are required")
+// standardClaim reads the three headers.
+func (v Verifier) standardClaim(h http.Header, now time.Time) (claim, error) {
+	c := claim{id: h.Get(HeaderID), at: h.Get(HeaderTimestamp), given: map[string][][]byte{}}
+	list := strings.Fields(h.Get(HeaderSignature))
+	if c.id == "" || c.at == "" || len(list) == 0 {
+		return c, refuse("headers webhook-id, webhook-timestamp and webhook-signature are required")
 	}
 	if len(list) > maxSignatures {
-		return refuse("header webhook-signature has more than %d signatures", maxSignatures)
+		return c, refuse("header webhook-signature has more than %d signatures", maxSignatures)
 	}
-	if err := v.near(at, now); err != nil {
-		return err
-	}
-	given := map[string][][]byte{}
 	for _, entry := range list {
 		version, text, _ := strings.Cut(entry, ",")
 		if raw, err := base64.StdEncoding.DecodeString(text); err == nil {
-			given[version] = append(given[version], raw)
+			c.given[version] = append(c.given[version], raw)
 		}
 	}
-	message := slices.Concat([]byte(id), []byte("."), []byte(at), []byte("."), body)
+	return c, v.near(c.at, now)
+}
+
+// standard checks v1 signatures with whsec_ secrets and v1a signatures with whpk_ public keys.
+func (v Verifier) standard(c claim, body []byte) error {
+	before := []byte(c.id + "." + c.at + ".")
 	var right [][]byte
 	proved := false
 	for _, secret := range v.Secrets {
@@ -49,15 +51,16 @@ func (v Verifier) standard(h http.Header, body []byte, now time.Time) error {
 		switch {
 		case err != nil:
 			return err
-		case public:
-			for _, s := range given["v1a"] {
+		case public && len(c.given["v1a"]) > 0:
+			message := slices.Concat(before, body)
+			for _, s := range c.given["v1a"] {
 				proved = ed25519.Verify(key, message, s) || proved
 			}
-		default:
-			right = append(right, sum(key, message))
+		case !public:
+			right = append(right, sum(key, before, body))
 		}
 	}
-	if !anyOf(given["v1"], right) && !proved {
+	if !anyOf(c.given["v1"], right) && !proved {
 		return refuse("no signature is of this id, timestamp and body")
 	}
 	return nil

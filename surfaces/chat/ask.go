@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -37,9 +38,10 @@ type Ask struct {
 	Key         string // makes the message count once; "" for none
 	Hash        string // of what must be the same when the key comes again
 	TraceID     trace.ID
-	own         bool   // the trace was made for this message alone
-	thread      string // the id of the thread
-	fresh       bool   // the name was made up here
+	own         bool            // the trace was made for this message alone
+	thread      string          // the id of the thread
+	fresh       bool            // the name was made up here
+	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
 }
 
 // principal is who asks.
@@ -152,7 +154,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	if !created {
 		return c.repeated(a, x)
 	}
-	b := c.launch(ctx, x)
+	b := c.launch(ctx, x, a.place)
 	b.name = a.Name
 	return b, nil
 }
@@ -199,8 +201,11 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 	return x, true, cut, err
 }
 
-// launch runs a turn that was inserted. It does not end with ctx.
-func (c *Chat) launch(ctx context.Context, x executions.Execution) begun {
+// launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.
+func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold) begun {
+	if place != nil {
+		place.Keep()
+	}
 	f, leave := c.feeds.join(x.ID)
 	f.change(func() { f.live, f.local, f.claim = true, true, x.Claim })
 	runner, done := c.feeds.join(x.ID)
@@ -208,6 +213,9 @@ func (c *Chat) launch(ctx context.Context, x executions.Execution) begun {
 	c.turns.Go(func() {
 		defer done()
 		defer c.ended.ring()
+		if place != nil {
+			defer place.Release()
+		}
 		got, err := c.Engine.RunClaimed(detached, x)
 		switch {
 		case err != nil:

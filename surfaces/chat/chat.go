@@ -43,6 +43,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -94,6 +95,9 @@ type Chat struct {
 	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
 	// come at once.
 	Rate int
+	// Turns is how many turns may be under way in this process that came from requests; default 256. One key may have three quarters of
+	// them, one address half, one visitor, or thread of a key without visitors, a sixteenth.
+	Turns int
 	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32 KiB.
 	MaxBody    int64
 	MaxMessage int
@@ -117,6 +121,7 @@ type Chat struct {
 
 	created int64 // unix seconds, of the model listing
 	limits  *limits
+	work    *admission.Budget // of turns
 	feeds   feeds
 	ended   bell // rings when a turn has ended here
 	turns   sync.WaitGroup
@@ -131,6 +136,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.Name = cmp.Or(c.Name, "flowpilot")
 	c.DoubleTexting = cmp.Or(c.DoubleTexting, Enqueue)
 	c.Rate = cmp.Or(c.Rate, 30)
+	c.Turns = cmp.Or(c.Turns, 256)
 	c.MaxBody = cmp.Or(c.MaxBody, 256<<10)
 	c.MaxMessage = cmp.Or(c.MaxMessage, 32<<10)
 	c.KeepAlive = cmp.Or(c.KeepAlive, 10*time.Second)
@@ -152,6 +158,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	}
 	c.created = time.Now().Unix()
 	c.limits = newLimits(c.Rate)
+	c.work = admission.New(int64(c.Turns))
 	for _, flow := range []string{Flow, RelayFlow, SummaryFlow} {
 		e.Unforkable(flow, "a turn answers one message of its thread; say it again in the thread")
 	}

@@ -1,6 +1,7 @@
 package chat_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"strings"
@@ -9,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -104,5 +106,49 @@ func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
 				t.Errorf("%d %s", r.StatusCode, body)
 			}
 		})
+	}
+}
+
+// A turn has its place until it ends here, also when its sender has left: one thread, key or address cannot have all of them.
+func TestTurnsUnderWayAreBounded(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t)
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		if n < 8 {
+			return reply
+		}
+		return modeltest.Text("Yes.")
+	})
+	p := w.process(t, func(c *chat.Chat) { c.Turns = 16 }) // one in a thread, eight of an address
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	for i := range 8 {
+		stream, err := p.client(inThread(fmt.Sprint("full ", i))...).CreateChatCompletionStream(ctx, says("hi"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer stream.Close()
+		receive(t, g.asked)
+	}
+	message := `{"model":"agent","messages":[{"role":"user","content":"hi"}]}`
+	refused := func(what, thread string) {
+		t.Helper()
+		r, body := p.post(t, message, inThread(thread)...)
+		if got := failureOf(t, body); r.StatusCode != http.StatusTooManyRequests || got.Code != "rate_limit_exceeded" || r.Header.Get("Retry-After") == "" {
+			t.Errorf("%s: %d %v %s", what, r.StatusCode, r.Header, body)
+		}
+	}
+	refused("another in the thread", "full 0")
+	refused("another of the address", "more")
+	leave()
+	refused("after the senders have left", "more")
+	close(g.pieces)
+	pgtest.Eventually(t, patience, func() bool {
+		r, _ := p.post(t, message, inThread("more")...)
+		return r.StatusCode == http.StatusOK
+	}, "a turn that has ended makes room")
+	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 9 {
+		t.Errorf("%d threads, want 9: what is refused begins none", n)
 	}
 }

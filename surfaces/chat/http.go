@@ -108,6 +108,10 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	if err != nil {
 		return err
 	}
+	if a.place, err = c.enter(r, a); err != nil {
+		return err
+	}
+	defer a.place.Release()
 	a.TraceID, a.own = id, true
 	if a.Key != "" {
 		a.Hash = hash

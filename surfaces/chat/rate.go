@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 )
 
 // mostVisitors is how many visitors are remembered; the one that was quiet longest is forgotten first.
@@ -78,4 +80,23 @@ func (c *Chat) allow(r *http.Request, owner, user string) error {
 		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
 		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
 	}
+}
+
+// enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or else thread, so
+// that no one of them has all: what a message costs is due after it was taken, and also when its sender has left.
+func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
+	turns := int64(c.Turns)
+	who := "thread " + a.Owner + "\x00" + a.Name
+	if a.Secret != "" {
+		who = "visitor " + a.Owner + "\x00" + a.principal().Proof
+	}
+	place, err := c.work.Take(1, admission.Share{Name: "key " + a.Owner, Most: turns * 3 / 4},
+		admission.Share{Name: "address " + c.Address(r), Most: turns / 2}, admission.Share{Name: who, Most: turns / 16})
+	if err != nil {
+		return nil, &Refusal{
+			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retrySoon,
+		}
+	}
+	return place, nil
 }

@@ -8,13 +8,13 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"strings"
 	"unicode/utf8"
 
 	"github.com/oklog/ulid/v2"
 
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -41,17 +41,18 @@ type streamOptions struct {
 // decode reads a request.
 func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, error) {
 	var req request
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, c.MaxBody))
-	var large *http.MaxBytesError
+	body, err := admission.All(w, r, c.MaxBody)
+	large, isLarge := errors.AsType[*admission.TooLarge](err)
 	switch {
-	case errors.As(err, &large):
+	case isLarge:
 		return req, "", &Refusal{
 			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
-			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", c.MaxBody),
+			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.Most),
 		}
 	case err != nil:
 		return req, "", bad("", "invalid_body", "The request's body could not be read.")
 	}
+	defer r.Body.Close() // which frees the memory: the answer may take minutes
 	if err := json.Unmarshal(body, &req); err != nil {
 		var kind *json.UnmarshalTypeError
 		if refusal, is := errors.AsType[*Refusal](err); is {

@@ -1,17 +1,19 @@
 package webhook
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
-	"io"
 	"net/http"
 	"os"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
@@ -28,7 +30,7 @@ type Receipt struct {
 }
 
 // Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever limits it
-// before must allow webhooks.MostMaxBytes.
+// before must allow webhooks.MostMaxBytes, and asks [Surface.Expect] before it reads it.
 func (s *Surface) Receive() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		got, err := s.receive(w, r)
@@ -43,6 +45,60 @@ func (s *Surface) Receive() http.Handler {
 		w.Header().Set("X-Trace-Id", got.TraceID)
 		s.answer(w, r, status, Receipt{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
 	})
+}
+
+// expected is what is known of a request before its body is read.
+type expected struct {
+	endpoint webhooks.Endpoint
+	verifier signature.Verifier
+}
+
+type expectedKey struct{}
+
+// Expect refuses a request whose body nobody need read: for an endpoint that is not there, or without what has to be in its header. Else
+// it returns the request to go on with, and how many bytes its endpoint takes.
+func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
+	e, err := s.expect(r)
+	if err != nil {
+		return nil, 0, err
+	}
+	return r.WithContext(context.WithValue(r.Context(), expectedKey{}, e)), e.endpoint.Settings.MaxBytes, nil
+}
+
+func (s *Surface) expect(r *http.Request) (expected, error) {
+	if known, ok := r.Context().Value(expectedKey{}).(expected); ok {
+		return known, nil
+	}
+	e, err := webhooks.GetEndpoint(r.Context(), s.front(), r.PathValue("endpoint"))
+	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
+		return expected{}, problem.New(http.StatusNotFound, "there is no such endpoint")
+	}
+	if err != nil {
+		return expected{}, err
+	}
+	// What the header lacks is the sender's mistake, also where ours comes after it.
+	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
+		return expected{}, s.refused(r.Context(), e.Name, err)
+	}
+	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
+	if err != nil {
+		return expected{}, err // the receiver's mistake: 500, and the sender tries again
+	}
+	v := e.Verifier(secrets)
+	if err := v.Before(r.Header, s.now()); err != nil {
+		return expected{}, s.refused(r.Context(), e.Name, err)
+	}
+	return expected{e, v}, nil
+}
+
+// refused is what a request that is not proved to come from its sender is told.
+func (s *Surface) refused(ctx context.Context, endpoint string, err error) error {
+	if !errors.Is(err, signature.ErrRefused) {
+		return err
+	}
+	s.count(endpoint, "refused")
+	s.noteRefusal(ctx, endpoint, err)
+	return problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
 }
 
 func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v any) {
@@ -61,31 +117,20 @@ type received struct {
 	conflict bool // it came before, with another body
 }
 
-// receive is the order of things: limit, read, verify, parse, store, acknowledge.
+// receive is the order of things: header, limit, read, verify, parse, store, acknowledge.
 func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (received, error) {
 	ctx := trace.WithCaller(r.Context(), r.Header.Get("Traceparent"))
-	e, err := webhooks.GetEndpoint(ctx, s.Pool, r.PathValue("endpoint"))
-	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
-		return received{}, problem.New(http.StatusNotFound, "there is no such endpoint")
-	}
+	known, err := s.expect(r)
 	if err != nil {
 		return received{}, err
 	}
+	e := known.endpoint
 	in := webhooks.Incoming{Header: r.Header}
 	if in.Body, err = read(w, r, e.Settings.MaxBytes); err != nil {
 		return received{}, err
 	}
-	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
-	if err == nil {
-		err = e.Verifier(secrets).Verify(r.Header, in.Body, s.now())
-	}
-	if errors.Is(err, signature.ErrRefused) {
-		s.count(e.Name, "refused")
-		s.noteRefusal(ctx, e.Name, err)
-		return received{}, problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
-	}
-	if err != nil {
-		return received{}, err // the receiver's mistake: 500, and the sender tries again
+	if err := known.verifier.Verify(r.Header, in.Body, s.now()); err != nil {
+		return received{}, s.refused(ctx, e.Name, err)
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
 		return received{}, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
@@ -97,6 +142,9 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (received, err
 	}
 	return s.store(ctx, e, id, in)
 }
+
+// front is where requests go to the database.
+func (s *Surface) front() *pgxpool.Pool { return cmp.Or(s.Front, s.Pool) }
 
 func (s *Surface) now() time.Time {
 	if s.Now == nil {
@@ -110,11 +158,11 @@ func read(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	if r.ContentLength > most {
 		return nil, tooLarge(most)
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
-	var over *http.MaxBytesError
+	body, err := admission.All(w, r, most)
+	large, isLarge := errors.AsType[*admission.TooLarge](err)
 	switch {
-	case errors.As(err, &over):
-		return nil, tooLarge(min(most, over.Limit))
+	case isLarge:
+		return nil, tooLarge(large.Most)
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, problem.New(http.StatusRequestTimeout, "the body did not come in time")
 	case err != nil:
@@ -131,7 +179,7 @@ func tooLarge(most int64) error {
 func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got received, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
-	err = postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
+	err = postgres.InTx(ctx, s.front(), func(tx pgx.Tx) error {
 		if got.Delivery, got.fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
 			return err
 		}
@@ -192,24 +240,24 @@ const notePause = time.Minute
 // noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log.
 func (s *Surface) noteRefusal(ctx context.Context, endpoint string, why error) {
 	s.mu.Lock()
-	if s.refused == nil {
-		s.refused = map[string]refusals{}
+	if s.refusals == nil {
+		s.refusals = map[string]refusals{}
 	}
-	seen := s.refused[endpoint]
+	seen := s.refusals[endpoint]
 	seen.since++
 	due := time.Since(seen.noted) >= notePause
 	count := seen.since
 	if due {
 		seen = refusals{noted: time.Now()}
 	}
-	s.refused[endpoint] = seen
+	s.refusals[endpoint] = seen
 	s.mu.Unlock()
 	if !due {
 		return
 	}
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Webhook), Surface: trace.Webhook, Agent: s.Agent})
 	s.Logger.WarnContext(ctx, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
-	_, err := activity.Note(ctx, s.Pool, activity.Entry{
+	_, err := activity.Note(ctx, s.front(), activity.Entry{
 		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
 	}, activity.Outcome{Status: activity.Error, Class: "signature", Message: why.Error()})
 	if err != nil {

@@ -1,6 +1,7 @@
 // Package webhook is the surface on which other systems reach the agent: POST /webhooks/{endpoint}.
 //
-// A request is read as it is, within the endpoint's limit; it is verified before anything looks into it; and it is
+// Nothing of a body is read when its endpoint is not there, or the header lacks a signature or has a time that is not now's. Else
+// a request is read as it is, within the endpoint's limit; it is verified before anything looks into it; and it is
 // stored, together with the execution that will handle it, in one transaction. Only then is it acknowledged: 202
 // with the trace id. So what was acknowledged is never lost, and what could not be stored is sent again by its sender. A
 // delivery id that came before is answered 200 with the first trace id and changes nothing, also when fifty come at
@@ -43,6 +44,7 @@ const Flow = "webhook"
 // It is safe for concurrent use.
 type Surface struct {
 	Pool   *pgxpool.Pool
+	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
 	Engine *executions.Engine
 	Loop   *reason.Loop
 	Logger *slog.Logger
@@ -59,8 +61,8 @@ type Surface struct {
 	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once; may be nil.
 	Received func(endpoint, result string)
 
-	mu      sync.Mutex
-	refused map[string]refusals // by endpoint
+	mu       sync.Mutex
+	refusals map[string]refusals // by endpoint
 }
 
 // AutomationRequest is what an action asks of an automation.

@@ -1,0 +1,96 @@
+package admission_test
+
+import (
+	"errors"
+	"sync"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/admission"
+)
+
+// take expects a hold.
+func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) *admission.Hold {
+	t.Helper()
+	h, err := b.Take(n, shares...)
+	if err != nil {
+		t.Fatalf("%d of %d taken: %v", n, b.Used(), err)
+	}
+	return h
+}
+
+// refused expects none.
+func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) {
+	t.Helper()
+	if _, err := b.Take(n, shares...); !errors.Is(err, admission.ErrFull) {
+		t.Errorf("%d more than %d: %v", n, b.Used(), err)
+	}
+}
+
+func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
+	t.Parallel()
+	b := admission.New(10)
+	a := admission.Share{Name: "a", Most: 4}
+	first := take(t, b, 4, a)
+	refused(t, b, 1, a)
+	other := take(t, b, 6, admission.Share{Name: "b", Most: 6})
+	refused(t, b, 1, admission.Share{Name: "c", Most: 6})
+	first.Release()
+	first.Release() // twice is once
+	if b.Used() != 6 {
+		t.Errorf("%d are taken, want 6", b.Used())
+	}
+	take(t, b, 4, a).Release()
+	other.Release()
+	if b.Used() != 0 {
+		t.Errorf("%d are taken, want none", b.Used())
+	}
+}
+
+func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
+	t.Parallel()
+	b := admission.New(10)
+	a := admission.Share{Name: "a", Most: 4}
+	large := take(t, b, 8, a)
+	refused(t, b, 1, a)
+	if err := large.Add(2); err != nil {
+		t.Errorf("its own growth: %v", err)
+	}
+	refused(t, b, 1, admission.Share{Name: "b", Most: 4})
+	large.Release()
+	take(t, b, 11, a).Release() // alone, also more than all
+}
+
+func TestAHoldLastsUntilTheLastKeeperReleasesIt(t *testing.T) {
+	t.Parallel()
+	b := admission.New(1)
+	h := take(t, b, 1)
+	h.Keep()
+	h.Release()
+	refused(t, b, 1)
+	h.Release()
+	take(t, b, 1).Release()
+}
+
+func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
+	t.Parallel()
+	b := admission.New(8)
+	var group sync.WaitGroup
+	for i := range 32 {
+		group.Go(func() {
+			for range 200 {
+				h, err := b.Take(1, admission.Share{Name: string(rune('a' + i%4)), Most: 3})
+				if err != nil {
+					continue
+				}
+				if used := b.Used(); used > 8 {
+					t.Errorf("%d are taken of 8", used)
+				}
+				h.Release()
+			}
+		})
+	}
+	group.Wait()
+	if b.Used() != 0 {
+		t.Errorf("%d are left", b.Used())
+	}
+}

@@ -1,0 +1,93 @@
+package admission_test
+
+import (
+	"bufio"
+	"fmt"
+	"net"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/admission"
+)
+
+// served is an address at which at most so many connections are served, and what lets the requests to /slow end.
+func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	slow, end = make(chan struct{}, most), make(chan struct{})
+	server := &http.Server{
+		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
+		Handler: admission.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/slow" {
+				slow <- struct{}{}
+				<-end
+			}
+		})),
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(admission.Listen(l, most))
+	}()
+	t.Cleanup(func() {
+		_ = server.Close()
+		<-done
+	})
+	return l.Addr().String(), slow, end
+}
+
+func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
+	t.Helper()
+	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	if err := c.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	return c, bufio.NewReader(c)
+}
+
+// asks expects an answer over a connection.
+func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
+	t.Helper()
+	fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+	w, err := http.ReadResponse(in, nil)
+	if err != nil {
+		t.Fatalf("no answer: %v", err)
+	}
+	_ = w.Body.Close()
+}
+
+// Strangers may hold as many connections open as they like: whoever comes is served, and what is in work goes on.
+func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
+	t.Parallel()
+	address, slow, end := served(t, 4)
+	busy, answer := dial(t, address)
+	fmt.Fprint(busy, "GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+	<-slow
+	silent, nothing := dial(t, address)
+	for range 8 {
+		c, _ := dial(t, address)
+		fmt.Fprint(c, "GET / HT") // a header that does not end
+	}
+	for range 3 {
+		c, in := dial(t, address)
+		asks(t, c, in)
+		asks(t, c, in) // over the same connection
+	}
+	if _, err := nothing.ReadByte(); err == nil {
+		t.Errorf("the connection that was idle for longest, %s, is open", silent.LocalAddr())
+	}
+	close(end)
+	w, err := http.ReadResponse(answer, nil)
+	if err != nil {
+		t.Fatalf("what was in work: %v", err)
+	}
+	_ = w.Body.Close()
+}
