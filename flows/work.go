@@ -64,7 +64,7 @@ func (m *machine) called(ctx context.Context, r ready) (skills.Skill, json.RawMe
 		case errors.Is(err, skills.ErrNotFound):
 			err = failure("unknown_skill", "there is no skill %s", name)
 		case err == nil && !skill.Callable():
-			err = failure("disabled", "skill %s is disabled: %s", name, skill.DisabledReason)
+			err = failure("disabled", "skill %s %s", name, skill.OutOfService())
 		}
 		return skill, err
 	})

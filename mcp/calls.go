@@ -106,7 +106,7 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	case err != nil:
 		return nil, s.fault(ctx, err)
 	case !skill.Enabled:
-		return failure("the skill is disabled: " + skill.DisabledReason), nil
+		return failure("the skill " + skill.OutOfService()), nil
 	}
 	if err := s.Skills.Check(skill, args); err != nil {
 		return failure(err.Error()), nil

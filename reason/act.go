@@ -57,6 +57,7 @@ func sendable(m openai.ChatCompletionMessage) openai.ChatCompletionMessage {
 // corrections.
 func (w *turn) act(ctx context.Context, made []openai.ToolCall) error {
 	calls := make([]*call, len(made))
+	w.made = calls
 	for i := range made {
 		c := newCall(made[i])
 		calls[i] = c

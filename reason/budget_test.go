@@ -3,6 +3,7 @@ package reason_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -44,6 +45,31 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 				t.Errorf("the model was asked %d times, want %d", n, test.asked)
 			}
 		})
+	}
+}
+
+func TestALoopWithChangingArgumentsLeavesAStall(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.ToolCall("sizes", fmt.Sprintf(`{"limit": %d}`, n+1))
+	})
+	w.loop.Budget = reason.Budget{Iterations: 7}
+	x, got := w.completed(t)
+	if got.Ended != "iterations" {
+		t.Errorf("outcome is %+v", got)
+	}
+	rows := named(w.rows(t, x), "reasoning")
+	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" {
+		t.Fatalf("the rows of the stall are %+v", rows)
+	}
+	for _, said := range []string{"called tools 7 times in a row and came to no answer", got.Text} {
+		if !strings.Contains(rows[0].Message, said) {
+			t.Errorf("%q does not say %q", rows[0].Message, said)
+		}
+	}
+	if !strings.Contains(string(rows[0].Input), `{"limit": 7}`) {
+		t.Errorf("the evidence lacks the last attempt: %s", rows[0].Input)
 	}
 }
 

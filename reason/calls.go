@@ -203,7 +203,7 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	case s.Enabled && now.Enabled:
 		return nil
 	case s.Enabled:
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " is disabled: " + now.DisabledReason}
+		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + now.OutOfService()}
 	case now.Enabled || l.Admit == nil:
 		return nil
 	}

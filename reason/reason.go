@@ -10,7 +10,7 @@
 // first, then a system message) and may try again twice; a valid call starts the count anew. An empty answer
 // is asked for once more; a model that makes the same call with the same arguments is told after three and
 // stopped after five. Then the turn ends as stalled, with a summary of what was done, an activity row of class
-// stall, and the attempt in the log.
+// stall, and the attempt in the log. So does a turn that has used up its iterations, whatever it called with.
 //
 // The context fits before every request: the oldest exchanges go first, whole; the opening and the prompt stay;
 // what is too long by itself is cut with a marker. Of a result that was cut the model can read the rest

@@ -51,6 +51,11 @@ func (w *turn) refuse(ctx context.Context, c *call, id, class, why string) error
 // stall ends a turn whose model does not find back, and leaves the evidence.
 func (w *turn) stall(ctx context.Context, calls []*call, why, details string) error {
 	w.outcome.Ended, w.why = Stalled, why
+	return w.noteStall(ctx, calls, details)
+}
+
+// noteStall leaves the evidence of a model that comes to no answer.
+func (w *turn) noteStall(ctx context.Context, calls []*call, details string) error {
 	attempts := make([]map[string]any, len(calls))
 	for i, c := range calls {
 		attempts[i] = attempt(c.name, c.args)

@@ -28,6 +28,7 @@ type turn struct {
 	prompt   int // the index of the prompt
 	fresh    int // messages that the next model call is the first to see
 	outcome  Outcome
+	made     []*call // of the last reply
 	results  []*longResult
 	seen     memory.Seen       // what this turn has read of the memory
 	unseen   []answer          // what the model sees with the next request
@@ -85,6 +86,12 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 			break
 		}
 		if err := w.iterate(ctx); err != nil {
+			return w.outcome, err
+		}
+	}
+	if w.outcome.Ended == endedIterations {
+		details := fmt.Sprintf("the model called tools %d times in a row and came to no answer", w.outcome.Iterations)
+		if err := w.noteStall(ctx, w.made, details); err != nil {
 			return w.outcome, err
 		}
 	}

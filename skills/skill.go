@@ -28,6 +28,7 @@ package skills
 
 import (
 	"encoding/json"
+	"fmt"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -85,6 +86,14 @@ func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * tim
 // Callable reports whether what names the skill, and asks no model, may call it: it is in service, or on trial and nobody's
 // leave is needed. Of those who try it one is let through, by the call.
 func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
+
+// OutOfService says why a skill cannot be called now, as the end of a sentence that begins with its name.
+func (s Skill) OutOfService() string {
+	if s.TrialAt != nil {
+		return fmt.Sprintf("is on trial: its next call decides whether it returns to service; it was disabled by %s: %s", s.DisabledBy, s.DisabledReason)
+	}
+	return fmt.Sprintf("is disabled by %s: %s", s.DisabledBy, s.DisabledReason)
+}
 
 // Parameters is the JSON Schema of the arguments; an empty object's schema when the row has none.
 func (s Skill) Parameters() json.RawMessage {

@@ -182,3 +182,32 @@ func TestSkillsCall(t *testing.T) {
 		t.Errorf("%d executions: a call with bad arguments was begun", len(runs.Items))
 	}
 }
+
+// A call of a skill on trial is the trial, and says so.
+func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	p.must("apply", caretaker)
+	db := connect(t, url)
+	trial := func(name, sql string) {
+		t.Helper()
+		if _, err := db.Exec(t.Context(), `
+			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row', disabled_at = now(),
+			       trial_at = now(), config = case $2 when '' then config else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	trial("database_size", "")
+	got := p.run("skills", "call", "database_size")
+	if got.code != 0 {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
+	trial("database_size", "select 1 / 0")
+	got = p.run("skills", "call", "database_size")
+	if got.code != exitFailed {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "is on trial", "failed its trial", "its cool-down begins anew")
+	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
+}

@@ -54,7 +54,8 @@ func (c *cli) skillsCallCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "call NAME", Short: "Call a skill, now, and show what it answers", Args: args(1, 1, "a skill's name"),
 		Long: `Call a skill as the agent would: with its arguments checked, its timeout, and a trace of its own. It counts for
-the skill's health. A call by an admin needs no approval.`,
+the skill's health. A call by an admin needs no approval. Of a skill on trial it is the trial: a success puts the skill back into
+service, a failure begins its cool-down anew.`,
 		Example: "  agent skills call table_sizes --args '{\"limit\": 5}'",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if !json.Valid([]byte(text)) {
@@ -76,9 +77,12 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	if err != nil {
 		return skillHint(err)
 	}
-	if !skill.Enabled {
-		return hint(fmt.Errorf("skill %s is disabled by %s: %s", skill.Name, skill.DisabledBy, skill.DisabledReason),
-			"agent skills enable %s puts it back into service", skill.Name)
+	switch {
+	case skill.TrialAt != nil && !skill.Enabled:
+		c.say("skill %s %s", skill.Name, printable(skill.OutOfService()))
+		defer c.sayTrial(context.WithoutCancel(ctx), s, skill.Name)
+	case !skill.Enabled:
+		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "agent skills enable %s puts it back into service", skill.Name)
 	}
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -106,6 +110,21 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	return c.print(map[string]any{
 		"skill": skill.Name, "execution_id": ended.ID, "trace_id": ended.TraceID, "result": ended.Result,
 	}, func(w io.Writer) error { return writeAnswer(w, ended) })
+}
+
+// sayTrial says what a call has made of a skill that was on trial.
+func (c *cli) sayTrial(ctx context.Context, s *session, name string) {
+	skill, err := skills.Get(ctx, s.pool, name)
+	switch {
+	case err != nil:
+		c.say("agent: %s", printable(err.Error()))
+	case skill.Enabled:
+		c.say("skill %s is back in service", name)
+	case skill.TrialAt == nil:
+		c.say("skill %s failed its trial and stays disabled; its cool-down begins anew", name)
+	default:
+		c.say("skill %s is still on trial: the call has decided nothing", name)
+	}
 }
 
 // writeAnswer shows what a skill answered.

@@ -86,7 +86,7 @@ func (b *beat) useGrant(ctx context.Context, grant approvals.Approval) error {
 		case skill.Revision != grant.SkillRevision:
 			return skill, fmt.Errorf("skill %s has changed since it was approved", grant.SkillName)
 		case !skill.Enabled:
-			return skill, fmt.Errorf("skill %s is disabled: %s", grant.SkillName, skill.DisabledReason)
+			return skill, fmt.Errorf("skill %s %s", grant.SkillName, skill.OutOfService())
 		}
 		return skill, nil
 	})
