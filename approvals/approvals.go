@@ -11,7 +11,8 @@
 //     next run that follows through makes it. Asking again for the same call leads to the open approval.
 //
 // A grant is bound to the skill's revision and to the hash of the arguments: what was approved is what
-// runs; changed arguments are another approval, and when the skill changes, an open one is void. Use
+// runs; changed arguments are another approval. When the skill is changed or removed, the database closes its open ones with
+// that reason, with an activity each (close_approval), and who waits goes on without the call. Use
 // marks a grant consumed in the transaction that writes the call's intent, for one step of one execution,
 // so that neither a crash nor a second run can use it twice. Nothing a model says reaches Decide.
 package approvals
@@ -122,14 +123,20 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	err = tx.QueryRow(ctx, `
 		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
 		       arguments_hash, expires_at)
-		values (@trace_id, @execution_id, @step, @parked, @skill, @revision, @arguments, @hash,
-		       clock_timestamp() + make_interval(secs => @life))
+		select @trace_id, @execution_id, @step, @parked, s.name, s.revision, @arguments, @hash,
+		       clock_timestamp() + make_interval(secs => @life)
+		  from agent_skills s where s.name = @skill and s.revision = @revision for share
 		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
 		do update set skill_revision = agent_approvals.skill_revision
 		returning id::text, xmax = 0`, postgres.Strict{ // no xmax: the row is new
 		"trace_id": string(span.TraceID), "execution_id": current.ID, "step": executions.StepKey(ctx), "parked": r.Park,
 		"skill": r.Skill, "revision": r.Revision, "arguments": r.Args, "hash": hash, "life": Lifetime.Seconds(),
 	}).Scan(&id, &fresh)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return Approval{}, false, &executions.StepError{
+			Class: "stale_skill", Message: fmt.Sprintf("skill %s was changed or removed since this run read it: no approval was asked for", r.Skill),
+		}
+	}
 	if err != nil {
 		return Approval{}, false, fmt.Errorf("ask for approval of %s: %w", r.Skill, err)
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -229,5 +230,65 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 		if len(got) == 1 && got[0].Status != "expired" {
 			t.Errorf("%q lists it as %s", status, got[0].Status)
 		}
+	}
+}
+
+// Whoever waits for leave to call a skill that is changed or removed goes on at once, and is told why.
+func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
+	for name, c := range map[string]struct{ change, says string }{
+		"changed": {`update agent_skills set revision = revision + 1 where name = 'drop'`, "the skill drop was changed: revision 1 is now 2"},
+		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := park(t, `{"table":"x"}`)
+			id, approval := p.begin()
+			exec(t, p.pool, c.change)
+			if x := p.until(id, executions.Completed); x.ResultSummary != "expired by : "+c.says {
+				t.Errorf("the run was told %q", x.ResultSummary)
+			}
+			got, err := approvals.Get(t.Context(), p.pool, approval)
+			if err != nil || got.Status != "expired" || got.Reason != c.says {
+				t.Errorf("the approval is %+v (%v)", got, err)
+			}
+			if list, err := approvals.Pending(t.Context(), p.pool, 10); err != nil || len(list) != 0 {
+				t.Errorf("pending: %+v (%v)", list, err)
+			}
+			if n := count(t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval' and status = 'skipped'
+				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says); n != 1 {
+				t.Errorf("%d activities of it", n)
+			}
+			if p.acted.Load() != 0 {
+				t.Error("the call was made")
+			}
+		})
+	}
+}
+
+func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
+	pool, s := setUp(t)
+	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
+	if err := approve(t, pool, granted); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
+	if n := count(t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
+		t.Errorf("%d were closed although the skill is the same", n)
+	}
+	exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
+	for _, id := range []string{pending, granted} {
+		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" || !strings.Contains(got.Reason, "was changed") {
+			t.Errorf("the approval is %+v (%v)", got, err)
+		}
+	}
+	// A run that has read the skill before does not ask for what nobody can give.
+	inside(t, pool, func(ctx context.Context) error {
+		_, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(`{"table":"z"}`)})
+		if failure, ok := errors.AsType[*executions.StepError](err); !ok || failure.Class != "stale_skill" {
+			t.Errorf("asked for another: %v", err)
+		}
+		return nil
+	})
+	if n := count(t, pool, `select count(*) from agent_approvals where status = 'pending'`); n != 0 {
+		t.Errorf("%d are pending", n)
 	}
 }

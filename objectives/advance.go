@@ -37,6 +37,15 @@ func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID st
 	return o, nil
 }
 
+// PutOff records that a run made no progress, and puts the objective off. Nothing changes when it is not active, or not due.
+func PutOff(ctx context.Context, db postgres.DB, objectiveID string) error {
+	_, err := db.Exec(ctx, `select put_off_agent_objective(@id)`, pgx.StrictNamedArgs{"id": objectiveID})
+	if err != nil {
+		return fmt.Errorf("put objective off: %w", err)
+	}
+	return nil
+}
+
 // Settle settles the due objectives whose steps have all ended, as [Advanced] would: those of a run
 // that was lost between its last step and its end. It returns how many.
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {

@@ -20,7 +20,7 @@ type Filter struct {
 // selected is an objective with its progress.
 const selected = `
 		select o.id, o.name, o.goal, o.success_criteria, o.status, o.priority,
-		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.round, o.note,
+		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs, o.round, o.note,
 		       o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision, o.last_trace_id,
 		       o.source, o.created_at, o.updated_at, p.total, p.done, p.failed, p.pending,
 		       coalesce(round(p.done::numeric / nullif(p.total, 0), 3), 0)::float8 as progress

@@ -20,6 +20,9 @@
 // review_every it begins its next round then, all steps pending again but the skipped, otherwise it
 // is completed, or failed if a step failed.
 //
+// A run that changes no step puts the objective off ([PutOff]): 15 minutes at first, twice as long after each further one, a day at
+// most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the database sees to it.
+//
 // Who advances an objective holds its lane; the compare-and-set on each step keeps the ledger right
 // even if that lane was lost on the way.
 package objectives
@@ -92,6 +95,7 @@ type Objective struct {
 	Priority           int        `json:"priority"`             // 1 comes first
 	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: done when its steps are
 	DueAt              time.Time  `json:"due_at"`
+	IdleRuns           int        `json:"idle_runs"` // runs in a row without progress, each of which has put DueAt off
 	Round              int        `json:"round"`
 	Note               string     `json:"note"`           // the agent's last word on its progress
 	ProposedBy         string     `json:"proposed_by"`    // the agent; empty for what people declared

@@ -349,3 +349,65 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 		t.Errorf("got %+v, %v", list, err)
 	}
 }
+
+func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"s", "t", "u", "v"}})
+	off := func(runs int) float64 {
+		t.Helper()
+		for range runs {
+			exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
+			if err := objectives.PutOff(t.Context(), pool, o.ID); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var minutes float64
+		if err := pool.QueryRow(t.Context(), `select extract(epoch from due_at - clock_timestamp())::float8 / 60 from agent_objectives`).Scan(&minutes); err != nil {
+			t.Fatal(err)
+		}
+		return minutes
+	}
+	for n, want := range []float64{15, 30, 60, 120, 240, 480, 960, 1440, 1440} {
+		if got := off(1); got > want || got < want-5 {
+			t.Errorf("after %d runs it is due in %.1f min, want %.0f", n+1, got, want)
+		}
+	}
+	if got := get(t, pool, "a"); got.IdleRuns != 9 || due(t, pool) != "" {
+		t.Errorf("it is %+v", got)
+	}
+	list := steps(t, pool, o)
+	for name, change := range map[string]func() error{
+		"a step is done": func() error { complete(t, pool, list[0]); return nil },
+		"a step fails": func() error {
+			_, _, err := objectives.FailStep(t.Context(), pool, list[1].ID, "why", "hb_1")
+			return err
+		},
+		"an admin's word": func() error {
+			_, err := objectives.ConfirmStep(t.Context(), pool, list[2].ID, "admin", "I saw it", "op_1")
+			return err
+		},
+		"a step is planned": func() error {
+			_, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"w"})
+			return err
+		},
+		"an edit": func() error {
+			put(t, pool, objectives.Definition{Name: "a", Goal: "another", Steps: []string{"s"}})
+			return nil
+		},
+		"resumed": func() error {
+			_, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused)
+			if err == nil {
+				_, err = objectives.SetStatus(t.Context(), pool, o.ID, objectives.Paused, objectives.Active)
+			}
+			return err
+		},
+	} {
+		off(2)
+		if err := change(); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if got := get(t, pool, "a"); got.IdleRuns != 0 || due(t, pool) != "a" {
+			t.Errorf("%s: it is %+v", name, got)
+		}
+	}
+}

@@ -33,10 +33,10 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 			return c.print(listing(got, ""), func(w io.Writer) error {
 				rows := make([][]string, len(got))
 				for i, a := range got {
-					rows[i] = []string{a.ID, a.SkillName, a.Status, clipped(string(a.Arguments), 60), when(a.CreatedAt), when(a.ExpiresAt), a.TraceID}
+					rows[i] = []string{a.ID, a.SkillName, a.Status, clipped(string(a.Arguments), 60), when(a.CreatedAt), when(a.ExpiresAt), a.TraceID, clipped(a.Reason, 80)}
 				}
 				return table(w, "nothing waits for approval",
-					[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE"}, rows)
+					[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"}, rows)
 			})
 		}),
 	}

@@ -82,7 +82,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 				rows := make([][]string, len(got))
 				for i, o := range got {
 					rows[i] = []string{
-						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), percent(o.Progress), fmt.Sprint(o.Priority), when(o.DueAt), clipped(o.Goal, 50),
+						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), percent(o.Progress), fmt.Sprint(o.Priority), when(o.DueAt) + idle(o.IdleRuns), clipped(o.Goal, 50),
 					}
 				}
 				return table(w, "no objective matches; `agent objectives add NAME --goal …` or a workspace brings some",
@@ -128,6 +128,17 @@ func (c *cli) objectivesShowCommand() *cobra.Command {
 	}
 }
 
+// idle says that an objective was put off.
+func idle(runs int) string {
+	switch runs {
+	case 0:
+		return ""
+	case 1:
+		return " (put off: 1 run without progress)"
+	}
+	return fmt.Sprintf(" (put off: %d runs without progress)", runs)
+}
+
 // writeObjective shows an objective to a person.
 func writeObjective(w io.Writer, o shownObjective) error {
 	fmt.Fprintf(w, "%s\n%s\n\n", printable(o.Name), o.Goal)
@@ -150,7 +161,7 @@ func writeObjective(w io.Writer, o shownObjective) error {
 		{"priority", fmt.Sprint(o.Priority)},
 		{"round", fmt.Sprint(o.Round)},
 		{"every", every},
-		{"due", when(o.DueAt)},
+		{"due", when(o.DueAt) + idle(o.IdleRuns)},
 		{"proposed by", proposed},
 		{"decided by", decided},
 		{"note", o.Note},

@@ -90,6 +90,8 @@ func asFailure(err error) *executions.StepError {
 type planned struct {
 	objectives.Objective
 	Steps []objectives.Step `json:"steps"`
+
+	moved bool // this run has changed a step
 }
 
 // due reads what there is to work on. Objectives that a lost run left with all steps ended are settled
@@ -108,7 +110,7 @@ func (b *beat) due(ctx context.Context) ([]planned, error) {
 		if err != nil {
 			return nil, err
 		}
-		due[i] = planned{o, steps}
+		due[i] = planned{Objective: o, Steps: steps}
 	}
 	return due, nil
 }
@@ -149,6 +151,9 @@ func (b *beat) advance(ctx context.Context, o *planned) (piece, error) {
 	}
 	_, err = executions.StepTx(ctx, "advanced", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		_, err := objectives.Advanced(ctx, tx, o.ID, string(trace.IDFrom(ctx)))
+		if err == nil && !o.moved && outcome.Until.IsZero() { // a limit of the day says nothing about the objective
+			err = objectives.PutOff(ctx, tx, o.ID)
+		}
 		return err == nil, err
 	})
 	text := fmt.Sprintf("%s: %d of %d steps done (%s)", o.Name, steps, o.Pending+len(o.Steps)-known, outcome.Ended)
@@ -277,6 +282,7 @@ func (b *beat) addSteps(o *planned) reason.Tool {
 				return objectives.AddSteps(ctx, tx, o.ID, in.Titles)
 			}, executions.Input(in.Titles))
 			o.Steps = append(o.Steps, added...)
+			o.moved = o.moved || len(added) > 0
 			return added, err
 		},
 	}
@@ -301,6 +307,7 @@ func (b *beat) settleStep(ctx context.Context, step string, o *planned, id strin
 		}, activity.Outcome{Output: map[string]string{"change": step}})
 		return true, err
 	}, executions.Input(args))
+	o.moved = o.moved || err == nil
 	return err
 }
 

@@ -318,6 +318,31 @@ func TestARecurringObjectiveGoesToItsNextRound(t *testing.T) {
 	}
 }
 
+func TestAnObjectiveWithoutProgressCostsLess(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.objective(t, objectives.Definition{Name: "stuck", Goal: "a", Steps: []string{"x"}})
+	w.say(map[string][]modeltest.Reply{"Objective stuck": {modeltest.Text("I cannot."), modeltest.Text("Still not.")}})
+	w.completed(t)
+	o, err := objectives.Get(t.Context(), w.pool, "stuck")
+	if err != nil || o.IdleRuns != 1 || o.Status != objectives.Active {
+		t.Errorf("objective is %+v, %v", o, err)
+	}
+	asked := len(w.model.Requests())
+	if asked == 0 {
+		t.Error("the model was not asked at all")
+	}
+	w.completed(t)
+	if n := len(w.model.Requests()); n != asked {
+		t.Errorf("the next heartbeat asked the model %d times", n-asked)
+	}
+	exec(t, w.pool, `update agent_objectives set goal = 'b'`)
+	w.completed(t)
+	if n := len(w.model.Requests()); n == asked {
+		t.Error("an edited objective was not worked on")
+	}
+}
+
 func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
