@@ -62,13 +62,14 @@ type Usage struct {
 	UnknownUSD       float64 `json:"unknown_usd,omitempty"`
 }
 
-// Entry describes an action before it happens. Skill is required; trace, execution, parent, surface and
-// agent are taken from the context's trace.Span where they are empty.
+// Entry describes an action before it happens. Skill is required; trace, execution, parent, cause,
+// surface and agent are taken from the context's trace.Span where they are empty.
 type Entry struct {
 	TraceID        string
 	ExecutionID    string
 	Claim          int64 // of the execution; 0 writes without a fence (outside executions only)
 	ParentID       string
+	CauseID        string // the model call whose answer asked for it
 	Step           string // key of the durable step
 	Kind           Kind
 	Agent          string
@@ -92,6 +93,8 @@ type Outcome struct {
 	Usage   Usage
 	CostUSD float64
 	Model   string // as answered, where it differs from what was asked
+	// LedTo is how often the answer of a model call calls each skill: what the call is charged to.
+	LedTo map[string]int
 }
 
 // translate names what the database refused.

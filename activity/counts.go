@@ -41,7 +41,8 @@ type Dimension string
 
 // The dimensions.
 const (
-	BySkill   Dimension = "skill" // what the model was called for: a phase, skill or turn
+	BySkill   Dimension = "skill"   // what the model call led to; empty where it led to no skill
+	ByPurpose Dimension = "purpose" // what the model was called for: a phase, a turn, an automation
 	BySurface Dimension = "surface"
 	ByModel   Dimension = "model"
 	Together  Dimension = "" // one line per period
@@ -53,6 +54,7 @@ type SpendFilter struct {
 	By                    Dimension
 	Period                Period // Total when empty
 	Skill, Surface, Model string // only what was spent there; empty for all
+	Purpose               string // likewise; not together with Skill or BySkill, for nothing is counted by both
 }
 
 // SpendLine is what was spent on one thing in one period.
@@ -76,8 +78,8 @@ type Counted[T any] struct {
 //go:embed counts_spend.sql
 var countedSpendSQL string
 
-// CountedSpend attributes tokens and money like Spend, at a cost that does not grow with the log: the latest
-// period first, and in it what cost most. A key of more than 300 bytes is shortened.
+// CountedSpend has the sums of the views agent_spend and, by purpose, agent_spend_by_purpose, at a cost that does not grow with
+// the log: the latest period first, and in it what cost most. A key of more than 300 bytes is shortened.
 func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[SpendLine], error) {
 	switch f.Period {
 	case "":
@@ -87,18 +89,25 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		return Counted[SpendLine]{}, fmt.Errorf("sum spend: period %q is not one of %s, %s, %s", string(f.Period), ByHour, ByDay, Total)
 	}
 	switch f.By {
-	case BySkill, BySurface, ByModel, Together:
+	case BySkill, ByPurpose, BySurface, ByModel, Together:
 	default:
-		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s", string(f.By), BySkill, BySurface, ByModel)
+		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s", string(f.By), BySkill, ByPurpose, BySurface, ByModel)
+	}
+	kind := "charge"
+	if f.By == ByPurpose || f.Purpose != "" {
+		if kind = "model"; f.By == BySkill || f.Skill != "" {
+			return Counted[SpendLine]{}, fmt.Errorf("sum spend: %w", ErrSkillOrPurpose)
+		}
 	}
 	since := hourOf(f.Since)
 	type line struct {
 		SpendLine
+		Nothing bool
 		LeftOut *time.Time
 	}
 	rows, err := db.Query(ctx, countedSpendSQL, perQuery, postgres.Strict{
 		"since": since, "hours_until": daysFrom(since, f.Period), "by": string(f.By), "period": string(f.Period),
-		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "most": tailMost,
+		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": tailMost,
 	})
 	list, err := report[line](rows, err, "sum spend")
 	if err != nil {
@@ -107,7 +116,7 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 	sums := Counted[SpendLine]{Lines: []SpendLine{}}
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)
-		if l.Calls == 0 {
+		if l.Nothing {
 			continue // there to tell what was left out
 		}
 		l.Period = utc(l.Period)

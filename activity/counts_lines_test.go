@@ -20,7 +20,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	db := pgtest.DB(t)
 	hurry(t, db)
 	day := 24 * time.Hour
-	put(t, db, act{kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10", ago: 2 * day})
+	put(t, db, act{kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10", ago: 2 * day, ledTo: map[string]int{"fetch": 25}})
 	put(t, db, act{kind: "model", skill: "model", purpose: "plan", model: "m2", tokens: 50, cost: "0.05", ago: 2 * day})
 	counted(t, db, 20)
 	put(t, db, act{kind: "model", skill: "reflect", model: "m1", tokens: 5, cost: "0.01"})
@@ -45,22 +45,25 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 		filter activity.SpendFilter
 		want   []string
 	}{
-		"skills":     {activity.SpendFilter{Since: since, By: activity.BySkill}, []string{"plan ii", "reflect i"}},
-		"ever":       {activity.SpendFilter{By: activity.BySkill}, []string{"plan ii", "reflect i", "ancient i"}},
+		"skills":     {activity.SpendFilter{Since: since, By: activity.BySkill}, []string{"fetch i", " ii"}},
+		"one skill":  {activity.SpendFilter{Since: since, Skill: "fetch"}, []string{" i"}},
+		"purposes":   {activity.SpendFilter{Since: since, By: activity.ByPurpose}, []string{"plan ii", "reflect i"}},
+		"a purpose":  {activity.SpendFilter{Since: since, By: activity.BySurface, Purpose: "plan"}, []string{"chat i", "heartbeat i"}},
+		"ever":       {activity.SpendFilter{By: activity.ByPurpose}, []string{"plan ii", "reflect i", "ancient i"}},
 		"surfaces":   {activity.SpendFilter{Since: since, By: activity.BySurface}, []string{"chat i", "heartbeat ii"}},
 		"models":     {activity.SpendFilter{Since: since, By: activity.ByModel}, []string{"m1 ii", "m2 i"}},
-		"one model":  {activity.SpendFilter{Since: since, By: activity.BySkill, Model: "m1"}, []string{"plan i", "reflect i"}},
+		"one model":  {activity.SpendFilter{Since: since, By: activity.ByPurpose, Model: "m1"}, []string{"plan i", "reflect i"}},
 		"together":   {activity.SpendFilter{Since: since}, []string{" iii"}},
 		"days":       {activity.SpendFilter{Since: since, Period: activity.ByDay}, []string{" 0s i", " 48h0m0s ii"}},
 		"hours":      {activity.SpendFilter{Since: since, Period: activity.ByHour}, []string{" 0s i", " 48h0m0s ii"}},
-		"one hour":   {activity.SpendFilter{Since: time.Now(), By: activity.BySkill}, []string{"reflect i"}},
+		"one hour":   {activity.SpendFilter{Since: time.Now(), By: activity.ByPurpose}, []string{"reflect i"}},
 		"no surface": {activity.SpendFilter{Since: since, Surface: "webhook"}, []string{}},
 	} {
 		if diff := cmp.Diff(c.want, lines(c.filter)); diff != "" {
 			t.Errorf("%s: %s", name, diff)
 		}
 	}
-	for _, bad := range []activity.SpendFilter{{Period: "week"}, {By: "lane"}} {
+	for _, bad := range []activity.SpendFilter{{Period: "week"}, {By: "lane"}, {By: activity.ByPurpose, Skill: "fetch"}, {By: activity.BySkill, Purpose: "plan"}} {
 		if _, err := activity.CountedSpend(t.Context(), db, bad); err == nil {
 			t.Errorf("%+v is taken", bad)
 		}
@@ -173,7 +176,7 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 		t.Fatal(err)
 	}
 	counted(t, db, 20)
-	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Skill: name, By: activity.BySkill})
+	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
 	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
 		t.Errorf("got %+v (%v)", sums.Lines, err)
 	}
@@ -230,6 +233,14 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 		},
 		"spend": func(db postgres.DB) error {
 			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day.AddDate(0, 0, -29), By: activity.BySkill})
+			return err
+		},
+		"slowest": func(db postgres.DB) error {
+			_, _, err := activity.Slowest(t.Context(), db, activity.ReportFilter{})
+			return err
+		},
+		"failing": func(db postgres.DB) error {
+			_, _, err := activity.Failing(t.Context(), db, activity.ReportFilter{})
 			return err
 		},
 		"health": func(db postgres.DB) error {

@@ -3,7 +3,9 @@ package activity_test
 import (
 	"context"
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -68,46 +70,18 @@ func counted(t *testing.T, db postgres.DB, most int) {
 func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 	var text string
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
-		sums, err := activity.CountedSpend(ctx, tx, activity.SpendFilter{By: activity.BySkill, Period: activity.ByDay})
-		if err != nil {
-			return err
+		for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
+			different, err := spendDifference(ctx, tx, by)
+			if err != nil {
+				return err
+			}
+			text += different
 		}
-		rows, err := tx.Query(ctx, `
-			select v.skill as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
-			       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
-			       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
-			  from (select coalesce(nullif(a.purpose, ''), a.skill_name) as skill, (a.created_at at time zone 'UTC')::date as day, 1 as calls,
-			               agent_count_tokens(a.token_usage ->> 'prompt_tokens') as prompt_tokens,
-			               agent_count_tokens(a.token_usage ->> 'completion_tokens') as completion_tokens,
-			               agent_count_tokens(a.token_usage ->> 'total_tokens') as tokens, a.cost_usd
-			          from agent_activity a where a.kind = 'model') v group by 1, 2 order by 2 desc, 7 desc, 6 desc, 1`)
-		if err != nil {
-			return err
-		}
-		spent, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.SpendLine])
-		if err != nil {
-			return err
-		}
-		sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
-		text = cmp.Diff(spent, sums.Lines, sameDay, cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9))
-		rows, err = tx.Query(ctx, `
-			select v.skill as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
-			       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
-			       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
-			  from agent_spend v group by 1, 2 order by 2 desc, 7 desc, 6 desc, 1`)
-		if err != nil {
-			return err
-		}
-		viewed, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.SpendLine])
-		if err != nil {
-			return err
-		}
-		text += cmp.Diff(spent, viewed, sameDay, cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9))
 		health, err := activity.CountedHealth(ctx, tx, activity.HealthFilter{})
 		if err != nil {
 			return err
 		}
-		rows, err = tx.Query(ctx, `
+		rows, err := tx.Query(ctx, `
 			select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
 			       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
 		if err != nil {
@@ -117,11 +91,123 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 		if err != nil {
 			return err
 		}
+		sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
 		approximate := cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate", "Streak")
 		text += cmp.Diff(fared, health.Lines, approximate, sameDay, cmpopts.EquateEmpty())
 		return nil
 	})
 	return text, err
+}
+
+// spendDifference compares the counts and the view of spend with what the rows of the log say.
+func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
+	rows, err := tx.Query(ctx, `
+		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
+		       array[agent_count_tokens(a.token_usage ->> 'prompt_tokens'), agent_count_tokens(a.token_usage ->> 'completion_tokens'),
+		             agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint] as used
+		  from agent_activity a where a.kind = 'model'`)
+	if err != nil {
+		return "", err
+	}
+	type modelCall struct {
+		Purpose string
+		Day     time.Time
+		LedTo   map[string]int
+		Used    []int64 // tokens of the prompt, of the completion and in all, and millionths of a dollar
+	}
+	calls, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
+	if err != nil {
+		return "", err
+	}
+	type key struct {
+		name string
+		day  time.Time
+	}
+	sums := map[key]*activity.SpendLine{}
+	for _, c := range calls {
+		shares := []charge{{c.Purpose, 1, c.Used}}
+		if by == activity.BySkill {
+			shares = charges(c.LedTo, c.Used)
+		}
+		for _, s := range shares {
+			k := key{s.skill, c.Day.UTC()}
+			if sums[k] == nil {
+				sums[k] = &activity.SpendLine{Key: s.skill, Period: &k.day}
+			}
+			l := sums[k]
+			l.Calls, l.PromptTokens, l.CompletionTokens = l.Calls+s.calls, l.PromptTokens+s.used[0], l.CompletionTokens+s.used[1]
+			l.Tokens, l.CostUSD = l.Tokens+s.used[2], l.CostUSD+float64(s.used[3])/1e6
+		}
+	}
+	want := []activity.SpendLine{}
+	for _, l := range sums {
+		want = append(want, *l)
+	}
+	counts, err := activity.CountedSpend(ctx, tx, activity.SpendFilter{By: by, Period: activity.ByDay})
+	if err != nil {
+		return "", err
+	}
+	view := map[activity.Dimension]string{activity.BySkill: "agent_spend", activity.ByPurpose: "agent_spend_by_purpose"}[by]
+	rows, err = tx.Query(ctx, `
+		select v.`+string(by)+` as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
+		       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
+		       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
+		  from `+view+` v group by 1, 2`)
+	if err != nil {
+		return "", err
+	}
+	viewed, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.SpendLine])
+	if err != nil {
+		return "", err
+	}
+	same := cmp.Options{
+		cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) }), cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9),
+		cmpopts.SortSlices(func(a, b activity.SpendLine) bool { return a.Key+a.Period.String() < b.Key+b.Period.String() }),
+	}
+	for i := range viewed {
+		viewed[i].Period = new(viewed[i].Period.UTC())
+	}
+	return cmp.Diff(want, counts.Lines, same) + cmp.Diff(want, viewed, same), nil
+}
+
+// charge is what a model call is charged to.
+type charge struct {
+	skill string
+	calls int64
+	used  []int64
+}
+
+// charges splits what a model call used among the skills that it led to, as the rule says: up to and with each skill, in the order of
+// names, the whole part of what is due to the calls so far (of money, rounded to millionths).
+func charges(ledTo map[string]int, used []int64) []charge {
+	var total, upto int64
+	most := ""
+	for _, skill := range slices.Sorted(maps.Keys(ledTo)) {
+		total += int64(ledTo[skill])
+		if most == "" || ledTo[skill] > ledTo[most] {
+			most = skill
+		}
+	}
+	if total == 0 {
+		return []charge{{"", 1, used}}
+	}
+	var list []charge
+	for _, skill := range slices.Sorted(maps.Keys(ledTo)) {
+		before := upto
+		upto += int64(ledTo[skill])
+		c := charge{skill: skill, used: make([]int64, len(used))}
+		if skill == most {
+			c.calls = 1
+		}
+		for i, n := range used {
+			c.used[i] = n*upto/total - n*before/total
+			if i == 3 {
+				c.used[i] = (2*n*upto+total)/(2*total) - (2*n*before+total)/(2*total)
+			}
+		}
+		list = append(list, c)
+	}
+	return list
 }
 
 // chaos writes rows in every way that there is, one transaction.
@@ -138,10 +224,11 @@ func chaos(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 		}
 		status := []string{"success", "error", "running", "skipped", "pending_approval", "unknown"}[r.IntN(6)]
 		_, err := tx.Exec(ctx, `
-			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage, cost_usd, duration_ms)
-			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}', 0.01, $7)`,
+			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage, cost_usd, duration_ms, led_to)
+			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}', 0.01, $7, $8)`,
 			[]string{"model", "call", "call", "phase"}[r.IntN(4)], fmt.Sprintf("skill_%d", r.IntN(3)), []string{"", "plan"}[r.IntN(2)],
-			[]string{"heartbeat", "chat"}[r.IntN(2)], status, []string{"", "timeout", "denied"}[r.IntN(3)], r.IntN(5000))
+			[]string{"heartbeat", "chat"}[r.IntN(2)], status, []string{"", "timeout", "denied"}[r.IntN(3)], r.IntN(5000),
+			[]string{`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`, `{"skill_2": 1, "skill_1": 1, "gone": 5}`}[r.IntN(4)])
 		if err != nil {
 			return err
 		}
@@ -227,7 +314,7 @@ func TestEveryRowIsCountedOnceWhateverCommitsLate(t *testing.T) {
 		t.Fatalf("in the end: %v %s", err, diff)
 	}
 	var inTable, inLog int
-	const ended = `select (select sum(calls)::int from agent_activity_counts where span = 'hour'),
+	const ended = `select (select sum(calls)::int from agent_activity_counts where span = 'hour' and kind <> 'charge'),
 		(select count(*)::int from agent_activity where status <> 'running')`
 	if err := db.QueryRow(t.Context(), ended).Scan(&inTable, &inLog); err != nil || inTable != inLog || inLog == 0 {
 		t.Fatalf("%d rows are counted, %d have ended (%v)", inTable, inLog, err)
@@ -237,7 +324,7 @@ func TestEveryRowIsCountedOnceWhateverCommitsLate(t *testing.T) {
 	}
 	counted(t, db, 7)
 	var kept int
-	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day'`).Scan(&kept); err != nil || kept != inTable+1 {
+	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day' and kind <> 'charge'`).Scan(&kept); err != nil || kept != inTable+1 {
 		t.Errorf("after the log was deleted the counts say %d (%v), want %d", kept, err, inTable+1)
 	}
 }

@@ -43,6 +43,7 @@ type Row struct {
 	ConversationID string          `json:"conversation_id"` // the trace id under its older name
 	ExecutionID    *string         `json:"execution_id"`
 	ParentID       *string         `json:"parent_id"`
+	CauseID        *string         `json:"cause_id"` // the model call whose answer asked for it
 	Claim          *int64          `json:"claim"`
 	Step           string          `json:"step"`
 	Kind           Kind            `json:"kind"`
@@ -59,6 +60,7 @@ type Row struct {
 	Model          string          `json:"model"`
 	TokenUsage     Usage           `json:"token_usage"` // zero on everything but model calls
 	CostUSD        float64         `json:"cost_usd"`
+	LedTo          map[string]int  `json:"led_to"`      // of a model call: how often it calls each skill, which it is charged to
 	DurationMS     *int64          `json:"duration_ms"` // nil while it runs
 	IdempotencyKey string          `json:"idempotency_key"`
 	ThreadID       *string         `json:"thread_id"`
@@ -70,9 +72,9 @@ type Row struct {
 // of lists what happened under traces, in the order in which it began.
 func of(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
 		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
-		       a.token_usage, a.cost_usd::float8 as cost_usd, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
+		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
 		       a.created_at, a.finished_at
 		  from agent_activity a
 		 where a.trace_id = any (@trace_ids)

@@ -125,20 +125,12 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 		"traces of chat":    traces(activity.TraceFilter{Surface: "chat"}),
 		"traces of a state": traces(activity.TraceFilter{Status: "failed"}),
 		"traces of a day":   traces(activity.TraceFilter{Since: day}),
-		"spend": func(db postgres.DB) error {
-			_, err := activity.Spend(t.Context(), db, day, activity.ByDay)
-			return err
-		},
-		"slowest": func(db postgres.DB) error {
-			_, err := activity.Slowest(t.Context(), db, day, 10)
-			return err
-		},
-		"failing": func(db postgres.DB) error {
-			_, err := activity.Failing(t.Context(), db, day, 10)
-			return err
-		},
 		"audit": func(db postgres.DB) error {
-			_, err := activity.Audit(t.Context(), db, day, time.Time{}, 10)
+			_, err := activity.Audit(t.Context(), db, activity.Filter{Since: day, Limit: 10})
+			return err
+		},
+		"audit of a trace": func(db postgres.DB) error {
+			_, err := activity.Audit(t.Context(), db, activity.Filter{TraceID: "hb_00000000000000000000000042"})
 			return err
 		},
 	} {
@@ -157,16 +149,6 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 			}
 		})
 	}
-	t.Run("what lies before the moment is left out", func(t *testing.T) {
-		e := &explainer{DB: db, t: t}
-		if _, err := activity.Spend(t.Context(), e, time.Now(), activity.Total); err != nil {
-			t.Fatal(err)
-		}
-		past := "agent_activity_" + time.Now().UTC().AddDate(0, 0, -time.Now().UTC().Day()).Format("2006_01")
-		if strings.Contains(e.plans[0], past) {
-			t.Errorf("%s is read:\n%s", past, e.plans[0])
-		}
-	})
 }
 
 // A prepared statement gets one plan for all arguments after a few uses, and that reads everything.

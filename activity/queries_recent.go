@@ -46,9 +46,9 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		return nil, "", fmt.Errorf("list activities: %w", err)
 	}
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
 		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
-		       a.token_usage, a.cost_usd::float8 as cost_usd, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
+		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
 		       a.created_at, a.finished_at
 		  from agent_activity a
 		 where (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
@@ -74,14 +74,6 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		next = cursor(page[size-1].ID)
 	}
 	return page, next, nil
-}
-
-// Audit lists what was done between two moments, by whom and why, newest first: the calls of skills and
-// the notes (releases by force, decisions, refused writes), without the model's own calls and without
-// the phases that only group them. A zero moment is no bound; limit as in Filter.
-func Audit(ctx context.Context, db postgres.DB, since, until time.Time, limit int) ([]Row, error) {
-	page, _, err := Recent(ctx, db, Filter{Kinds: []Kind{KindCall, KindNote}, Since: since, Until: until, Limit: limit})
-	return page, err
 }
 
 // arguments are the filter as SQL sees it.

@@ -2,13 +2,18 @@ package activity
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
+
+// The reports read what everybody can read in SQL: the views agent_spend, agent_spend_by_purpose, agent_slowest_skills and
+// agent_failing_skills, or the functions behind them for another time than the last 7 days. No figure is defined here.
 
 // Period says how spend is grouped in time.
 type Period string
@@ -19,12 +24,21 @@ const (
 	Total Period = "total" // one line for the whole time
 )
 
-// Spending is what model calls made for one purpose, on one surface and by one model cost.
+// ReportFilter narrows a report down; what is empty does not.
+type ReportFilter struct {
+	Since, Until          time.Time // of spend: whole days (UTC); of the others, only Since counts
+	Skill, Surface, Model string    // Surface and Model: of spend only
+	Limit                 int       // 50 when 0, at most MaxLimit
+	Cursor                string    // from the page before
+}
+
+// Spending is what model calls cost on one day, on one surface, by one model.
 type Spending struct {
-	Skill            string  `json:"skill"` // the phase, skill or turn that the model was called for
+	Day              string  `json:"day"`               // UTC, such as 2026-11-21
+	Skill            string  `json:"skill"`             // what the model calls led to; empty: no skill
+	Purpose          string  `json:"purpose,omitempty"` // instead of Skill, by purpose: what the model was called for
 	Surface          string  `json:"surface"`
 	Model            string  `json:"model"`
-	Period           string  `json:"period"` // a UTC day such as 2026-11-21; empty for the total
 	Calls            int64   `json:"calls"`
 	PromptTokens     int64   `json:"prompt_tokens"`
 	CompletionTokens int64   `json:"completion_tokens"`
@@ -34,29 +48,44 @@ type Spending struct {
 	UnknownUSD       float64 `json:"unknown_usd"`    // the part of CostUSD that nobody reported
 }
 
-// Spend attributes tokens and money since a moment (the zero time: ever) by skill, surface, model and
-// period: the latest period first, and in it what cost most. Only model calls carry tokens, so nothing
-// is counted twice. The view agent_spend counts the same way.
-func Spend(ctx context.Context, db postgres.DB, since time.Time, by Period) ([]Spending, error) {
-	if by != ByDay && by != Total {
-		return nil, fmt.Errorf("sum spend: period %q is not one of %s, %s", string(by), ByDay, Total)
+// ErrSkillOrPurpose reports that spend is asked for by a skill and by purpose at once.
+var ErrSkillOrPurpose = errors.New("spend is counted by skill or by purpose, not by both: leave the skill out")
+
+// Spend lists lines of agent_spend, and the cursor of the next page: the latest day first, and in it what cost most.
+func Spend(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, string, error) {
+	return spend(ctx, db, f, `
+		select s.day::text, s.skill, '' as purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens, s.tokens,
+		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
+		  from agent_spend s
+		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
+		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
+		   and (@skill::text = '' or s.skill = agent_count_key(@skill)) and (@surface::text = '' or s.surface = agent_count_key(@surface))
+		   and (@model::text = '' or s.model = agent_count_key(@model))
+		 order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model
+		 offset @offset limit @limit::int + 1`)
+}
+
+// SpendByPurpose is Spend by what the model was called for: lines of agent_spend_by_purpose. It cannot be narrowed down to a skill.
+func SpendByPurpose(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, string, error) {
+	if f.Skill != "" {
+		return nil, "", ErrSkillOrPurpose
 	}
-	rows, err := db.Query(ctx, `
-		select coalesce(nullif(a.purpose, ''), a.skill_name) as skill, a.surface, a.model,
-		       case when @daily::boolean then to_char(a.created_at at time zone 'UTC', 'YYYY-MM-DD') else '' end as period,
-		       count(*) as calls,
-		       coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt_tokens,
-		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as completion_tokens,
-		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
-		       sum(a.cost_usd)::float8 as cost_usd,
-		       coalesce(sum(agent_tokens(a.token_usage, 'unknown_tokens')), 0)::bigint as unknown_tokens,
-		       coalesce(sum(agent_usd(a.token_usage, 'unknown_usd')), 0)::float8 as unknown_usd
-		  from agent_activity a
-		 where a.kind = 'model' and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
-		 group by 1, 2, 3, 4
-		 order by period desc, cost_usd desc, tokens desc, skill, surface, model`,
-		perQuery, postgres.Strict{"daily": by == ByDay, "since": moment(since)})
-	return report[Spending](rows, err, "sum spend")
+	return spend(ctx, db, f, `
+		select s.day::text, '' as skill, s.purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens, s.tokens,
+		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
+		  from agent_spend_by_purpose s
+		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
+		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
+		   and @skill::text = '' and (@surface::text = '' or s.surface = agent_count_key(@surface))
+		   and (@model::text = '' or s.model = agent_count_key(@model))
+		 order by s.day desc, s.cost_usd desc, s.tokens desc, s.purpose, s.surface, s.model
+		 offset @offset limit @limit::int + 1`)
+}
+
+func spend(ctx context.Context, db postgres.DB, f ReportFilter, sql string) ([]Spending, string, error) {
+	return reported[Spending](ctx, db, f, sql, postgres.Strict{
+		"since": moment(f.Since), "until": moment(f.Until), "skill": f.Skill, "surface": f.Surface, "model": f.Model,
+	}, "sum spend")
 }
 
 // Slow is how long the calls of a skill take, in milliseconds.
@@ -65,76 +94,82 @@ type Slow struct {
 	Calls          int64   `json:"calls"`
 	P50MS          float64 `json:"p50_ms"`
 	P95MS          float64 `json:"p95_ms"`
-	MaxMS          int64   `json:"max_ms"`
-	TotalMS        int64   `json:"total_ms"`
+	MaxMS          *int64  `json:"max_ms"` // nil where the calls were counted before this was
 	SlowestTraceID string  `json:"slowest_trace_id"`
 }
 
-// Slowest lists the skills whose calls since a moment (the zero time: ever) took longest, by the 95th
-// percentile. Calls that were skipped or await approval say nothing about speed and are left out.
-func Slowest(ctx context.Context, db postgres.DB, since time.Time, limit int) ([]Slow, error) {
-	rows, err := db.Query(ctx, `
-		select a.skill_name as skill, count(*) as calls,
-		       percentile_cont(0.5) within group (order by a.duration_ms) as p50_ms,
-		       percentile_cont(0.95) within group (order by a.duration_ms) as p95_ms,
-		       max(a.duration_ms) as max_ms, sum(a.duration_ms)::bigint as total_ms,
-		       substr(max((lpad(a.duration_ms::text, 15, '0') || a.trace_id) collate "C"), 16) as slowest_trace_id
-		  from agent_activity a
-		 where a.kind = 'call' and a.status in ('success', 'error') and a.duration_ms is not null
-		   and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
-		 group by a.skill_name
-		 order by p95_ms desc, skill
-		 limit @limit`,
-		perQuery, postgres.Strict{"since": moment(since), "limit": pageSize(limit)})
-	return report[Slow](rows, err, "list the slowest skills")
+// Slowest lists skills by how long their calls took since a moment (the zero time: the last 7 days), by the 95th percentile.
+func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
+	return reported[Slow](ctx, db, f, `
+		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
+		  from agent_slowest_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		 where @skill::text = '' or s.skill = @skill
+		 order by s.p95_ms desc, s.skill
+		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list the slowest skills")
 }
 
 // Failure is how a skill fares that has failed.
 type Failure struct {
-	Skill      string    `json:"skill"`
-	Calls      int64     `json:"calls"`
-	Errors     int64     `json:"errors"`
-	Rate       float64   `json:"rate"`   // errors by calls
-	Streak     int64     `json:"streak"` // failures since the last success
-	P50MS      float64   `json:"p50_ms"`
-	P95MS      float64   `json:"p95_ms"`
-	LastError  string    `json:"last_error"`
-	LastClass  string    `json:"last_error_class"`
-	LastFailed time.Time `json:"last_failed_at"`
-	LastTrace  string    `json:"last_trace_id"` // of the last failure
+	Skill      string     `json:"skill"`
+	Calls      int64      `json:"calls"`
+	Errors     int64      `json:"errors"`
+	Rate       float64    `json:"rate"`   // errors by calls
+	Streak     int64      `json:"streak"` // failures in a row up to now, since the skill was last enabled, as in agent_skill_health
+	P50MS      float64    `json:"p50_ms"`
+	P95MS      float64    `json:"p95_ms"`
+	LastError  string     `json:"last_error"`
+	LastClass  string     `json:"last_error_class"`
+	LastFailed *time.Time `json:"last_failed_at"` // nil when the log of it is gone
+	LastTrace  string     `json:"last_trace_id"`  // of the last failure
+	State      string     `json:"state"`          // enabled, on trial, disabled
 }
 
-// Failing lists the skills that failed since a moment (the zero time: ever), those with the most
-// failures first. What counts as a call is what self-heal counts, the view agent_skill_calls: a model's
-// bad arguments, for one, are not the skill's failure.
-func Failing(ctx context.Context, db postgres.DB, since time.Time, limit int) ([]Failure, error) {
-	rows, err := db.Query(ctx, `
-		select t.skill, t.calls, t.errors, t.errors::float8 / t.calls as rate, s.streak, coalesce(t.p50_ms, 0) as p50_ms,
-		       coalesce(t.p95_ms, 0) as p95_ms, coalesce(f.error_message, '') as last_error, f.error_class as last_class,
-		       f.created_at as last_failed, f.trace_id as last_trace
-		  from (select c.skill_name as skill, count(*) as calls, count(*) filter (where c.status = 'error') as errors,
-		               percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
-		               percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms,
-		               (max(c.id::text collate "C") filter (where c.status = 'success'))::uuid as last_success,
-		               (max(c.id::text collate "C") filter (where c.status = 'error'))::uuid as last_error
-		          from agent_skill_calls c
-		         where @since::timestamptz is null or (c.id >= agent_uuid7_floor(@since) and c.created_at >= @since)
-		         group by c.skill_name
-		        having count(*) filter (where c.status = 'error') > 0
-		         order by errors desc, skill
-		         limit @limit) t
-		 cross join lateral (
-		       select count(*) as streak from agent_skill_calls c
-		        where c.skill_name = t.skill and c.status = 'error' and (t.last_success is null or c.id > t.last_success)
-		          and (@since::timestamptz is null or (c.id >= agent_uuid7_floor(@since) and c.created_at >= @since))) s
-		  join agent_skill_calls f on f.id = t.last_error
-		 order by t.errors desc, t.skill`,
-		perQuery, postgres.Strict{"since": moment(since), "limit": pageSize(limit)})
-	list, err := report[Failure](rows, err, "list failing skills")
+// Failing lists the skills that failed since a moment (the zero time: the last 7 days), those with the most failures first. What
+// counts as a call is what self-heal counts, the view agent_skill_calls: a model's bad arguments, for one, are not the skill's failure.
+func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
+	list, next, err := reported[Failure](ctx, db, f, `
+		select s.skill, s.calls, s.errors, s.rate, s.streak, s.p50_ms, s.p95_ms, s.last_error, coalesce(s.last_error_class, '') as last_class,
+		       s.last_failed_at as last_failed, coalesce(s.last_trace_id, '') as last_trace, s.state
+		  from agent_failing_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		 where @skill::text = '' or s.skill = @skill
+		 order by s.errors desc, s.skill
+		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list failing skills")
 	for i := range list {
-		list[i].LastFailed = list[i].LastFailed.UTC()
+		list[i].LastFailed = utc(list[i].LastFailed)
 	}
-	return list, err
+	return list, next, err
+}
+
+// reported reads a page of a report. A report is short and is reckoned anew for each page, so a cursor is how far one has come.
+func reported[T any](ctx context.Context, db postgres.DB, f ReportFilter, sql string, args postgres.Strict, verb string) ([]T, string, error) {
+	offset, err := place(f.Cursor)
+	if err != nil {
+		return nil, "", fmt.Errorf("%s: %w", verb, err)
+	}
+	size := pageSize(f.Limit)
+	args["offset"], args["limit"] = offset, size
+	rows, err := db.Query(ctx, sql, perQuery, args)
+	list, err := report[T](rows, err, verb)
+	if err != nil || len(list) <= size {
+		return list, "", err
+	}
+	return list[:size], placeCursor(offset + size), nil
+}
+
+// placeCursor hides how far a reader of a report has come.
+func placeCursor(n int) string { return cursor(fmt.Sprintf("%032x", n)) }
+
+// place is what placeCursor hides; 0 for the first page.
+func place(c string) (int, error) {
+	hidden, err := before(c)
+	if err != nil || hidden == nil {
+		return 0, err
+	}
+	n, err := strconv.ParseUint(hidden.(string), 16, 31)
+	if err != nil {
+		return 0, fmt.Errorf("read cursor %.60q: %w", c, ErrCursor)
+	}
+	return int(n), nil
 }
 
 // report collects the lines of a report.

@@ -67,7 +67,8 @@ func whoMay() map[string]api.Access {
 		all[name] = api.Public
 	}
 	for _, name := range []string{
-		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity", "GET /v1/executions", "GET /v1/executions/id",
+		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity",
+		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit", "GET /v1/executions", "GET /v1/executions/id",
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
 		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
 		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",

@@ -197,7 +197,7 @@ func (b *room) paths(ctx context.Context) ([]string, error) {
 		"/activity?lane=none", "/traces", "/traces?surface=heartbeat", "/traces?surface=chat&status=failed", "/traces/" + trace, "/traces/" + wide,
 		"/executions", "/executions?status=completed", "/executions?status=waiting", "/executions?flow=flow_7&status=failed",
 		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills", "/skills/" + url.PathEscape(skill),
-		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/lanes", "/operate",
+		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate",
 	}, nil
 }
 

@@ -58,7 +58,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	for _, path := range []string{
 		"/", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
 		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown, "/threads", "/threads/odd",
-		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/skills", "/deliveries",
+		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit", "/skills", "/deliveries",
 	} {
 		body := shows(t, server.URL+path)
 		if len(body) > 300_000 {

@@ -3,7 +3,7 @@ package engineroom
 // all are the pages, in the order of the navigation.
 func (room *Room) all() []page {
 	return room.withPause([]page{
-		room.overviewPage(), room.activityPage(),
+		room.overviewPage(), room.activityPage(), room.auditPage(),
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
 		room.approvalsPage(), room.approvalPage(),

@@ -53,7 +53,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		"/approvals/{id}": "/approvals/" + approval, "/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
 		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
 		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries", "/deliveries/{id}": "/deliveries/" + delivery,
-		"/outgoing": "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/lanes": "/lanes", "/operate": "/operate",
+		"/outgoing": "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit", "/lanes": "/lanes", "/operate": "/operate",
 	}
 }
 

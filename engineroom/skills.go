@@ -41,8 +41,24 @@ func (room *Room) skillsPage() page {
 			v.About = activity.HealthFilter{State: state, Skill: name, After: after, Limit: mostSkills + 1}
 			return "", err
 		},
-		parts: []part{{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList}},
+		parts: []part{
+			{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList},
+			{name: "failing", every: 10 * time.Second, calm: true, load: room.failingSkills},
+			{name: "slowest", every: 10 * time.Second, calm: true, load: room.slowestSkills},
+		},
 	}
+}
+
+// failingSkills are those that failed in the last 7 days, as the view agent_failing_skills has them.
+func (room *Room) failingSkills(ctx context.Context, _ *visit) (any, error) {
+	list, next, err := activity.Failing(ctx, room.Pool, activity.ReportFilter{})
+	return map[string]any{"Skills": list, "More": next != ""}, err
+}
+
+// slowestSkills are those whose calls took longest in the last 7 days, as the view agent_slowest_skills has them.
+func (room *Room) slowestSkills(ctx context.Context, _ *visit) (any, error) {
+	list, next, err := activity.Slowest(ctx, room.Pool, activity.ReportFilter{})
+	return map[string]any{"Skills": list, "More": next != ""}, err
 }
 
 // listedSkill is a skill in the list.

@@ -42,9 +42,10 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 			t.Error("what is out of service does not come first")
 		}
 	}
-	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet", "/act/v1/skills/post_tweet/enable"); strings.Contains(body, "fetch_price") {
+	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet", "/act/v1/skills/post_tweet/enable"); strings.Contains(body, `id="skill-fetch_price"`) {
 		t.Error("an enabled skill is listed as disabled")
 	}
+	shows(t, server.URL+"/skills", `id="failing-fetch_price"`, "no route", `id="slowest-fetch_price"`)
 	shows(t, server.URL+"/skills?state=on+trial", "There is none")
 	shows(t, server.URL+"/skills?skill=fetch_price", "/act/v1/skills/fetch_price/disable")
 	turnsAway(t, server.URL+"/skills?state=broken", 400, "state is")
@@ -102,7 +103,7 @@ func TestSkillsAndSpendReadNothingWhole(t *testing.T) {
 	if err := pool.QueryRow(t.Context(), `select string_agg(distinct tableoid::regclass::text, '|') from agent_activity`).Scan(&partitions); err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{"/spend?days=7", "/spend?days=1&per=hour", "/skills", "/skills/skill_7"} {
+	for _, path := range []string{"/spend?days=7", "/spend?days=1&per=hour", "/spend?by=purpose", "/audit?surface=chat", "/skills", "/skills/skill_7"} {
 		indexed(t, pool, path, partitions, "agent_activity_counts", "agent_executions")
 	}
 }

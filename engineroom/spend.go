@@ -25,9 +25,9 @@ const (
 
 // spendWanted is what the address of the page asks for.
 type spendWanted struct {
-	Days, By, Per         string
-	Skill, Surface, Model string
-	Surfaces              []string // that may be chosen from
+	Days, By, Per                  string
+	Skill, Purpose, Surface, Model string
+	Surfaces                       []string // that may be chosen from
 }
 
 // since is the beginning of the first day that is shown (UTC).
@@ -40,7 +40,9 @@ func (w spendWanted) since() time.Time {
 }
 
 // Narrowed reports whether some of what was spent is left out.
-func (w spendWanted) Narrowed() bool { return w.Skill != "" || w.Surface != "" || w.Model != "" }
+func (w spendWanted) Narrowed() bool {
+	return w.Skill != "" || w.Purpose != "" || w.Surface != "" || w.Model != ""
+}
 
 // today is when the day began (UTC).
 func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
@@ -62,7 +64,7 @@ func askSpend(_ context.Context, v *visit) (title string, err error) {
 	if want.Days, err = v.oneOf("days", "7", "1", "30", "90"); err != nil {
 		return "", err
 	}
-	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.BySurface), string(activity.ByModel)); err != nil {
+	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface), string(activity.ByModel)); err != nil {
 		return "", err
 	}
 	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
@@ -74,10 +76,16 @@ func askSpend(_ context.Context, v *visit) (title string, err error) {
 	if want.Surface, err = v.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
 	}
-	for name, into := range map[string]*string{"skill": &want.Skill, "model": &want.Model} {
+	for name, into := range map[string]*string{"skill": &want.Skill, "purpose": &want.Purpose, "model": &want.Model} {
 		if *into, err = v.words(name); err != nil {
 			return "", err
 		}
+	}
+	if bySkill, byPurpose := want.Skill != "" || want.By == "skill", want.Purpose != "" || want.By == "purpose"; bySkill && byPurpose {
+		if want.Skill != "" || v.Query.Get("by") != "" {
+			return "", badFilter("%s", activity.ErrSkillOrPurpose)
+		}
+		want.By = string(activity.ByPurpose)
 	}
 	v.About = want
 	return "", nil
@@ -94,7 +102,7 @@ type spender struct {
 func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendWanted)
 	filter := activity.SpendFilter{
-		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Surface: want.Surface, Model: want.Model,
+		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose, Surface: want.Surface, Model: want.Model,
 	}
 	by, err := activity.CountedSpend(ctx, room.Pool, filter)
 	if err != nil {
@@ -122,8 +130,12 @@ func takenApart(want spendWanted, key string) string {
 	if key == "" || len(key) > mostAsked || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
-	query := url.Values{"days": {want.Days}, "by": {map[string]string{"skill": "model", "surface": "skill", "model": "skill"}[want.By]}}
-	for name, value := range map[string]string{"skill": want.Skill, "surface": want.Surface, "model": want.Model} {
+	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[want.By]
+	if want.Purpose != "" && by == "skill" {
+		by = "purpose"
+	}
+	query := url.Values{"days": {want.Days}, "by": {by}}
+	for name, value := range map[string]string{"skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model} {
 		if value != "" {
 			query.Set(name, value)
 		}
@@ -241,14 +253,15 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
 		       agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
-		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at
+		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a
 		         where a.skill_name = 'model_call' and a.id >= agent_uuid7_floor(@since::timestamptz)
 		         order by a.id desc limit @walk::int) x
-		 where x.kind = 'model' and (@skill::text = '' or agent_count_key(x.purpose) = agent_count_key(@skill))
+		 where x.kind = 'model' and (@purpose::text = '' or agent_count_key(x.purpose) = agent_count_key(@purpose))
+		   and (@skill::text = '' or x.led_to ? @skill)
 		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or agent_count_key(x.model) = agent_count_key(@model))
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
-		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "surface": want.Surface, "model": want.Model,
+		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model,
 		"most": mostModelCalls,
 	})
 	if err != nil {

@@ -28,11 +28,12 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
 	spend(t, pool, "reflect", "model-two", "0.25", "0")
 	spend(t, pool, "reflect", "model-two", "9", "10 days")
-	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "advance_plan", "75 %", "<svg", "The numbers of this chart")
-	shows(t, server.URL+"/spend?days=30", "$10.00 and 3,000 tokens in 30 days", "by=model&amp;days=30&amp;skill=reflect#calls")
+	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg", "The numbers of this chart")
+	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
+	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days", "by=model&amp;days=30&amp;purpose=reflect#calls")
 	shows(t, server.URL+"/spend?by=model", "model-two", "25 %")
 	shows(t, server.URL+"/spend?by=surface&per=hour", "heartbeat", "100 %")
-	body := shows(t, server.URL+"/spend?days=30&by=model&skill=reflect", "$9.25", "Newest model calls")
+	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
 	if strings.Contains(body, "model-one") {
 		t.Error("a model that was not called for it is shown")
 	}
@@ -44,6 +45,7 @@ func TestSpendRefusesFiltersItDoesNotKnow(t *testing.T) {
 	_, server := open(t)
 	for query, why := range map[string]string{
 		"days=3": "days is", "by=lane": "by is", "per=week": "per is", "per=hour&days=30": "1 or 7 days", "surface=moon": "surface is",
+		"by=purpose&skill=a": "by skill or by purpose", "by=skill&purpose=a": "by skill or by purpose",
 		"skill=" + strings.Repeat("x", 301): "skill is not text",
 	} {
 		turnsAway(t, server.URL+"/spend?"+query, 400, why)
@@ -55,7 +57,7 @@ func TestHostileTextInSpendIsText(t *testing.T) {
 	pool, server := open(t)
 	spend(t, pool, hostile, hostile, "1", "0")
 	spend(t, pool, strings.Repeat("ñ", 500_000), strings.Repeat("m", 1_000_000), "1", "0")
-	for _, path := range []string{"/spend", "/spend?by=model", "/"} {
+	for _, path := range []string{"/spend", "/spend?by=purpose", "/spend?by=model", "/"} {
 		harmless(t, server.URL+path)
 	}
 }

@@ -307,7 +307,7 @@ func (e *Effect) account() error {
 
 // outcome is what the activity row says.
 func (e *Effect) outcome(value any) activity.Outcome {
-	out := activity.Outcome{Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD, Model: e.Model}
+	out := activity.Outcome{Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD, Model: e.Model, LedTo: e.LedTo}
 	if out.Output == nil {
 		out.Output = value
 	}

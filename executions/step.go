@@ -156,6 +156,7 @@ type Effect struct {
 	Usage   activity.Usage
 	CostUSD float64
 	Model   string
+	LedTo   map[string]int // of a model call: how often its answer calls each skill
 	// Settle queues statements that commit together with the call's result, or with its error. They must bear
 	// being sent twice.
 	Settle func(b *pgx.Batch)

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // reply is what is recorded of a model call.
@@ -22,6 +23,8 @@ type reply struct {
 	CostUSD float64                      `json:"cost_usd"`
 	Spent   time.Duration                `json:"spent_ns"` // of the turn's time, when the answer had come
 	Cut     string                       `json:"cut,omitempty"`
+	// Activity is the row of the call: what its answer asks for was caused by it.
+	Activity string `json:"activity_id,omitempty"`
 }
 
 // unknownSpend is the worst case of requests that were not answered.
@@ -44,8 +47,9 @@ type modelCall struct {
 	shown   any // what its row shows
 	request models.Request
 	account *account
-	time    time.Duration        // that all calls of the account may take; 0 is no bound
-	used    func() time.Duration // how much of it is gone
+	time    time.Duration          // that all calls of the account may take; 0 is no bound
+	used    func() time.Duration   // how much of it is gone
+	skill   func(name string) bool // whether a tool of this name is a skill; nil when none is offered
 }
 
 // ask makes one model call of a turn.
@@ -59,7 +63,7 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 		purpose: w.Purpose,
 		shown:   asked{Messages: w.messages[len(w.messages)-fresh:], Earlier: len(w.messages) - fresh, Tools: w.names()},
 		request: models.Request{Messages: w.messages, Tools: w.definitions(), OnDelta: w.OnDelta, OnRestart: w.OnRestart},
-		account: w.account, time: w.budget.Time, used: w.used,
+		account: w.account, time: w.budget.Time, used: w.used, skill: w.isSkill,
 	})
 	if err != nil {
 		return reply{}, err
@@ -140,10 +144,11 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	if err != nil {
 		return reply{}, err
 	}
+	effect.LedTo = c.ledTo(response.Message.ToolCalls)
 	got := reply{Usage: models.Usage{
 		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
 		CachedTokens: response.Usage.CachedTokens, Estimated: used.Estimated,
-	}, CostUSD: cost}
+	}, CostUSD: cost, Activity: effect.ActivityID}
 	if used.UnknownTokens > 0 {
 		got.Unknown = &unknownSpend{used.UnknownTokens, used.UnknownUSD}
 	}
@@ -158,6 +163,23 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		got.Spent = c.used()
 	}
 	return got, nil
+}
+
+// ledTo counts the calls of skills in an answer, which the model call is charged to.
+func (c modelCall) ledTo(made []openai.ToolCall) map[string]int {
+	called := map[string]int{}
+	for _, m := range made {
+		if c.skill != nil && c.skill(m.Function.Name) {
+			called[m.Function.Name]++
+		}
+	}
+	return called
+}
+
+// isSkill says that the model is offered a skill of this name, and no part of the runtime that has it.
+func (w *turn) isSkill(name string) bool {
+	return slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) &&
+		!slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == name })
 }
 
 // shown is what a call has used as the log has it.

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // turn is a Turn under way.
@@ -121,7 +122,7 @@ func (w *turn) iterate(ctx context.Context) error {
 		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
 	}
 	w.silent = 0
-	return w.act(ctx, reply.Message.ToolCalls)
+	return w.act(trace.WithCause(ctx, reply.Activity), reply.Message.ToolCalls)
 }
 
 // stopped ends the turn by a limit.

@@ -8,6 +8,7 @@ type Span struct {
 	TraceID     ID      // the work
 	ExecutionID string  // the durable run that does it
 	ActivityID  string  // the activity under which the next one is filed; empty at the top
+	CauseID     string  // the model call whose answer asked for what is done next; empty for none
 	ThreadID    string  // the conversation the run belongs to; empty for none
 	Lane        string  // the lane the work holds, if it was begun for one
 	Surface     Surface // where the work began
@@ -34,10 +35,17 @@ func IDFrom(ctx context.Context) ID {
 	return span.TraceID
 }
 
-// WithActivity returns a context whose further activities are filed under the given one.
+// WithActivity returns a context whose further activities are filed under the given one, which is what they are done for.
 func WithActivity(ctx context.Context, activityID string) context.Context {
 	span, _ := From(ctx)
-	span.ActivityID = activityID
+	span.ActivityID, span.CauseID = activityID, ""
+	return With(ctx, span)
+}
+
+// WithCause returns a context whose further activities were asked for by the answer of the given model call.
+func WithCause(ctx context.Context, activityID string) context.Context {
+	span, _ := From(ctx)
+	span.CauseID = activityID
 	return With(ctx, span)
 }
 

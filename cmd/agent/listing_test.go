@@ -20,10 +20,10 @@ var listings = map[string]struct {
 }{
 	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no trace matches; `agent heartbeat` makes one"},
 	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
-	"audit":            {[]string{"activity", "audit"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
-	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST", "no model was called in that time"},
+	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT WHY ON BEHALF OF RESULT ERROR COST TRACE", "nothing was done in that time"},
+	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN", "no model was called in that time"},
 	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill was called in that time"},
-	"failing":          {[]string{"activity", "failing"}, "SKILL CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no skill failed in that time"},
+	"failing":          {[]string{"activity", "failing"}, "SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no skill failed in that time"},
 	"lanes":            {[]string{"lanes", "ls"}, "LANE HELD BY TRACE HELD FOR TIME LEFT TOKEN", "no lane is held"},
 	"executions":       {[]string{"executions", "ls"}, "EXECUTION FLOW STATUS CREATED TRACE ABOUT", "no execution matches; `agent heartbeat` makes one"},
 	"skills":           {[]string{"skills", "ls"}, "SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON", "no skills; `agent apply DIR` brings some"},

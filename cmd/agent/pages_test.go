@@ -30,7 +30,7 @@ func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
 	}
 	p := on(t, url)
 	for _, listing := range []string{
-		"executions ls", "activity ls", "trace ls", "memory ls", "objectives ls", "automations ls", "automations runs", "automations dead",
+		"executions ls", "activity ls", "activity audit", "trace ls", "memory ls", "objectives ls", "automations ls", "automations runs", "automations dead",
 		"webhooks ls", "requests ls",
 	} {
 		args := append(strings.Fields(listing), "--limit", "500")
