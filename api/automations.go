@@ -49,7 +49,7 @@ func (s *server) getAutomation(r request) (answer, error) {
 	for i := range runs {
 		runs[i].Output = redact.JSON(runs[i].Output, maxShown)
 	}
-	return answer{body: automationDetail{a, orEmpty(runs)}, trace: a.LastTraceID}, nil
+	return answer{body: automationDetail{a, orEmpty(runs)}, trace: a.LastTraceID, revision: a.Revision}, nil
 }
 
 func (s *server) enableAutomation(r request) (answer, error) {

@@ -77,7 +77,7 @@ func whoMay() map[string]api.Access {
 		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",
 		"POST /v1/objectives/id/accept", "POST /v1/objectives/id/reject",
 		"POST /v1/objectives/id/pause", "POST /v1/objectives/id/resume", "POST /v1/memory/id/forget", "GET /v1/memory/entries/category/key", "PUT /v1/memory/entries/category/key", "DELETE /v1/memory/entries/category/key",
-		"GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations", "GET /v1/automations/id",
+		"GET /v1/skills/name", "GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations", "GET /v1/automations/id",
 		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept", "POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads", "POST /v1/threads/id/messages",
 		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access", "DELETE /v1/threads/id/access/access_id",
 		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock", "PUT /v1/executions/id/lock/lock_id",

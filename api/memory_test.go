@@ -152,3 +152,25 @@ func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
 	a.refused(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`, asAdmin()), 404, "not found")
 	a.refused(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
 }
+
+func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
+	a := start(t)
+	a.objective("grow")
+	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")
+	exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`) // a run is no decision
+	if now := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"); now != seen {
+		t.Errorf("a run changed the ETag from %s to %s", seen, now)
+	}
+	act := func(action string, tag string) int {
+		return a.raw("POST", "/v1/objectives/grow/"+action, `{"reason":"x"}`, having("If-Match", tag)).Code
+	}
+	if code := act("pause", seen); code != 200 {
+		t.Errorf("pause: %d", code)
+	}
+	if code := act("resume", seen); code != 412 {
+		t.Errorf("resume by a page from before: %d", code)
+	}
+	if code := act("resume", a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")); code != 200 {
+		t.Errorf("resume: %d", code)
+	}
+}

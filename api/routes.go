@@ -121,6 +121,9 @@ func (s *server) reading() []route {
 			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"),
 				oneOf("scope", "Who may be offered it", "internal", "external", "both"),
 				text("source", "Where its declaration came from"), text("disabled_by", "Who took it out of service")),
+		}, {
+			method: "GET", path: "/v1/skills/{name}", answer: skillRow{}, handle: s.getSkill, versioned: true,
+			about: "One skill by its name, with its health over the last 7 days. Its ETag is the revision of its state.",
 		},
 	}
 }
@@ -147,7 +150,7 @@ func (s *server) state() []route {
 			params: listing(oneOf("status", "State of the objective", "active", "paused", "completed", "failed", "proposed", "rejected"),
 				text("source", "Where it came from")),
 		}, {
-			method: "GET", path: "/v1/objectives/{id}", answer: objectiveDetail{}, handle: s.getObjective,
+			method: "GET", path: "/v1/objectives/{id}", answer: objectiveDetail{}, versioned: true, handle: s.getObjective,
 			about: "One objective by name or id, with its steps and their evidence.",
 		}, {
 			method: "GET", path: "/v1/automations", answer: page[automations.Automation]{}, handle: s.listAutomations,
@@ -155,7 +158,7 @@ func (s *server) state() []route {
 			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"), text("skill", "Name of the skill"),
 				text("source", "Where its declaration came from")),
 		}, {
-			method: "GET", path: "/v1/automations/{id}", answer: automationDetail{}, handle: s.getAutomation,
+			method: "GET", path: "/v1/automations/{id}", answer: automationDetail{}, versioned: true, handle: s.getAutomation,
 			about: "One automation by name or id, with its latest runs.",
 		}, {
 			method: "GET", path: "/v1/memory", answer: page[memory.Entry]{}, handle: s.listMemory,
@@ -179,10 +182,10 @@ func (s *server) acting() []route {
 			method: "POST", path: "/v1/executions/{id}/cancel", body: because{}, answer: cancelled{}, handle: s.cancelExecution,
 			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, answer: skillChange{}, handle: s.enableSkill,
+			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, guarded: true, answer: skillChange{}, handle: s.enableSkill,
 			about: "Put a skill back into service, with the automations that were paused for it. Failures until now no longer count.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/disable", body: because{}, answer: skillChange{}, handle: s.disableSkill,
+			method: "POST", path: "/v1/skills/{name}/disable", body: because{}, guarded: true, answer: skillChange{}, handle: s.disableSkill,
 			about: "Take a skill out of service, and pause its automations until it is enabled.",
 		}, {
 			method: "POST", path: "/v1/lanes/{lane}/break", body: because{}, answer: laneBreak{}, handle: s.breakLane, conflicts: true,
@@ -203,25 +206,25 @@ func (s *server) deciding() []route {
 			about: "Raise an event and resume whoever waits for it; one that nobody waits for is kept for the first that will. " +
 				"The same id twice counts once.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/accept", body: because{}, answer: change{}, handle: s.acceptObjective,
+			method: "POST", path: "/v1/objectives/{id}/accept", body: because{}, guarded: true, answer: change{}, handle: s.acceptObjective,
 			conflicts: true, about: "Accept an objective that the agent proposed. 409 when it is none, or was decided.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/reject", body: because{}, answer: change{}, handle: s.rejectObjective,
+			method: "POST", path: "/v1/objectives/{id}/reject", body: because{}, guarded: true, answer: change{}, handle: s.rejectObjective,
 			conflicts: true, about: "Reject an objective that the agent proposed. 409 when it is none, or was decided.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/pause", body: because{}, answer: change{}, handle: s.pauseObjective,
+			method: "POST", path: "/v1/objectives/{id}/pause", body: because{}, guarded: true, answer: change{}, handle: s.pauseObjective,
 			conflicts: true, about: "Leave an active objective alone until it is resumed. 409 when it is not active.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/resume", body: because{}, answer: change{}, handle: s.resumeObjective,
+			method: "POST", path: "/v1/objectives/{id}/resume", body: because{}, guarded: true, answer: change{}, handle: s.resumeObjective,
 			conflicts: true, about: "Work on a paused objective again. 409 when it is not paused.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, answer: change{}, handle: s.enableAutomation,
+			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, guarded: true, answer: change{}, handle: s.enableAutomation,
 			about: "Put an automation into service, by its name.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/disable", body: because{}, answer: change{}, handle: s.disableAutomation,
+			method: "POST", path: "/v1/automations/{id}/disable", body: because{}, guarded: true, answer: change{}, handle: s.disableAutomation,
 			about: "Take an automation out of service, by its name. A proposal is refused that way.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/accept", body: because{}, answer: change{}, handle: s.acceptAutomation,
+			method: "POST", path: "/v1/automations/{id}/accept", body: because{}, guarded: true, answer: change{}, handle: s.acceptAutomation,
 			conflicts: true, about: "Accept an automation that the agent proposed. 409 when it is none, or was decided.",
 		}, {
 			method: "POST", path: "/v1/automations/{id}/run", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,

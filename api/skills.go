@@ -64,6 +64,23 @@ func (s *server) listSkills(r request) (answer, error) {
 	return answer{body: pageOf(rows, next)}, nil
 }
 
+// getSkill is one skill by its name. Its ETag is the revision of its state.
+func (s *server) getSkill(r request) (answer, error) {
+	name := r.PathValue("name")
+	if !storable(name) {
+		return answer{}, skills.ErrNotFound
+	}
+	one, err := skills.Get(r.Context(), s.pool, name)
+	if err != nil {
+		return answer{}, err
+	}
+	rows, err := withHealth(r.Context(), s.pool, []skills.Skill{one})
+	if err != nil {
+		return answer{}, err
+	}
+	return answer{body: rows[0], revision: one.StateRevision}, nil
+}
+
 // withHealth joins skills with their health.
 func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]skillRow, error) {
 	sums, err := activity.CountedHealth(ctx, db, activity.HealthFilter{})
@@ -115,14 +132,21 @@ func (s *server) changeSkill(r request, action string, change func(pgx.Tx, strin
 	if !storable(name) {
 		return answer{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)
 	}
+	based, err := r.known()
+	if err != nil {
+		return answer{}, err
+	}
 	result := skillChange{Name: name}
 	done, err := s.audited(r.Context(), action, reason, map[string]string{"skill": name, "reason": reason},
 		func(tx pgx.Tx, _ string) (any, error) {
+			if err := skills.AtRevision(r.Context(), tx, name, based); err != nil {
+				return nil, err
+			}
 			err := change(tx, name, reason, &result)
 			return map[string]any{"changed": result.Changed, "automations": result.Automations}, err
 		})
 	if err != nil {
-		return answer{}, err
+		return answer{}, s.withCurrent(r.Context(), err)
 	}
 	result.TraceID, result.ActivityID = done.TraceID, done.ActivityID
 	return answer{body: result, trace: result.TraceID}, nil

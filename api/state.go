@@ -42,7 +42,7 @@ func (s *server) getObjective(r request) (answer, error) {
 		detail.Evidence, err = objectives.EvidenceOf(r.Context(), s.pool, o.ID)
 	}
 	detail.Steps, detail.Evidence = orEmpty(detail.Steps), orEmpty(detail.Evidence)
-	return answer{body: detail, trace: o.LastTraceID}, err
+	return answer{body: detail, trace: o.LastTraceID, revision: o.Revision}, err
 }
 
 func (s *server) acceptObjective(r request) (answer, error) {
@@ -74,16 +74,25 @@ func (s *server) pull(r request, action, thing string, missing error, fn func(tx
 	if err != nil {
 		return answer{}, err
 	}
+	based, err := r.known()
+	if err != nil {
+		return answer{}, err
+	}
 	reason := r.body.(because).Reason
 	var changed bool
 	done, err := s.audited(r.Context(), action, reason, map[string]string{thing: name, "reason": reason},
 		func(tx pgx.Tx, _ string) (any, error) {
+			if hold, guarded := atRevision[thing]; guarded {
+				if err := hold(r.Context(), tx, name, based); err != nil {
+					return nil, err
+				}
+			}
 			var err error
 			changed, err = fn(tx, name, reason)
 			return map[string]bool{"changed": changed}, err
 		})
 	if err != nil {
-		return answer{}, err
+		return answer{}, s.withCurrent(r.Context(), err)
 	}
 	done.Name, done.Changed = name, changed
 	return answer{body: done, trace: done.TraceID}, nil

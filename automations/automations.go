@@ -107,7 +107,7 @@ type Automation struct {
 	PausedFor      string          `json:"paused_for"`  // the skill for which it is paused
 	ProposedBy     string          `json:"proposed_by"` // the agent; empty for what people declared
 	DecidedBy      string          `json:"decided_by"`  // who accepted or refused it
-	Revision       int             `json:"revision"`    // grows with every change
+	Revision       int             `json:"revision"`    // grows when what it says, or what was decided, changes
 	NextRunAt      *time.Time      `json:"next_run_at"` // nil for events and signals
 	LastRunAt      *time.Time      `json:"last_run_at"`
 	LastTraceID    string          `json:"last_trace_id"`

@@ -80,6 +80,7 @@ func (room *Room) call(r *http.Request, l lever, body []byte) (status int, heade
 			inner.Header[name] = given
 		}
 	}
+	l.condition(r.PostForm, inner.Header)
 	answer := &answered{header: http.Header{}}
 	room.API().ServeHTTP(answer, inner)
 	return max(answer.status, http.StatusOK), answer.header, answer.body.Bytes()
@@ -97,7 +98,7 @@ func (l lever) body(form url.Values) ([]byte, error) {
 		if !known && name != backField {
 			return nil, fmt.Errorf("the form has a field %.60q, which this lever does not take", name)
 		}
-		if !known {
+		if !known || k == asRevision {
 			continue
 		}
 		value, given, err := k.read(form[name])
@@ -109,6 +110,20 @@ func (l lever) body(form url.Values) ([]byte, error) {
 		}
 	}
 	return json.Marshal(object)
+}
+
+// condition says to the route on which revision the form is based.
+func (l lever) condition(form url.Values, header http.Header) {
+	for _, f := range l.fields {
+		if f.kind != asRevision || form.Get(f.name) == "" {
+			continue
+		}
+		if revision := form.Get(f.name); revision == "0" {
+			header.Set("If-None-Match", "*")
+		} else {
+			header.Set("If-Match", strconv.Quote(revision))
+		}
+	}
 }
 
 // read makes a value of what a form has. given is false for a field that was left empty.
@@ -144,6 +159,8 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 			return nil, false, fmt.Errorf("is %.60q; it has to be a number", last)
 		}
 		return json.Number(strings.TrimSpace(last)), true, nil
+	case asRevision: // see condition
+		return nil, false, nil
 	case asJSON:
 		if !json.Valid([]byte(last)) {
 			return nil, false, fmt.Errorf("is not JSON; a text is written in quotation marks")

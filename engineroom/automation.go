@@ -54,7 +54,7 @@ func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) 
 type automationFacts struct {
 	automationRow
 	Condition, Arguments, Source, DecidedBy string
-	MaxAttempts, Revision                   int
+	MaxAttempts                             int
 	Armed                                   bool
 	UpdatedAt                               time.Time
 }

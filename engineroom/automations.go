@@ -44,6 +44,7 @@ type automationsWanted struct{ State, Before string }
 
 // automationRow is an automation in a list, with its last run.
 type automationRow struct {
+	Revision                                                                               int
 	ID, Name, Description, Trigger, Cron, Timezone, Event, Signal, SkillName, Prompt, Flow string
 	Enabled                                                                                bool
 	DisabledBy, DisabledReason, PausedFor, ProposedBy, LastTraceID                         string
@@ -77,7 +78,7 @@ const automationColumns = `a.id::text, a.name, left(a.description, 300) as descr
 	left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event,
 	left(a.signal, 300) as signal, a.skill_name, left(a.prompt, 300) as prompt, a.flow, a.enabled, a.disabled_by,
 	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for, left(a.proposed_by, 300) as proposed_by,
-	left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at,
+	left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at, a.revision,
 	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
 	r.claimed_at as run_at`
 

@@ -18,15 +18,19 @@ type field struct {
 type kind int
 
 const (
-	asText   kind = iota // a text
-	asList               // every value that was given, and every line of each
-	asFlag               // true for "true", "on" and "1", false for "false", "0" and nothing
-	asNumber             // a number
-	asJSON               // what was written, which has to be JSON
+	asText     kind = iota // a text
+	asList                 // every value that was given, and every line of each
+	asFlag                 // true for "true", "on" and "1", false for "false", "0" and nothing
+	asNumber               // a number
+	asJSON                 // what was written, which has to be JSON
+	asRevision             // of what the page showed; it is no part of the body but If-Match, or for 0, when nothing was there, If-None-Match
 )
 
 // why is the body of most levers.
 var why = []field{{"reason", asText}}
+
+// based are the fields of a lever that changes something which others may have changed since the page showed it.
+var based = append([]field{{"if_revision", asRevision}}, why...)
 
 // levers are all that the room can pull. A route that is not here cannot be called through it.
 func levers() []lever {
@@ -37,19 +41,20 @@ func levers() []lever {
 		{"POST", "/v1/executions/{id}/retry", nil, "A new execution does again what failed."},
 		{"POST", "/v1/executions/{id}/fork", []field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}}, "A new execution goes on from there."},
 		{"POST", "/v1/executions/{id}/replay", nil, "The execution was replayed against its record."},
-		{"POST", "/v1/skills/{name}/enable", why, "Skill {name} is in service."},
-		{"POST", "/v1/skills/{name}/disable", why, "Skill {name} is out of service."},
+		{"POST", "/v1/skills/{name}/enable", based, "Skill {name} is in service."},
+		{"POST", "/v1/skills/{name}/disable", based, "Skill {name} is out of service."},
 		{"POST", "/v1/lanes/{lane}/break", why, "Lane {lane} was taken from its holder."},
 		{"POST", "/v1/approvals/{id}", []field{{"decision", asText}, {"reason", asText}}, "The decision is recorded; who waited for it goes on."},
 		{"POST", "/v1/events", []field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}}, "The event was raised."},
-		{"POST", "/v1/objectives/{id}/accept", why, "The objective is accepted."},
-		{"POST", "/v1/objectives/{id}/reject", why, "The objective is rejected."},
-		{"POST", "/v1/objectives/{id}/pause", why, "The objective is left alone until it is resumed."},
-		{"POST", "/v1/objectives/{id}/resume", why, "The objective is worked on again."},
-		{"POST", "/v1/memory/{id}/forget", why, "The entry is forgotten."},
-		{"POST", "/v1/automations/{id}/enable", why, "Automation {id} is in service."},
-		{"POST", "/v1/automations/{id}/disable", why, "Automation {id} is out of service."},
-		{"POST", "/v1/automations/{id}/accept", why, "Automation {id} is accepted."},
+		{"POST", "/v1/objectives/{id}/accept", based, "The objective is accepted."},
+		{"POST", "/v1/objectives/{id}/reject", based, "The objective is rejected."},
+		{"POST", "/v1/objectives/{id}/pause", based, "The objective is left alone until it is resumed."},
+		{"POST", "/v1/objectives/{id}/resume", based, "The objective is worked on again."},
+		{"POST", "/v1/memory/{id}/forget", based, "The entry is forgotten."},
+		{"POST", "/v1/memory/conflicts/{id}/decide", append([]field{{"decision", asText}}, based...), "The conflict is decided."},
+		{"POST", "/v1/automations/{id}/enable", based, "Automation {id} is in service."},
+		{"POST", "/v1/automations/{id}/disable", based, "Automation {id} is out of service."},
+		{"POST", "/v1/automations/{id}/accept", based, "Automation {id} is accepted."},
 		{"POST", "/v1/automations/{id}/run", why, "Automation {id} runs now."},
 		{"POST", "/v1/webhooks/deliveries/{id}/replay", []field{{"replays", asNumber}}, "The delivery is handled again."},
 		{"POST", "/v1/webhooks/outbox/{id}/resend", why, "The message is sent once more."},

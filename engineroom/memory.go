@@ -87,6 +87,7 @@ func (room *Room) memoryPage() page {
 	return page{
 		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: askMemory,
 		parts: []part{
+			{name: "conflicts", every: 3 * time.Second, load: room.memoryConflicts},
 			{name: "use", every: 30 * time.Second, calm: true, load: room.memoryUse},
 			{name: "entries", every: 3 * time.Second, load: room.memories},
 		},
@@ -220,7 +221,7 @@ func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
 		       left(a.agent, 100) as agent, a.created_at as at
-		  from unnest(array['memory_write', 'memory_forget', 'forget_memory']) s (name)
+		  from unnest(array['memory_write', 'memory_forget', 'save_memory', 'set_memory', 'forget_memory', 'decide_memory_conflict']) s (name)
 		  cross join lateral (select * from agent_activity x where x.skill_name = s.name order by x.id desc limit @window) a
 		 where a.input ->> 'key' = @key
 		 order by a.id desc limit @most`,

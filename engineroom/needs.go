@@ -45,6 +45,7 @@ func kindsOfNeed() []need {
 		{Kind: "request", Title: "Requests that people have not answered", List: "/executions?view=waiting", item: "/executions/"},
 		{Kind: "objective", Title: "Objectives the agent proposes", List: "/objectives?status=proposed", item: "/objectives/"},
 		{Kind: "automation", Title: "Automations the agent proposes", List: "/automations?state=disabled", item: "/automations/"},
+		{Kind: "conflict", Title: "Memory conflicts to decide", List: "/memory#conflicts", item: "/memory#conflict-"},
 		{Kind: "skill", Title: "Skills out of service", List: "/skills", item: "/skills/"},
 		{Kind: "stuck", Title: "Executions that are stuck", List: "/executions?view=stuck", item: "/executions/"},
 		{Kind: "run", Title: "Automation runs given up", List: "/automations#dead", item: "/automations/"},

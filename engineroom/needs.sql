@@ -21,6 +21,11 @@ union all
           where m.disabled_by = 'proposal' order by m.id desc limit @beyond) x
   order by x.id desc limit @most)
 union all
+(select 'conflict', left(x.key, 200), x.id::text, 'kept for ' || left(x.category, 100) || ' by ' || left(x.trace_id, 100), x.created_at, count(*) over ()
+   from (select c.id, c.key, c.category, c.trace_id, c.created_at from agent_memory_conflicts c
+          where c.status = 'open' order by c.id desc limit @beyond) x
+  order by x.id desc limit @most)
+union all
 (select 'skill', x.name, x.name,
         case when x.trial_at is not null then 'on trial; ' else '' end || 'by ' || left(x.disabled_by, 100) || ': ' || left(x.disabled_reason, 200),
         coalesce(x.disabled_at, x.updated_at), count(*) over ()

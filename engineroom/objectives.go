@@ -28,7 +28,7 @@ var objectiveStates = []string{
 type pursued struct {
 	ID, Name, Goal, Status, Source, ProposedBy, Note string
 	SuccessCriteria, DecidedBy, DecidedReason        string
-	Priority, Round, IdleRuns                        int
+	Priority, Round, Revision, IdleRuns              int
 	Review                                           int64 // seconds between rounds; 0 for none
 	DueAt, TouchedAt, CreatedAt                      time.Time
 	DecidedAt                                        *time.Time
@@ -49,7 +49,7 @@ func (p pursued) Bar() (b struct{ Done, Failed int64 }) {
 const pursuedColumns = `
 		select o.id::text, o.name, left(o.goal, 4000) as goal, o.status, left(o.source, 100) as source, left(o.proposed_by, 100) as proposed_by,
 		       left(o.note, 4000) as note, left(o.success_criteria, 4000) as success_criteria, left(o.decided_by, 100) as decided_by,
-		       left(o.decided_reason, 1000) as decided_reason, o.priority, o.round, o.idle_runs,
+		       left(o.decided_reason, 1000) as decided_reason, o.priority, o.round, o.revision, o.idle_runs,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review, o.due_at,
 		       greatest(o.updated_at, p.touched_at) as touched_at, o.created_at, o.decided_at,
 		       left(case when p.touched_at > o.updated_at and p.trace_id <> '' then p.trace_id

@@ -81,6 +81,9 @@ func waitsForPeople(t *testing.T, pool *pgxpool.Pool, text string) {
 		insert into agent_requests (kind, execution_id, trace_id, title) values ('signature', $1, 'fl_1', $2) returning id::text`, run, text)
 	put(t, pool, `insert into agent_objectives (name, goal, status, proposed_by) values ($1, $1, 'proposed', 'agent') returning id::text`, text)
 	put(t, pool, `
+		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id)
+		values ('general', left($1, 200), to_jsonb($1::text), 0, 0, 'hb_1') returning id::text`, text)
+	put(t, pool, `
 		insert into agent_automations (name, description, prompt, enabled, disabled_by, proposed_by)
 		values ($1, $1, 'look', false, 'proposal', 'agent') returning id::text`, text)
 	put(t, pool, `
@@ -119,8 +122,8 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
-	if len(links) != 20 {
-		t.Errorf("%d links, want one to the list and one to the thing of each of 10 kinds", len(links))
+	if len(links) != 22 {
+		t.Errorf("%d links, want one to the list and one to the thing of each of 11 kinds", len(links))
 	}
 	for _, link := range links {
 		if strings.HasPrefix(link[1], "/skills") {

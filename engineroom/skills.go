@@ -70,6 +70,7 @@ type listedSkill struct {
 // skillAbout is what the list says of a skill beside its health.
 type skillAbout struct {
 	Name, Description, Handler, Scope, Trust string
+	StateRevision                            int
 }
 
 func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
@@ -84,7 +85,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 		names = append(names, h.Skill)
 	}
 	rows, err := room.Pool.Query(ctx, `
-		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust
+		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust, s.state_revision
 		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
 	if err != nil {
 		return nil, fmt.Errorf("list skills: %w", err)
@@ -145,7 +146,7 @@ type shownSkill struct {
 	Name, Description, Handler, Scope, Trust, State, Source, DisabledBy, DisabledReason string
 	Idempotent, Enabled                                                                 bool
 	TimeoutMS                                                                           int64
-	Revision                                                                            int
+	Revision, StateRevision                                                             int
 	DisabledAt, TrialAt                                                                 *time.Time
 	EnabledAt, UpdatedAt                                                                time.Time
 	Tool, Config, Evidence                                                              string
@@ -167,7 +168,7 @@ func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust, left(s.source, 300) as source, s.disabled_by,
-		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision, s.disabled_at, s.trial_at,
+		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision, s.state_revision, s.disabled_at, s.trial_at,
 		       s.enabled_at, s.updated_at,
 		       case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
 		       left(s.tool_definition::text, 8192) as tool, octet_length(s.tool_definition::text) as tool_size,

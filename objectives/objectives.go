@@ -103,7 +103,7 @@ type Objective struct {
 	DecidedBy          string     `json:"decided_by"`     // who accepted or rejected it
 	DecidedReason      string     `json:"decided_reason"`
 	DecidedAt          *time.Time `json:"decided_at"`
-	Revision           int        `json:"revision"` // grows with every change
+	Revision           int        `json:"revision"` // grows when what it says, or what was decided, changes
 	LastTraceID        string     `json:"last_trace_id"`
 	Source             string     `json:"source"`
 	CreatedAt          time.Time  `json:"created_at"`

@@ -74,7 +74,8 @@ type Skill struct {
 	EnabledAt      time.Time       `json:"enabled_at"` // failures before it do not count
 	TrialAt        *time.Time      `json:"trial_at"`   // when the one try after the cool-down was granted
 	Evidence       json.RawMessage `json:"evidence"`
-	Revision       int             `json:"revision"`
+	Revision       int             `json:"revision"`       // grows when what a call would do changes
+	StateRevision  int             `json:"state_revision"` // grows when that, or whether it is in service, changes
 	Source         string          `json:"source"`
 	CreatedAt      time.Time       `json:"created_at"`
 	UpdatedAt      time.Time       `json:"updated_at"`

@@ -78,7 +78,7 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 
 // columns are those of a [Skill].
 const columns = `id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
-	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, source, created_at, updated_at`
+	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
 
 // collect reads the skills that a query has found, whose error is err.
 func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {

@@ -43,6 +43,9 @@ func Of(err error) (p *Problem, news bool) {
 	if stale, ok := errors.AsType[*memory.ConflictError](err); ok {
 		return ofConflict(stale), false
 	}
+	if stale, ok := errors.AsType[*postgres.StaleError](err); ok {
+		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
+	}
 	switch {
 	case is(err, activity.ErrCursor):
 		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
