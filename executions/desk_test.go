@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -157,6 +158,48 @@ func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
 	}
 }
 
+// awaitsStandby returns when a commit of this server waits for a standby. Its sessions know of the setting sooner: commits wait from when the server's
+// checkpointer has read it.
+func awaitsStandby(t *testing.T, url string) {
+	t.Helper()
+	watch, err := pgx.Connect(t.Context(), url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = watch.Close(context.WithoutCancel(t.Context())) }()
+	for range 1000 {
+		conn, err := pgx.Connect(t.Context(), url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pid := conn.PgConn().PID()
+		ctx, leave := context.WithTimeout(t.Context(), patience)
+		ended := make(chan error, 1)
+		go func() {
+			_, err := conn.Exec(ctx, `create table if not exists committed (n int)`)
+			if err == nil {
+				_, err = conn.Exec(ctx, `insert into committed values (1)`)
+			}
+			ended <- err
+		}()
+		var waits bool
+		pgtest.Eventually(t, patience, func() bool {
+			if len(ended) > 0 {
+				return true
+			}
+			waits = value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
+			return waits
+		}, "a commit ends, or waits for a standby")
+		leave()
+		<-ended
+		_ = conn.Close(context.WithoutCancel(t.Context()))
+		if waits {
+			return
+		}
+	}
+	t.Fatal("no commit waits for a standby")
+}
+
 // A start for others waits until it is on disk, and where a standby has to have it, until that has. One for a caller who runs it here does not:
 // its end does. A standby that never comes tells which is which.
 func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
@@ -186,7 +229,7 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	}
 	exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
 	exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, patience, func() bool { return value[string](t, pool, `show synchronous_standby_names`) == "nobody" }, "the server waits for a standby")
+	awaitsStandby(t, server.URL())
 	specs := []executions.Spec{spec, spec}
 	begin := func(here ...bool) ([]executions.Execution, error) {
 		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
