@@ -56,7 +56,8 @@ func (e *Engine) Unforkable(flow, why string) {
 // come, and for a child of the other if its start is kept.
 //
 // With another input, a recorded step whose own input (see Input) would be another makes Fork fail with ErrChanged, and the
-// text names the step; where that cannot be told before, the fork itself fails so. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// text names the step; one with which the flow fails between steps, such as one that it does not take, makes it fail with ErrNoFork. Where that
+// cannot be told before, the fork itself fails so. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -109,7 +110,7 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 // foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out whether one of
 // them belongs to another input. What cannot be told that way is left to the fork.
 func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
-	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil || s.Latest {
+	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
 	}
 	rows, err := tx.Query(ctx, `
@@ -124,14 +125,39 @@ func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec
 	} else if err != nil {
 		return err
 	}
+	if s.Latest && x.FlowVersion != nil {
+		if err := newest(ctx, tx, &x, points); err != nil {
+			return err
+		}
+	}
 	sortPoints(points)
 	x.Input, x.Status, x.ErrorMessage = s.Input, Running, nil
 	got, err := e.rehearse(ctx, x, points, nil)
 	if err != nil {
 		return err
 	}
-	if d := got.Divergence; d != nil && d.Kind == DivergedInput {
-		return fmt.Errorf("%s; fork from this step or one before it: %w", strings.TrimSuffix(d.Message, ": "+ErrChanged.Error()), ErrChanged)
+	switch {
+	case got.changed != "":
+		return fmt.Errorf("%s; fork from this step or one before it: %w", strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()), ErrChanged)
+	case got.failure != "":
+		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, got.failure)
+	}
+	return nil
+}
+
+// newest gives an execution the current version of its flow, as fork_agent_execution does.
+func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) error {
+	var version int
+	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,
+		postgres.Strict{"flow": x.Flow, "was": *x.FlowVersion}).Scan(&version)
+	if err != nil {
+		return fmt.Errorf("read current version of flow %s: %w", x.Flow, err)
+	}
+	x.FlowVersion = &version
+	for i := range points {
+		if points[i].Step == "flow version" && !points[i].Failed {
+			points[i].Output = fmt.Appendf(nil, "%d", version)
+		}
 	}
 	return nil
 }

@@ -590,3 +590,25 @@ func TestAForkOfAnOutsideRun(t *testing.T) {
 		t.Errorf("locked it is %s", got)
 	}
 }
+
+// Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen to have another input.
+func TestAForkIsRefusedThoughTheCodeAsksTheDatabase(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		_, err := executions.Step(ctx, "first", func(context.Context) (int, error) { return 1, nil }, executions.Input(string(input)))
+		if _, asked := pool.Exec(ctx, `select 1`); asked != nil {
+			return executions.Result{}, asked
+		}
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Step(ctx, "second", func(context.Context) (int, error) { return 2, nil }))
+	}})
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
+	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step first has a record for another input") {
+		t.Errorf("fork: %v", err)
+	}
+}

@@ -38,6 +38,9 @@ type Replayed struct {
 	EndedAt    string      `json:"ended_at"`
 	Equal      bool        `json:"equal"`
 	Divergence *Divergence `json:"divergence"` // null when all is equal
+
+	changed string // the step that has a record for another input, as the error of it says; empty for none
+	failure string // the error of code that failed between steps, so that it does so however often it is called; empty for none
 }
 
 // The ways in which a replay can differ from its record.
@@ -171,6 +174,12 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *repl
 	got := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,
 		Digest: digest(p.all, p.counts, string(x.Status), recordedEnd(x)),
+	}
+	if poison := r.poisoned(); errors.Is(poison, ErrChanged) {
+		got.changed = poison.Error()
+	}
+	if step, of := errors.AsType[*StepError](err); err != nil && p.divergence == nil && p.endedAt == "" && !seal.Tried() && (!of || step.Step == "") {
+		got.failure = err.Error()
 	}
 	status, end := r.judge(x, p, result, err, seal.Tried())
 	got.EndedAt, got.Divergence = p.endedAt, p.divergence
