@@ -15,7 +15,10 @@ func (r *run) announce(ctx context.Context) {
 		return
 	}
 	if step, out, ok := r.lastWait(); ok {
-		about = append(about, "step", step, "event", out.Event, "timed_out", out.TimedOut)
+		about = append(about, "step", step, "timed_out", out.TimedOut)
+		if !out.TimedOut { // else the outcome names an event that has not come
+			about = append(about, "event", out.Event)
+		}
 	}
 	r.e.log.InfoContext(ctx, "execution resumed", about...)
 	r.e.log.InfoContext(ctx, "continuing from checkpoint", "checkpoints", len(r.checkpoints))

@@ -84,6 +84,9 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 			if !slices.Equal(told, want) {
 				t.Errorf("told %q", told)
 			}
+			if _, named := l.said(t, "execution resumed")[0]["event"]; named == (name == "by a sweep") {
+				t.Errorf("an event is named: %t", named)
+			}
 			for message, attribute := range map[string][2]any{
 				"execution waiting":          {"waiting_for", "event"},
 				"execution resumed":          {"timed_out", name == "by a sweep"},

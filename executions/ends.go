@@ -80,7 +80,10 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	var woken int
-	err := e.pool.QueryRow(ctx, `select wake_agent_parents(@id)`, postgres.Strict{"id": id}).Scan(&woken)
+	b := &pgx.Batch{}
+	queuePatience(b)
+	b.Queue(`select wake_agent_parents(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+	err := e.pool.SendBatch(ctx, b).Close()
 	if err != nil {
 		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
 	}
@@ -162,6 +165,7 @@ func (r *run) endSingly(ctx context.Context, end lastWrite) (finished, error) {
 func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err error) {
 	err = r.with(ctx, end.variables, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
+			queuePatience(b)
 			if end.last != nil { // whose fence locks the row more weakly than the end does
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
 				end.last.queue(b)

@@ -80,6 +80,7 @@ type Engine struct {
 	paused      atomic.Bool // as far as this process knows
 
 	transactions chan struct{} // has room for as many as may be open at once
+	locked       chan struct{} // has room for one write that has met a lock, and is made again
 }
 
 // longestLease bounds how long the executions of a process that has died are left with it.
@@ -106,7 +107,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
 		alarm: make(chan struct{}, 1), crews: map[string]*crew{},
-		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)),
+		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)), locked: make(chan struct{}, 1),
 	}
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)

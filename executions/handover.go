@@ -25,11 +25,13 @@ type occurrence struct {
 // and the code that waits for it. The rest goes to the queue.
 func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
 	alone := func() (Delivered, error) {
-		got, err := e.handSeveral(ctx, []occurrence{o})
-		if err != nil {
-			return Delivered{}, err
-		}
-		return got[0].Value, nil
+		return retryLocked(ctx, e, func(ctx context.Context) (Delivered, error) {
+			got, err := e.handSeveral(ctx, []occurrence{o})
+			if err != nil {
+				return Delivered{}, err
+			}
+			return got[0].Value, nil
+		})
 	}
 	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted for its statement.
 	if postgres.IsSealed(ctx) || o.raiser != "" {

@@ -74,11 +74,11 @@ func stillThere(x Execution, err error) (Execution, error) {
 // insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
 func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string, at *desk) (Execution, bool, error) {
 	alone := func() (Execution, error) {
-		got, _, err := s.insert(ctx, e.pool, "running", worker)
+		got, _, err := e.insertNow(ctx, s, "running", worker)
 		return got, err
 	}
 	if s.DedupeKey != "" || postgres.IsSealed(ctx) {
-		return s.insert(ctx, e.pool, "running", worker)
+		return e.insertNow(ctx, s, "running", worker)
 	}
 	o, err := s.opening(true)
 	if err != nil {
@@ -96,7 +96,7 @@ func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Executio
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
-	claimed, created, err := s.insert(ctx, tx, "running", worker)
+	claimed, created, err := s.insert(ctx, tx, "running", worker, "")
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}

@@ -59,7 +59,7 @@ func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error
 		return 0, fmt.Errorf("look at lock of execution %s: %w", id, err)
 	}
 	if claim == nil {
-		return 0, e.void(ctx, id)
+		return 0, e.refuse(ctx, id, lockID, "message", "", nil)
 	}
 	return *claim, nil
 }

@@ -411,15 +411,16 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
-		_, err := pool.Exec(t.Context(), `select cancel_agent_execution($1::uuid, 'x', '')`, p.id)
+		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
 		return err
 	})
-	stuck(t, pool, 1, "cancel_agent")
+	pgtest.Eventually(t, patience, func() bool { return value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
 	exec(t, tx, `select send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
+	pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select complete_agent_cancel($1)`, p.id) }, "the cancel is completed")
 	wantHolder(t, pool, "thread:t1", "", false)
 	wantLoans(t, pool, "thread:t1", 0)
 }

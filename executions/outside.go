@@ -14,7 +14,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
 // External is the flow that a worker outside of this program runs. "external:NAME" are such flows too, for
@@ -195,7 +197,7 @@ func (e *Engine) BeatRun(ctx context.Context, id, lockID string) (Beat, error) {
 		return Beat{}, err
 	}
 	if !got[0].Live {
-		return Beat{}, e.void(ctx, id)
+		return Beat{}, e.refuse(ctx, id, lockID, "beat", "", nil)
 	}
 	return got[0], nil
 }
@@ -211,6 +213,11 @@ func (e *Engine) beat(ctx context.Context, lockIDs []string, id any) ([]Beat, er
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Beat])
 	if err != nil {
 		return nil, fmt.Errorf("beat locks: %w", err)
+	}
+	for _, b := range got {
+		if id == nil && !b.Live && b.ExecutionID != nil {
+			e.recordStale(ctx, *b.ExecutionID, b.LockID, "beat", "", nil)
+		}
 	}
 	return got, nil
 }
@@ -231,7 +238,7 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 	}
 	switch {
 	case postgres.IsCode(err, "LK001"):
-		return "", false, e.void(ctx, id)
+		return "", false, e.refuse(ctx, id, lockID, "checkpoint", step, output)
 	case err != nil:
 		return "", false, fmt.Errorf("record step of execution %s: %w", id, malformed(err))
 	case answer == "different":
@@ -244,6 +251,32 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 		e.log.InfoContext(ctx, "checkpoint saved", append(named(traceID, id), "step", step)...)
 	}
 	return traceID, answer == "created", nil
+}
+
+// refuse says why a lock is void, and records that a write under it was refused.
+func (e *Engine) refuse(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
+	refused := e.void(ctx, id)
+	if errors.Is(refused, ErrVoid) {
+		e.recordStale(ctx, id, lockID, write, step, output)
+	}
+	return refused
+}
+
+// recordStale records in the activity log that a write of a worker outside was refused. Of one lock a few have a row each, and the last one counts
+// the rest: a worker that goes on for hours fills no log.
+func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string, output json.RawMessage) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	var kept any
+	if len(output) > 0 {
+		kept = redact.JSON(output, activity.MaxField)
+	}
+	if _, err := e.pool.Exec(ctx, `select record_stale_agent_write(@id, @lock, @write, @step, @output)`,
+		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": kept}); err != nil {
+		e.log.WarnContext(ctx, "stale write not noted", "execution_id", id, "step", step, "error", err)
+		return
+	}
+	e.log.WarnContext(ctx, "stale write rejected", "execution_id", id, "write", write, "step", step)
 }
 
 // void says why a lock is void.

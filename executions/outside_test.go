@@ -555,3 +555,131 @@ func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
 		t.Error(diff)
 	}
 }
+
+// What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few rows, of which the last counts the rest.
+func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	id := p.external(t, handOn)
+	late := p.lock(t, id, "late")
+	p.record(t, id, late.LockID, "first", `1`)
+	expire(t, pool, id)
+	next := p.lock(t, id, "next")
+	for i := range 26 {
+		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i), json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
+		if !errors.Is(err, executions.ErrVoid) {
+			t.Fatal(err)
+		}
+	}
+	p.void(t, id, late.LockID, "next") // a beat, a step and a release
+	if _, err := p.LockClaim(t.Context(), id, late.LockID); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("a message: %v", err)
+	}
+	if _, err := p.BeatRun(t.Context(), id, "another"); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("a beat of another lock: %v", err)
+	}
+	type refused struct {
+		Write, Step, Status, Class string
+		More                       int
+		Output                     string
+	}
+	rows, err := pool.Query(t.Context(), `
+		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0), coalesce((output -> 'output')::text, '')
+		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[refused])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 || got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
+		t.Errorf("recorded %+v", got)
+	}
+	for _, r := range got {
+		if strings.Contains(r.Output, "sk-secret") {
+			t.Errorf("a secret is kept: %s", r.Output)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
+		t.Error("the lock is in the log")
+	}
+	why := value[string](t, pool, `select string_agg((reason).what, '; ') from agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
+		postgres.Strict{"trace": late.Execution.TraceID})
+	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
+		t.Errorf("why: %s", why)
+	}
+	if !p.record(t, id, next.LockID, "second", `2`) {
+		t.Error("the next one's step is not recorded")
+	}
+	if value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`) {
+		t.Error("a write of no execution is recorded")
+	}
+}
+
+// A worker outside that waits for a child lends it its thread, has it back afterwards, and learns what the child has come to: the same as inside.
+func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, nil)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	says := func(id, lock, words string) (queued bool) {
+		t.Helper()
+		claim, err := p.LockClaim(t.Context(), id, lock)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return value[bool](t, pool, `select queued from send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
+	}
+	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
+	for n, ends := range []string{"while it waits", "before it waits"} {
+		lock := p.lock(t, id, "coordinator")
+		if says(id, lock.LockID, "I ask") {
+			t.Error("the coordinator's message queues")
+		}
+		child := p.external(t, func(s *executions.Spec) { s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true })
+		work := func() {
+			t.Helper()
+			mine := p.lock(t, child, "child")
+			if says(child, mine.LockID, "I answer") {
+				t.Error("the child's message queues")
+			}
+			exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
+			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.Release{
+				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if ends == "before it waits" {
+			work()
+		}
+		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "agent", Key: child})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ends == "while it waits" {
+			if status != executions.Waiting {
+				t.Errorf("it is %s", status)
+			}
+			work()
+		}
+		until(t, pool, id, executions.Running)
+		lock = p.lock(t, id, "coordinator")
+		var out struct {
+			Data struct {
+				Status    string
+				Variables map[string]any
+				Result    map[string]any
+			}
+		}
+		point := lock.Checkpoints[len(lock.Checkpoints)-1]
+		if err := json.Unmarshal(point.Output, &out); err != nil || out.Data.Status != "completed" || out.Data.Variables["color"] != "red" || out.Data.Result["n"] != 7.0 {
+			t.Errorf("%s: %s is %s, %v", ends, point.Step, point.Output, err)
+		}
+		if says(id, lock.LockID, fmt.Sprint("thanks ", n)) {
+			t.Error("the coordinator's message queues")
+		}
+	}
+}

@@ -47,7 +47,7 @@ func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (s
 	}).Scan(&status, &traceID)
 	switch {
 	case postgres.IsCode(err, "LK001"):
-		return "", "", e.void(ctx, id)
+		return "", "", e.refuse(ctx, id, lockID, "release", string(r.Status), r.Result)
 	case err != nil:
 		return "", "", fmt.Errorf("unlock execution %s: %w", id, malformed(err))
 	}

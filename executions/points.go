@@ -23,12 +23,14 @@ type point struct {
 	variables       json.RawMessage // nil when the row has them
 }
 
-// queue queues the record of a step. Sent twice, it changes nothing the second time.
+// queue queues the record of a step. Sent twice, it changes nothing the second time. It waits for a lock of the execution for a moment only.
 func (p *point) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-		values (@id, @step, @claim, @fingerprint, @failed, @output) on conflict (execution_id, step) do nothing`,
-		postgres.Strict{"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.print, "failed": p.failed, "output": p.output})
+		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @patience, true)
+		on conflict (execution_id, step) do nothing`, postgres.Strict{
+		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.print, "failed": p.failed, "output": p.output, "patience": lockPatience,
+	})
 }
 
 // keepPoint writes the result of a step, together with those of other runs that come at the same time, or by itself until then. Only

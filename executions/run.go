@@ -275,6 +275,7 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 		r.e.opts.Observer.Lost(r.exec)
 		return nil
 	case errors.Is(poison, ErrCancelled):
+		r.e.completeCancel(ctx, r.exec.ID)
 		r.e.log.InfoContext(ctx, "execution cancelled")
 		r.e.opts.Observer.Ended(r.exec, Cancelled)
 		return nil

@@ -69,7 +69,7 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execu
 
 // StartTx is Start in a transaction of the caller's: the execution exists when that commits.
 func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
-	got, created, err := s.insert(ctx, tx, "pending", "")
+	got, created, err := s.insert(ctx, tx, "pending", "", "")
 	if err == nil && created {
 		err = e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
 	}
@@ -79,8 +79,19 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 	return got, created, nil
 }
 
-// insert writes the row. A dedupe key that is taken leads to the row that has it.
-func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string) (Execution, bool, error) {
+// insertNow is insert in a transaction of its own. While another transaction holds the dedupe key, it tries again.
+func (e *Engine) insertNow(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
+	created := false
+	got, err := retryLocked(ctx, e, func(ctx context.Context) (x Execution, err error) {
+		x, created, err = s.insert(ctx, e.pool, status, worker, lockPatience)
+		return x, err
+	})
+	return got, created, err
+}
+
+// insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits for another transaction that
+// holds the key; empty for as long as the transaction's lock_timeout says.
+func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patience string) (Execution, bool, error) {
 	o, err := s.opening(status == "running")
 	if err != nil {
 		return Execution{}, false, err
@@ -88,12 +99,13 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker string)
 	rows, err := db.Query(ctx, `
 		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
 		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
-		values (@trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status, @worker,
+		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status, @worker,
 		       case when @status = 'running' then 1 else 0 end,
 		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
-		       @on_lost, @max_attempts, @progress_seconds)
+		       @on_lost, @max_attempts, @progress_seconds
+		  from set_config('lock_timeout', coalesce(@patience, current_setting('lock_timeout')), true)
 		on conflict do nothing
-		returning `+columns, o.arguments(status, worker))
+		returning `+columns, o.arguments(status, worker, patience))
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
 	}
@@ -142,13 +154,13 @@ func (s Spec) opening(here bool) (opening, error) {
 }
 
 // arguments are those of a start by itself.
-func (o opening) arguments(status, worker string) postgres.Strict {
+func (o opening) arguments(status, worker, patience string) postgres.Strict {
 	return postgres.Strict{
 		"trace_id": string(o.TraceID), "surface": string(o.Surface), "agent": o.Agent, "flow": o.Flow,
 		"parent_id": null(o.ParentID), "thread_id": null(o.ThreadID), "queue": o.Queue,
 		"priority": o.Priority, "status": status, "worker": null(worker), "input": o.input,
 		"dedupe_key": null(o.DedupeKey), "awaited": o.Awaited, "inherits": o.Inherits, "on_lost": o.OnLost,
-		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds,
+		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "patience": null(patience),
 	}
 }
 

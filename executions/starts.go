@@ -46,7 +46,7 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 
 // startQueued inserts an execution that the workers of this process look for at once.
 func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, error) {
-	got, created, err := s.insert(ctx, e.pool, "pending", "")
+	got, created, err := e.insertNow(ctx, s, "pending", "")
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}

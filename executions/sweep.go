@@ -154,6 +154,9 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	}
 	var ready []readyIn
 	var ends []ended
+	if err := e.completeCancels(ctx); err != nil {
+		return err
+	}
 	b := &pgx.Batch{}
 	b.Queue(`select queue, count(*) from sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])

@@ -155,6 +155,7 @@ func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.carry()
 	err := r.with(ctx, text, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
+			queuePatience(b)
 			r.queueVariables(b, text)
 			queue(b)
 		})

@@ -209,7 +209,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 	for unsure := false; ; unsure = true {
 		text := r.unwritten()
 		err := r.with(ctx, text, func(text json.RawMessage) (err error) {
-			came, err = r.parkShared(ctx, step, w, data, text)
+			came, err = retryLocked(ctx, r.e, func(ctx context.Context) ([]byte, error) { return r.parkShared(ctx, step, w, data, text) })
 			return err
 		})
 		switch {
@@ -235,6 +235,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 // tryPark is one transaction, in which the variables follow the park.
 func (r *run) tryPark(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
 	b := &pgx.Batch{}
+	queuePatience(b)
 	b.Queue(`select park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,

@@ -137,11 +137,13 @@ func (e *Engine) renew(ctx context.Context) error {
 	timed, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	var alive bool
-	var mine []string
+	var mine, requested []string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(timed, `
 		select renew_agent_worker(@id), array(
-		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id)`,
-		postgres.Strict{"id": w.id}).Scan(&alive, &mine)
+		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
+		  select c.execution_id::text from agent_cancel_requests c
+		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
+		postgres.Strict{"id": w.id}).Scan(&alive, &mine, &requested)
 	switch {
 	case err != nil:
 		return fmt.Errorf("renew worker: %w", err)
@@ -149,6 +151,9 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.lose(w)
 		_, err := e.current(ctx)
 		return errors.Join(ErrLost, err)
+	}
+	for _, id := range requested {
+		e.cancelled(ctx, id)
 	}
 	gone, strays := e.compare(w, began, mine)
 	for _, r := range gone {

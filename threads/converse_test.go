@@ -3,6 +3,7 @@ package threads_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
@@ -182,6 +184,75 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	child := value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
 	p.log.want(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
 	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
+}
+
+// A parent that does not wait any longer has the thread again, whether it had spoken before or its child was the first; what the child says
+// then has to wait.
+func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
+	t.Parallel()
+	for name, first := range map[string]bool{"parent first": true, "child first": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			open(t, pool, "t")
+			p := runs(t, pool, map[string]flow{
+				"parent": func(ctx context.Context) (executions.Result, error) {
+					if first {
+						if err := says(ctx, "parent begins"); err != nil {
+							return done(err)
+						}
+					}
+					got, err := executions.Trigger(ctx, "child", executions.Child{Flow: "child", ThreadID: "t", Wait: true, Timeout: time.Second})
+					if err == nil && !got.TimedOut {
+						err = errors.New("the wait did not time out")
+					}
+					if err == nil {
+						err = says(ctx, "parent goes on")
+					}
+					if err != nil {
+						return done(err)
+					}
+					_, err = executions.Wait(ctx, "hold", executions.Event("over", 0))
+					return done(err)
+				},
+				"child": func(ctx context.Context) (executions.Result, error) {
+					if err := says(ctx, "child asks"); err != nil {
+						return done(err)
+					}
+					if _, err := executions.Wait(ctx, "answer", executions.Event("answer", 0)); err != nil {
+						return done(err)
+					}
+					return done(says(ctx, "child ends"))
+				},
+			})
+			x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "parent", Surface: trace.Flow, ThreadID: "t"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := []string{"child asks", "parent goes on"}
+			if first {
+				want = append([]string{"parent begins"}, want...)
+			}
+			pgtest.Eventually(t, patience, func() bool {
+				return value[int](t, pool, `select count(*)::int from agent_executions where waiting_key = 'over'`) == 1
+			}, "the parent has gone on")
+			if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
+				t.Errorf("said (-want +got):\n%s", diff)
+			}
+			for _, key := range []string{"answer", "over"} {
+				if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, ""); err != nil {
+					t.Fatal(err)
+				}
+				if key == "answer" {
+					pgtest.Eventually(t, patience, func() bool {
+						return value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 1
+					}, "what the child says is queued")
+				}
+			}
+			p.reaches(t, x.ID, executions.Completed)
+			pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 }, "the child's message leaves")
+		})
+	}
 }
 
 // A child whose message was queued while somebody else had the thread speaks when its parent gets it.

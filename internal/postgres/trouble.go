@@ -14,6 +14,7 @@ const (
 	codeCrashed    = "57P02"
 	codeIdle       = "25P03" // the session was idle in a transaction for too long
 	codeSession    = "57P05" // the session was idle for too long
+	codeLocked     = "55P03" // lock_timeout, or nowait
 )
 
 // Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when
@@ -29,6 +30,9 @@ func Trouble(err error) (what, todo string) {
 		return "the database server is out of memory", "give it more, or lower its max_connections and work_mem"
 	case codeTooMany:
 		return "the database server has no free connection", "raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
+	case codeLocked:
+		return "another transaction of the database has locked what is to be written",
+			"end it: pg_stat_activity lists what is idle in transaction; nothing needs to be restarted here"
 	case codeStarting, codeTerminated, codeCrashed:
 		return "the database server starts or stops", "try again in a moment; its log says why"
 	}
