@@ -36,6 +36,9 @@ type cancelled struct {
 	ID      string            `json:"id"`
 	TraceID string            `json:"trace_id"`
 	Status  executions.Status `json:"status"`
+	// Another transaction has it locked: it is cancelled when that ends. Detail says what may be in the way.
+	CancelRequested bool   `json:"cancel_requested,omitempty"`
+	Detail          string `json:"detail,omitempty"`
 }
 
 func (s *server) listExecutions(r request) (answer, error) {
@@ -83,7 +86,15 @@ func (s *server) cancelExecution(r request) (answer, error) {
 	if err != nil {
 		return answer{trace: x.TraceID}, err
 	}
-	return answer{body: cancelled{x.ID, x.TraceID, status}, trace: x.TraceID}, nil
+	got := cancelled{ID: x.ID, TraceID: x.TraceID, Status: status}
+	if status.Ended() {
+		return answer{body: got, trace: x.TraceID}, nil
+	}
+	if got.Detail, err = executions.CancelDetail(r.Context(), s.pool); err != nil {
+		return answer{trace: x.TraceID}, err
+	}
+	got.CancelRequested = true
+	return answer{body: got, trace: x.TraceID, status: http.StatusAccepted}, nil
 }
 
 // execution is the one that the path names.

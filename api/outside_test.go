@@ -416,3 +416,29 @@ func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
 		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}
 }
+
+// A child that its parent outside waits for belongs to it as one inside does.
+func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
+	a := alive(t)
+	a.creates("/v1/threads", `{"id":"t"}`, nil)
+	parent := a.outside(`,"thread_id":"t"`)
+	for more, want := range map[string]string{
+		`"wait_for_completion":true`:                          "t true true",
+		`"wait_for_completion":true,"can_inherit_lock":false`: "t true false",
+		`"wait_for_completion":false`:                         "false false",
+		`"wait_for_completion":true,"thread_id":"t"`:          "t true true",
+		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
+	} {
+		child := a.outside(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
+		got := value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
+		if got != want {
+			t.Errorf("%s: %s, want %s", more, got, want)
+		}
+	}
+	for body, words := range map[string]string{
+		`{"flow":"external","wait_for_completion":true}`:                              "parent_id",
+		`{"flow":"external","parent_id":"` + parent.ID + `","can_inherit_lock":true}`: "wait_for_completion",
+	} {
+		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), 400, words)
+	}
+}

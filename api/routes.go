@@ -180,7 +180,8 @@ func (s *server) acting() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions/{id}/cancel", body: because{}, answer: cancelled{}, handle: s.cancelExecution,
-			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered.",
+			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered. 202 with cancel_requested for one " +
+				"that another transaction has locked for longer than a second: detail names what may be in the way, and it is cancelled when that ends.",
 		}, {
 			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, guarded: true, answer: skillChange{}, handle: s.enableSkill,
 			about: "Put a skill back into service, with the automations that were paused for it. Failures until now no longer count.",

@@ -30,15 +30,19 @@ const maxProgress = 30 * 24 * 60 * 60
 
 // beginning is an execution to start.
 type beginning struct {
-	Flow            string          `json:"flow"`
-	Input           json.RawMessage `json:"input,omitempty"`
-	ThreadID        string          `json:"thread_id,omitempty"`
-	ChatKey         string          `json:"chat_key,omitempty"` // may speak in the thread, and calls it by its id
-	ParentID        string          `json:"parent_id,omitempty"`
-	OnLost          string          `json:"on_lost,omitempty"`          // fail (standard for workers outside), hand_on, or resume (this program's own)
-	ProgressSeconds int             `json:"progress_seconds,omitempty"` // 0 is no bound
-	Queue           string          `json:"queue,omitempty"`            // background (standard) or interactive
-	Priority        int             `json:"priority,omitempty"`         // 1 first … 4 last; standard 2
+	Flow     string          `json:"flow"`
+	Input    json.RawMessage `json:"input,omitempty"`
+	ThreadID string          `json:"thread_id,omitempty"`
+	ChatKey  string          `json:"chat_key,omitempty"` // may speak in the thread, and calls it by its id
+	ParentID string          `json:"parent_id,omitempty"`
+	// The parent waits for it: it is cancelled with the parent, and speaks in the parent's thread. The parent then gives its lock back with waiting_for agent.
+	WaitForCompletion bool  `json:"wait_for_completion,omitempty"`
+	CanInheritLock    *bool `json:"can_inherit_lock,omitempty"` // of one that is waited for: whether it may act in the parent's lanes; true when left out
+
+	OnLost          string `json:"on_lost,omitempty"`          // fail (standard for workers outside), hand_on, or resume (this program's own)
+	ProgressSeconds int    `json:"progress_seconds,omitempty"` // 0 is no bound
+	Queue           string `json:"queue,omitempty"`            // background (standard) or interactive
+	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; standard 2
 }
 
 // executionStatus is an execution and the status it has.
@@ -73,6 +77,10 @@ func (b beginning) check() error {
 		return badBody("flow is missing: name the flow to run, %s for a worker outside", executions.External)
 	case b.ParentID != "" && !uuidForm.MatchString(b.ParentID):
 		return badBody("parent_id is %.60q, which is not the id of an execution", b.ParentID)
+	case b.WaitForCompletion && b.ParentID == "":
+		return badBody("wait_for_completion needs parent_id: the execution that waits")
+	case b.CanInheritLock != nil && !b.WaitForCompletion:
+		return badBody("can_inherit_lock belongs to wait_for_completion: a parent that does not wait lends nothing")
 	case !slices.Contains([]string{"", "fail", "hand_on", "resume"}, b.OnLost):
 		return badBody("on_lost is %.60q; it can be fail or hand_on", b.OnLost)
 	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
@@ -117,6 +125,10 @@ func (s *server) startExecution(r request) (answer, error) {
 		}
 		spec.ParentID, spec.TraceID, spec.Agent = parent.ID, trace.ID(parent.TraceID), parent.Agent
 		spec.Surface = trace.Surface(parent.Surface)
+		spec.Awaited, spec.Inherits = b.WaitForCompletion, b.WaitForCompletion && (b.CanInheritLock == nil || *b.CanInheritLock)
+		if b.WaitForCompletion && spec.ThreadID == "" {
+			spec.ThreadID = value(parent.ThreadID)
+		}
 	}
 	if b.ThreadID != "" { // a run may begin a conversation
 		if err := s.openForFlow(r.Context(), b, spec.Agent); err != nil {
@@ -236,6 +248,10 @@ func keyedStart(r *http.Request, b beginning) string {
 	if key == "" {
 		return ""
 	}
-	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.Flow, string(b.Input), b.ThreadID, b.ParentID}, "\n")))
+	parts := []string{key, b.Flow, string(b.Input), b.ThreadID, b.ParentID}
+	if b.WaitForCompletion {
+		parts = append(parts, "waited for")
+	}
+	sum := sha256.Sum256([]byte(strings.Join(parts, "\n")))
 	return "request " + hex.EncodeToString(sum[:])
 }

@@ -193,7 +193,7 @@ func (c *cli) executionsCancelCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "cancel ID", Short: "End an execution now", Args: executionID,
 		Long: `End an execution now, whatever it does: a step in flight is stopped, its lanes are freed. Cancelling one that has
-ended changes nothing.`,
+ended changes nothing. One that another transaction has locked is cancelled when that ends; what may be in the way is said.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.cancel(cmd.Context(), s, args[0], reason)
 		}),
@@ -206,6 +206,16 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 	status, err := executions.Cancel(ctx, s.pool, id, "admin", reason)
 	if err != nil {
 		return notFoundHint(err)
+	}
+	if !status.Ended() {
+		detail, err := executions.CancelDetail(ctx, s.pool)
+		if err != nil {
+			return err
+		}
+		return c.print(map[string]any{"id": id, "status": status, "cancel_requested": true, "detail": detail}, func(w io.Writer) error {
+			_, err := fmt.Fprintf(w, "cancel of %s requested: %s\n", id, detail)
+			return err
+		})
 	}
 	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) error {
 		if status != executions.Cancelled {
