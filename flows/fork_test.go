@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 
@@ -34,10 +35,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		"items":    {[]string{"a"}, "each"},
 		"farewell": {"!", ""},
 	} {
-		input := map[string]any{}
-		for k, v := range was {
-			input[k] = v
-		}
+		input := maps.Clone(was)
 		input[name] = c.change
 		text, err := json.Marshal(input)
 		if err != nil {
