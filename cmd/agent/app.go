@@ -51,7 +51,7 @@ type app struct {
 // app wires the runtime for a command. It makes no goroutine; see run and beat.
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
-	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, getenv: func(name string) string { return c.environ[name] }}
+	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, getenv: c.getenv}
 	if err := c.observe(a); err != nil {
 		return nil, err
 	}

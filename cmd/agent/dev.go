@@ -44,7 +44,8 @@ func (c *cli) devCommand() *cobra.Command {
 Without DATABASE_URL it runs its own PostgreSQL and keeps the data in .agent in this folder; --ephemeral throws
 it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies
 WORKSPACE (a folder of YAML files; the caretaker example when not given), runs a first heartbeat, prints its story,
-and serves until ^C. Settings are also read from .env.`,
+and serves until ^C. Settings are also read from .env, and it says which: never one that names a program, nor a URL for a key that
+is from elsewhere.`,
 		Args: args(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
@@ -58,11 +59,11 @@ and serves until ^C. Settings are also read from .env.`,
 }
 
 func (c *cli) dev(ctx context.Context, opts devOptions) error {
-	environ, err := config.LoadDotEnv(".env", c.environ)
+	file, err := config.LoadDotEnv(".env", c.environ, func(name string) bool { return strings.HasPrefix(name, "OTEL_") })
 	if err != nil {
 		return &exitError{exitUsage, err}
 	}
-	c.environ = environ
+	c.environ, c.references = file.Environ, file.References
 	if c.environ["AGENT_LOG_LEVEL"] == "" {
 		c.environ["AGENT_LOG_LEVEL"] = "warn" // the story is printed; lines in between would hide it
 	}
@@ -73,6 +74,7 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 	if err := cfg.RequireDev(); err != nil {
 		return &exitError{exitUsage, err}
 	}
+	c.sayDotEnv(file)
 	files, err := readWorkspace(opts.dir)
 	if err != nil {
 		return err
@@ -88,6 +90,16 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 	}
 	defer s.close(ctx)
 	return c.runDev(ctx, s, files, listener, opts)
+}
+
+// sayDotEnv tells what the folder's .env set, by name.
+func (c *cli) sayDotEnv(file config.DotEnv) {
+	if len(file.Set) > 0 {
+		c.say(".env sets %s", strings.Join(file.Set, ", "))
+	}
+	if len(file.Ignored) > 0 {
+		c.say(".env cannot set %s; set them in the environment", strings.Join(file.Ignored, ", "))
+	}
 }
 
 // readWorkspace reads the folder, or the caretaker example when there is none. Builtins that this binary does not

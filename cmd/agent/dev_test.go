@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 )
@@ -49,10 +50,52 @@ func TestDevReadsDotEnv(t *testing.T) {
 			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
 		}
 	}
+	for text, c := range map[string]struct{ environ, says string }{
+		"OPENAI_BASE_URL=http://127.0.0.1:9/v1\n": {"OPENAI_API_KEY=sk-of-the-user", "OPENAI_BASE_URL is in .env, and OPENAI_API_KEY"},
+		"AGENT_LISTEN=0.0.0.0:0\n":                {"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", ".env cannot open a port"},
+	} {
+		if err := os.WriteFile(".env", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := bare(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) || strings.Count(got.err, "\n") != 1 {
+			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
+		}
+	}
 	if got := bare(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "there is no database") {
 		t.Errorf("another command: exit %d, stderr %q", got.code, got.err)
 	}
 	if _, err := os.Stat(stateDir); err == nil {
 		t.Error("a data directory was made")
+	}
+}
+
+// What .env set is told by name, and a program that it names is not run.
+func TestDevTellsWhatDotEnvSet(t *testing.T) {
+	t.Chdir(t.TempDir())
+	ran := filepath.Join(t.TempDir(), "ran")
+	for _, name := range []string{"postgres", "initdb", "pg_ctl"} {
+		if err := os.WriteFile(name, []byte("#!/bin/sh\ntouch "+ran+"\nexit 1\n"), 0o700); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	here, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := "AGENT_PG_BIN=" + here + "\nPATH=" + here + "\nLD_PRELOAD=" + here + "/x.so\nOPENAI_API_KEY_FILE=/etc/passwd\nAGENT_NAME=robin\nMY_SECRET=hunter2\n"
+	if err := os.WriteFile(".env", []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "HOME="+here).start("dev", "--ephemeral")
+	p.find(t, `(\.env sets AGENT_NAME, LD_PRELOAD, MY_SECRET)`)
+	p.find(t, `(\.env cannot set AGENT_PG_BIN, OPENAI_API_KEY_FILE, PATH; set)`)
+	p.find(t, `(\^C stops)`)
+	p.stop()
+	<-p.ended
+	if strings.Contains(p.err.String(), "hunter2") {
+		t.Error("a value is shown")
+	}
+	if _, err := os.Stat(ran); err == nil {
+		t.Error("a program of the folder ran")
 	}
 }

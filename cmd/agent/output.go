@@ -16,12 +16,14 @@ import (
 // cli is what every command works with.
 type cli struct {
 	environ map[string]string
-	args    []string
-	in      io.Reader
-	out     io.Writer
-	err     io.Writer
-	json    bool
-	noColor bool
+	// references are what .env has for ${NAME} in a workspace, and for nothing else.
+	references map[string]string
+	args       []string
+	in         io.Reader
+	out        io.Writer
+	err        io.Writer
+	json       bool
+	noColor    bool
 }
 
 // print shows a result: one JSON document with --json, else what text writes.

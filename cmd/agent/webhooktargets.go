@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,7 +20,7 @@ type shownEndpoint struct {
 	SecretsError string `json:"secrets_error"`
 }
 
-func (c *cli) getenv(name string) string { return c.environ[name] }
+func (c *cli) getenv(name string) string { return cmp.Or(c.environ[name], c.references[name]) }
 
 func (c *cli) webhookEndpointsCommand() *cobra.Command {
 	return &cobra.Command{

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -344,10 +345,11 @@ func TestASecretNeverShows(t *testing.T) {
 func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 	path := write(t, "# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
 	environ := map[string]string{"AGENT_NAME": "real", "OPENAI_API_KEY_FILE": "/run/secret"}
-	got, err := config.LoadDotEnv(path, environ)
+	file, err := config.LoadDotEnv(path, environ, others)
 	if err != nil {
 		t.Fatal(err)
 	}
+	got := file.Environ
 	want := map[string]string{"AGENT_NAME": "real", "AGENT_MODEL": "a model", "OPENAI_API_KEY_FILE": "/run/secret"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -358,15 +360,58 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 }
 
 func TestDotEnvMissingAndBroken(t *testing.T) {
-	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil)
-	if err != nil || got == nil || len(got) != 0 {
+	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil, others)
+	if err != nil || got.Environ == nil || len(got.Environ)+len(got.Set)+len(got.Ignored) != 0 {
 		t.Errorf("a missing file: %v, %v", got, err)
 	}
-	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil); err == nil || strings.Contains(err.Error(), "hunter2") {
+	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, others); err == nil || strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("a broken file: %v", err)
 	}
-	if _, err := config.LoadDotEnv(t.TempDir(), nil); err == nil {
+	if _, err := config.LoadDotEnv(t.TempDir(), nil, others); err == nil {
 		t.Error("a directory passes for a file")
+	}
+}
+
+// others reports the settings of OpenTelemetry.
+func others(name string) bool { return strings.HasPrefix(name, "OTEL_") }
+
+func TestDotEnvNamesNoProgramAndNoPlaceForSecretsFromElsewhere(t *testing.T) {
+	const headers, foreign = "OTEL_EXPORTER_OTLP_HEADERS", "http://127.0.0.1:9"
+	for name, c := range map[string]struct {
+		file, environ string // of environ, a name=value
+		problems      int
+		set, ignored  []string
+	}{
+		"programs":              {"AGENT_PG_BIN=/tmp\nPATH=/tmp\nHOME=/tmp\nLANG=x\nAGENT_MODEL=m", "", 0, []string{"AGENT_MODEL"}, []string{"AGENT_PG_BIN", "HOME", "LANG", "PATH"}},
+		"files":                 {"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil, []string{"MY_FILE", "OPENAI_API_KEY_FILE"}},
+		"a misspelt setting":    {"AGENT_MODLE=m", "", 0, nil, []string{"AGENT_MODLE"}},
+		"a reference":           {"LD_PRELOAD=x\nMY_SECRET=y", "", 0, []string{"LD_PRELOAD", "MY_SECRET"}, nil},
+		"model, key elsewhere":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
+		"model, key in a file":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY_FILE=/k", 1, []string{"OPENAI_BASE_URL"}, nil},
+		"model, key shadowed":   {"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=mine", "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
+		"model and key":         {"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=k", "", 0, []string{"OPENAI_API_KEY", "OPENAI_BASE_URL"}, nil},
+		"key, model elsewhere":  {"OPENAI_API_KEY=k", "OPENAI_BASE_URL=" + foreign, 0, []string{"OPENAI_API_KEY"}, nil},
+		"receiver of traces":    {"OTEL_EXPORTER_OTLP_ENDPOINT=" + foreign, headers + "=a=b", 1, []string{"OTEL_EXPORTER_OTLP_ENDPOINT"}, nil},
+		"database":              {"DATABASE_URL=postgres://a@h/d", "PGPASSWORD=p", 1, []string{"DATABASE_URL"}, nil},
+		"database and password": {"DATABASE_URL=postgres://a:b@h/d", "PGPASSWORD=p", 0, []string{"DATABASE_URL"}, nil},
+		"a port for all":        {"AGENT_LISTEN=:8080", "", 1, []string{"AGENT_LISTEN"}, nil},
+		"a port for here":       {"AGENT_LISTEN=127.0.0.1:8081", "", 0, []string{"AGENT_LISTEN"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			file, err := config.LoadDotEnv(write(t, c.file+"\n"), config.Environ([]string{c.environ}), others)
+			n := 0
+			if err != nil {
+				n = len(problems(t, err))
+			}
+			if n != c.problems || !slices.Equal(file.Set, c.set) || !slices.Equal(file.Ignored, c.ignored) {
+				t.Errorf("set %v, ignored %v, error %v", file.Set, file.Ignored, err)
+			}
+			for _, reference := range []string{"LD_PRELOAD", "MY_SECRET"} {
+				if file.Environ[reference] != "" {
+					t.Errorf("%s is in the environment", reference)
+				}
+			}
+		})
 	}
 }
 

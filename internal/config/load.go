@@ -4,13 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"os"
 	"reflect"
 	"strings"
 
 	"github.com/caarlos0/env/v11"
-	"github.com/joho/godotenv"
 )
 
 // Error is everything that is wrong with the settings, one line for each.
@@ -62,39 +60,6 @@ func Load(environ map[string]string, also ...string) (Config, error) {
 		return Config{}, &Error{Problems: checks.problems}
 	}
 	return c, nil
-}
-
-// LoadDotEnv adds the variables of a .env file to environ and returns the result; environ itself
-// is not changed and its values win. A file that does not exist adds nothing.
-func LoadDotEnv(path string, environ map[string]string) (map[string]string, error) {
-	out := maps.Clone(environ)
-	if out == nil {
-		out = map[string]string{}
-	}
-	text, err := os.ReadFile(path)
-	if errors.Is(err, os.ErrNotExist) {
-		return out, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read .env: %w", err)
-	}
-	values, err := godotenv.UnmarshalBytes(text)
-	if err != nil {
-		// The parser's message quotes the file, and the file has secrets.
-		return nil, fmt.Errorf("read .env: %s is not lines of NAME=value", path)
-	}
-	for name, value := range values {
-		if out[name] != "" || hasFileVariant(out, name) {
-			continue
-		}
-		out[name] = value
-	}
-	return out, nil
-}
-
-// hasFileVariant reports whether the real environment gives a variable by file.
-func hasFileVariant(environ map[string]string, name string) bool {
-	return environ[name+fileSuffix] != ""
 }
 
 // Settings lists all variables, in the order of [Config].
