@@ -100,6 +100,7 @@ func New(o Options) (http.Handler, error) {
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
+		unsettled: newUnsettled(o.Pool, o.Cutting),
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -125,5 +126,5 @@ type server struct {
 	prober   prober
 	log      *slog.Logger
 
-	unsettled unsettled
+	unsettled *unsettled
 }

@@ -28,6 +28,7 @@ var written = []string{
 	`POST /v1/executions/$X/lock {"owner": "$T", "ttl_seconds": 30}`,
 	`POST /v1/executions/$X/checkpoints {"lock_id": "$L", "step": "$T", "output": {"a": "$T"}}`,
 	`POST /v1/executions/$X/checkpoints {"lock_id": "$T", "step": "a", "output": $T}`,
+	`PUT /v1/retention {"keep": {"$T": "$T"}, "reason": "$T"}`, `PUT /v1/retention {"keep": {"activity": "$T"}, "reason": "a"}`,
 	`PUT /v1/locks {"lock_ids": ["$T", "$L"]}`,
 	`POST /v1/executions/$X/fork {"from": "$T", "input": $T}`,
 	`POST /v1/threads {"id": "$T", "participant": "$T", "owner": "$T", "target": "$T"}`, `POST /v1/threads {"id": "a", "participant": "$T"}`,

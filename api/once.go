@@ -24,7 +24,7 @@ import (
 //     handled with 409;
 //   - a first attempt whose process died is over when its lease is, and the next one takes its place. What
 //     it had committed by then is not undone: a route for which that matters makes it an effect of its key;
-//   - what the database could not be told, because it went away, it is told with the next key that this process is given;
+//   - what the database could not be told, because it went away, it is told as soon as it is back;
 //   - what may turn out otherwise next time is not remembered: failures of ours (5xx), conflicts, limits;
 //   - an answer that is a stream, or larger than maxKept, is not kept; the same request again is told so
 //     with 409 and the trace of the first.
@@ -33,7 +33,7 @@ const (
 	keyHeader = "Idempotency-Key"
 	maxKey    = 255
 	// keyLease is how long an attempt lasts without a sign of life.
-	keyLease = time.Minute
+	keyLease = 30 * time.Second
 	// keyLife is how long a key is remembered.
 	keyLife = 24 * time.Hour
 	// maxKept is how many bytes of an answer are kept.
@@ -70,7 +70,7 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 func (s *server) claim(ctx context.Context, id *identity) (first *kept, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
 	defer cancel()
-	s.unsettled.settle(ctx, s.pool)
+	s.unsettled.settle(ctx)
 	err = postgres.Again(ctx, func() (err error) {
 		first, err = id.claim(ctx, s.pool)
 		return err

@@ -35,6 +35,11 @@ func (b keep) check() error {
 	if len(b.Keep) == 0 {
 		return badBody(`keep is missing: give kinds and times, such as {"activity": "90d"}`)
 	}
+	for name, time := range b.Keep {
+		if !storable(name) || !storable(time) {
+			return badBody("keep has control characters at %.60q", name)
+		}
+	}
 	return b.because.check()
 }
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -79,6 +80,46 @@ func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 	if got := a.keyed("/v1/executions", start, token, "unheard"); got.Code != http.StatusCreated {
 		t.Errorf("when the database is back: %d %s", got.Code, got.Body)
 	}
+}
+
+// Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is back.
+func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
+	pool := pgtest.DB(t)
+	var deaf deaf
+	config := pool.Config()
+	dial := config.ConnConfig.DialFunc
+	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if deaf.gone.Load() {
+			return nil, errors.New("away")
+		}
+		conn, err := dial(ctx, network, address)
+		return deafConn{conn, &deaf}, err
+	}
+	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(breaking.Close)
+	var calls atomic.Int64
+	things := counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+		if n > 1 {
+			made(w, r, n)
+			return
+		}
+		exec(t, pool, `update agent_idempotency set lease_until = clock_timestamp() + interval '1 hour'`)
+		deaf.gone.Store(true)
+		w.WriteHeader(http.StatusServiceUnavailable)
+	})
+	o := api.Options{Pool: breaking, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Endpoints: []api.Endpoint{things}}
+	a := wired(t, o)
+	o.Pool = pool
+	other := wired(t, o)
+	a.keyed("/v1/things", "{}", chatKey, "k")
+	other.refused(other.keyed("/v1/things", "{}", chatKey, "k"), 409, "still")
+	deaf.gone.Store(false)
+	pgtest.Eventually(t, patience, func() bool {
+		return other.keyed("/v1/things", "{}", chatKey, "k").Code == http.StatusCreated
+	}, "the key is free elsewhere")
 }
 
 // deaf is a network on which, while gone, requests still arrive and no answers, and no connection is made.
