@@ -21,6 +21,9 @@ const (
 	defaultRows = 100
 	maxRows     = 1000
 
+	// maxRowsSize is how many bytes of rows are read.
+	maxRowsSize = maxResult - 1024
+
 	rollbackTimeout = 5 * time.Second
 )
 
@@ -137,7 +140,8 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 }
 
 // readOnly runs the query in a read-only transaction and always rolls that back: what a function may do in
-// one all the same (notify, change a setting of the session, make a large object) leaves nothing.
+// one all the same (notify, change a setting of the session, make a large object) leaves nothing. Advisory locks of the
+// session outlive a transaction, and are given back inside it: behind a pooler the session is ours until its end.
 func (h sqlHandler) readOnly(ctx context.Context, r *Registry, timeout time.Duration, query string, values []any) (result sqlResult, err error) {
 	tx, err := r.pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
 	if err != nil {
@@ -146,13 +150,16 @@ func (h sqlHandler) readOnly(ctx context.Context, r *Registry, timeout time.Dura
 	defer func() {
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 		defer cancel()
-		if undone := tx.Rollback(closing); err == nil {
+		_, unlocked := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
+		if unlocked != nil { // the connection is of no use to anybody any more
+			_ = tx.Conn().Close(closing)
+		}
+		if undone := tx.Rollback(closing); err == nil && unlocked == nil {
 			err = undone
 		}
 	}()
-	_, err = tx.Exec(ctx, `
-		select set_config('statement_timeout', @timeout, true), set_config('TimeZone', 'UTC', true)`,
-		pgx.StrictNamedArgs{"timeout": strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)})
+	_, err = tx.Exec(ctx, "set local statement_timeout = "+strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)+
+		"; set local timezone = 'UTC'; savepoint lanekeeper_query")
 	if err != nil {
 		return sqlResult{}, err
 	}
@@ -164,8 +171,12 @@ func (h sqlHandler) rewrite(ctx context.Context, args map[string]any) (string, [
 	for _, name := range placeholders(h.query) {
 		named[name] = args[name] // absent and without default: NULL
 	}
-	// The alias is one that no query has as a column, which would be meant instead of the row.
-	query := "select to_jsonb(lanekeeper_row) from (\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1)
+	// The alias is one that no query has as a column, which would be meant instead of the row. The server sends the size of
+	// each row, and the rows themselves only for as long as all of them together are no larger than a result may be.
+	query := "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) + " then lanekeeper_text end, lanekeeper_size" +
+		" from (select lanekeeper_text, octet_length(lanekeeper_text) + 1 as lanekeeper_size" +
+		" from (select to_jsonb(lanekeeper_row)::text as lanekeeper_text from (\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1) +
+		") lanekeeper_texts) lanekeeper_sizes"
 	return named.RewriteQuery(ctx, nil, query, nil)
 }
 
@@ -182,13 +193,14 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 			return sqlResult{}, err
 		}
 	}
-	result := sqlResult{Rows: []json.RawMessage{}}
-	size := 0
+	result, large := sqlResult{Rows: []json.RawMessage{}}, ""
 	reader := conn.PgConn().ExecPrepared(ctx, "", texts, nil, nil)
 	for reader.NextRow() {
-		row := reader.Values()[0]
-		size += len(row) + 1
-		if len(result.Rows) == h.rowLimit || size > maxResult-1024 && len(result.Rows) > 0 {
+		row, size := reader.Values()[0], reader.Values()[1]
+		if row == nil && len(result.Rows) == 0 && !result.Truncated {
+			large = string(size)
+		}
+		if row == nil || len(result.Rows) == h.rowLimit {
 			result.Truncated = true
 		}
 		if !result.Truncated {
@@ -196,6 +208,9 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 		}
 	}
 	_, err = reader.Close()
+	if err == nil && large != "" {
+		err = failure(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large, maxRowsSize)
+	}
 	result.RowCount = len(result.Rows)
 	return result, err
 }

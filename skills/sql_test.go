@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -255,5 +256,44 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 		if strings.Contains(timeout, "1234") || readOnly != "off" {
 			t.Errorf("the session keeps %s, %s", timeout, readOnly)
 		}
+	}
+}
+
+// What the server would send is bounded there: a row of 60 MB never comes into memory.
+func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
+	pool := pgtest.DB(t)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	_, err := invokeSQL(t, pool, `select repeat('x', 60000000) as big`, `{}`, nil, nil)
+	runtime.ReadMemStats(&after)
+	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge || !strings.Contains(err.Error(), "60000") {
+		t.Errorf("got %v", err)
+	}
+	if used := after.TotalAlloc - before.TotalAlloc; used > 20<<20 {
+		t.Errorf("it took %d bytes", used)
+	}
+	got, err := invokeSQL(t, pool, `select n, repeat('x', 100000) as big from generate_series(1, 9) n`, `{}`, nil, nil)
+	if err != nil || len(got.Rows) != 2 || !got.Truncated || got.Rows[1]["n"] != 2.0 {
+		t.Errorf("%d rows, truncated %v, %v", len(got.Rows), got.Truncated, err)
+	}
+}
+
+func TestSQLKeepsNoLock(t *testing.T) {
+	pool := pgtest.DB(t)
+	for name, query := range map[string]string{
+		"that ends":  `select pg_advisory_lock(4711)::text as locked`,
+		"that fails": `select pg_advisory_lock(4711)::text as locked, 1 / (random() * 0)::int as n`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := invokeSQL(t, pool, query, `{}`, nil, nil)
+			if fails := strings.HasSuffix(name, "fails"); (err != nil) != fails {
+				t.Fatal(err)
+			}
+			var held int
+			if err := pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711 and database = (
+				select oid from pg_database where datname = current_database())`).Scan(&held); err != nil || held != 0 {
+				t.Errorf("%d locks are held, %v", held, err)
+			}
+		})
 	}
 }

@@ -172,7 +172,7 @@ func (s *session) again(c *cli) pgserver.Config {
 		dir = filepath.Join(stateDir, "pg") // the folder was removed under us; Start says so
 	}
 	return pgserver.Config{
-		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent", Logger: s.log,
+		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent", Owner: "agent", Logger: s.log,
 		Progress: func(line string) { c.say("%s", line) },
 	}
 }

@@ -30,6 +30,7 @@ type Config struct {
 	BinDir         string
 	NoInstall      bool
 	Database       string
+	Owner          string
 	MaxConnections int
 	Logger         *slog.Logger
 	Progress       func(line string)

@@ -27,6 +27,7 @@
 package pgserver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,6 +57,9 @@ type Config struct {
 	NoInstall bool
 	// Database is created when it does not exist; "postgres" when empty.
 	Database string
+	// Owner is a role that is no superuser; it is made, owns Database and what the superuser made there before, and URL is
+	// its own. The superuser's when empty.
+	Owner string
 	// MaxConnections of the server; 100 when 0.
 	MaxConnections int
 	// Logger gets what is worth a log line; nil for none.
@@ -132,7 +136,10 @@ func start(ctx context.Context, config Config) (*Server, error) {
 		}
 		return nil, err
 	}
-	s.url = connString(s.layout, config.Database)
+	if err := s.giveAway(ctx, config); err != nil {
+		return nil, errors.Join(err, s.users.close())
+	}
+	s.url = connString(s.layout, cmp.Or(config.Owner, superuser), config.Database)
 	watch, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s.stop = cancel
 	s.watched.Go(func() { s.watch(watch) })
@@ -268,7 +275,7 @@ func (s *Server) watch(ctx context.Context) {
 	}
 }
 
-// URL is a connection string for the server's superuser over its unix socket.
+// URL is a connection string for Config.Owner, or else the server's superuser, over its unix socket.
 func (s *Server) URL() string { return s.url }
 
 // Adopted reports whether another process had started the server before.
@@ -321,9 +328,9 @@ func (s *Server) awaitGone(ctx context.Context) error {
 }
 
 // connString writes a space as %20: in a URL of PostgreSQL a + is a plus sign.
-func connString(l layout, database string) string {
+func connString(l layout, role, database string) string {
 	query := url.Values{"host": {l.sockets}, "port": {strconv.Itoa(port)}, "sslmode": {"disable"}}
-	u := url.URL{Scheme: "postgres", User: url.User(superuser), Host: "", Path: "/" + database, RawQuery: strings.ReplaceAll(query.Encode(), "+", "%20")}
+	u := url.URL{Scheme: "postgres", User: url.User(role), Host: "", Path: "/" + database, RawQuery: strings.ReplaceAll(query.Encode(), "+", "%20")}
 	return u.String()
 }
 

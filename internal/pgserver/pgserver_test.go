@@ -3,6 +3,7 @@
 package pgserver_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -14,6 +15,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
@@ -446,4 +449,41 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	if got := query(t, start(t, config).URL(), "select answer from kept"); got != "yes" {
 		t.Errorf("after the second start the table has %q", got)
 	}
+}
+
+// What the superuser of an earlier version made is given away, too.
+func TestTheOwnerIsNoSuperuser(t *testing.T) {
+	config := pgserver.Config{Dir: folder(t), Database: "agent"}
+	s := start(t, config)
+	run := func(url, sql string) {
+		t.Helper()
+		conn, err := pgx.Connect(t.Context(), url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
+		if _, err := conn.Exec(t.Context(), sql); err != nil {
+			t.Error(err)
+		}
+	}
+	run(s.URL(), `create schema other; create table other.things (id bigserial primary key, n int generated always as identity); create view seen as select 1 as one;
+		create sequence free; create type mood as enum ('fine'); create domain few as int; create function f(int) returns int language sql as 'select 1';
+		create procedure p() language sql as 'select 1'; create materialized view kept as select 1 as one;
+		create table parts (at int) partition by range (at); create table parts_1 partition of parts for values from (1) to (2)`)
+	config.Owner = "agent"
+	for range 2 { // the second finds it done
+		owned := start(t, config)
+		run(owned.URL(), `do $$ begin
+			if current_user <> 'agent' or (select rolsuper or rolcreaterole or rolcreatedb from pg_roles where rolname = current_user) then
+				raise exception '% may too much', current_user;
+			end if;
+			if exists (select from pg_class where relowner <> 'agent'::regrole and relnamespace in ('public'::regnamespace, 'other'::regnamespace)) then
+				raise exception 'another owns a relation';
+			end if;
+		end $$;
+		create schema if not exists mine; drop view if exists seen; drop procedure if exists p(); drop function if exists f(int); drop type if exists mood; drop domain if exists few;
+		drop materialized view if exists kept; drop table if exists other.things; drop sequence if exists free`)
+	}
+	fresh := start(t, pgserver.Config{Ephemeral: true, Database: "agent", Owner: "agent"})
+	run(fresh.URL(), `create table mine (n int)`)
 }

@@ -39,7 +39,7 @@ func awaitReady(ctx context.Context, l layout, database string, gone func() (boo
 }
 
 func greet(ctx context.Context, l layout, database string) error {
-	conn, err := pgx.Connect(ctx, connString(l, database))
+	conn, err := pgx.Connect(ctx, connString(l, superuser, database))
 	if postgres.IsCode(err, "3D000") {
 		return createDatabase(ctx, l, database)
 	}
@@ -50,7 +50,7 @@ func greet(ctx context.Context, l layout, database string) error {
 }
 
 func createDatabase(ctx context.Context, l layout, database string) error {
-	conn, err := pgx.Connect(ctx, connString(l, "postgres"))
+	conn, err := pgx.Connect(ctx, connString(l, superuser, "postgres"))
 	if err != nil {
 		return err
 	}
