@@ -245,6 +245,17 @@ func TestApprovals(t *testing.T) {
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "approvals", "ls")
 	id := page.Items[0].ID
+	contains(t, p.must("approvals", "show", id), "approval "+id, "table_sizes", "pending", "\"limit\": 3", "agent trace ")
+	var one struct {
+		ID        string
+		Arguments map[string]int
+	}
+	if p.mustJSON(&one, "approvals", "show", id); one.ID != id || one.Arguments["limit"] != 3 {
+		t.Errorf("got %+v", one)
+	}
+	if got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
+		t.Errorf("one that is not there: exit %d, stderr %q", got.code, got.err)
+	}
 	if got := p.must("approvals", "approve", id, "--reason", "known address"); got != "approved "+id+": table_sizes {\"limit\": 3}\n" {
 		t.Errorf("got %q", got)
 	}

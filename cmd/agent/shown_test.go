@@ -63,3 +63,10 @@ func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
 		}
 	}
 }
+
+func TestWhatDoesNotPrintIsShownEscaped(t *testing.T) {
+	t.Parallel()
+	if got, want := escaped("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}

@@ -34,7 +34,7 @@ func TestTheCommandsOfTheContractExist(t *testing.T) {
 		"dev", "serve", "migrate", "apply", "heartbeat", "trace", "trace last", "trace ls", "activity ls", "activity spend",
 		"activity slowest", "activity failing", "activity audit", "lanes ls", "lanes release", "lanes run", "executions ls",
 		"executions show", "executions cancel", "selfheal", "skills ls", "skills show", "skills enable", "skills disable",
-		"skills call", "approvals ls", "approvals approve", "approvals reject", "doctor", "version",
+		"skills call", "approvals ls", "approvals show", "approvals approve", "approvals reject", "doctor", "version",
 	} {
 		if all[name] == nil {
 			t.Errorf("there is no command %q", name)
@@ -109,6 +109,7 @@ func TestUsageMistakes(t *testing.T) {
 		"cursor of nothing":          {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
 		"show of no id":              {[]string{"executions", "show", "zz"}, `"zz" is not the id of an execution, which is a uuid; see agent executions ls`},
 		"cancel of no id":            {[]string{"executions", "cancel", long}, "is not the id of an execution, which is a uuid; see agent executions ls"},
+		"approval of no id to show":  {[]string{"approvals", "show", "zz"}, `"zz" is not the id of an approval, which is a uuid; see agent approvals ls --all`},
 		"approval of no id":          {[]string{"approvals", "approve", "zz"}, `"zz" is not the id of an approval, which is a uuid; see agent approvals ls --all`},
 		"refusal of no id":           {[]string{"approvals", "reject", ""}, `"" is not the id of an approval`},
 		"approvals of no trace":      {[]string{"approvals", "ls", "--trace", "zz"}, "not a trace id"},

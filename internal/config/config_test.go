@@ -384,7 +384,7 @@ func TestDotEnvNamesNoProgramAndNoPlaceForSecretsFromElsewhere(t *testing.T) {
 	}{
 		"programs":              {"AGENT_PG_BIN=/tmp\nPATH=/tmp\nHOME=/tmp\nLANG=x\nAGENT_MODEL=m", "", 0, []string{"AGENT_MODEL"}, []string{"AGENT_PG_BIN", "HOME", "LANG", "PATH"}},
 		"files":                 {"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil, []string{"MY_FILE", "OPENAI_API_KEY_FILE"}},
-		"a misspelt setting":    {"AGENT_MODLE=m", "", 0, nil, []string{"AGENT_MODLE"}},
+		"a misspelt setting":    {"AGENT_MODELL=m", "", 0, nil, []string{"AGENT_MODELL"}},
 		"a reference":           {"LD_PRELOAD=x\nMY_SECRET=y", "", 0, []string{"LD_PRELOAD", "MY_SECRET"}, nil},
 		"model, key elsewhere":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
 		"model, key in a file":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY_FILE=/k", 1, []string{"OPENAI_BASE_URL"}, nil},

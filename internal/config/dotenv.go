@@ -71,10 +71,12 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 func (d DotEnv) misleading(environ map[string]string) (problems []string) {
 	for _, pair := range [][2]string{
 		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
-		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"}, {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
 		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
 		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
-		{"DATABASE_URL", "PGPASSWORD"}, {"DATABASE_DIRECT_URL", "PGPASSWORD"},
+		{"DATABASE_URL", "PGPASSWORD"},
+		{"DATABASE_DIRECT_URL", "PGPASSWORD"},
 	} {
 		place, secret := pair[0], pair[1]
 		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) || sends(place, d.Environ[place]) {

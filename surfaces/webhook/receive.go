@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"net/http"
 	"os"
 	"time"
@@ -82,7 +83,7 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	}
 	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
 	if err != nil {
-		return expected{}, err // the receiver's mistake: 500, and the sender tries again
+		return expected{}, s.refused(r.Context(), e.Name, err)
 	}
 	v := e.Verifier(secrets)
 	if err := v.Before(r.Header, s.now()); err != nil {
@@ -91,13 +92,15 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	return expected{e, v}, nil
 }
 
-// refused is what a request that is not proved to come from its sender is told.
+// refused is what a request that is not proved to come from its sender is told. Where that is the receiver's mistake, such as a
+// secret that is not set, it is a 500, and the sender tries again.
 func (s *Surface) refused(ctx context.Context, endpoint string, err error) error {
 	if !errors.Is(err, signature.ErrRefused) {
-		return err
+		s.noteRefusal(ctx, endpoint, "setup", err)
+		return problem.New(http.StatusInternalServerError, "this endpoint cannot verify requests now; the log has the cause")
 	}
 	s.count(endpoint, "refused")
-	s.noteRefusal(ctx, endpoint, err)
+	s.noteRefusal(ctx, endpoint, "signature", err)
 	return problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
 }
 
@@ -237,29 +240,34 @@ type refusals struct {
 
 const notePause = time.Minute
 
-// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log.
-func (s *Surface) noteRefusal(ctx context.Context, endpoint string, why error) {
+// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log. The class is
+// signature for the sender's mistake, and setup for ours.
+func (s *Surface) noteRefusal(ctx context.Context, endpoint, class string, why error) {
 	s.mu.Lock()
 	if s.refusals == nil {
 		s.refusals = map[string]refusals{}
 	}
-	seen := s.refusals[endpoint]
+	seen := s.refusals[class+" "+endpoint]
 	seen.since++
 	due := time.Since(seen.noted) >= notePause
 	count := seen.since
 	if due {
 		seen = refusals{noted: time.Now()}
 	}
-	s.refusals[endpoint] = seen
+	s.refusals[class+" "+endpoint] = seen
 	s.mu.Unlock()
 	if !due {
 		return
 	}
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Webhook), Surface: trace.Webhook, Agent: s.Agent})
-	s.Logger.WarnContext(ctx, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
+	level := slog.LevelWarn
+	if class == "setup" {
+		level = slog.LevelError
+	}
+	s.Logger.Log(ctx, level, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
 	_, err := activity.Note(ctx, s.front(), activity.Entry{
 		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
-	}, activity.Outcome{Status: activity.Error, Class: "signature", Message: why.Error()})
+	}, activity.Outcome{Status: activity.Error, Class: class, Message: why.Error()})
 	if err != nil {
 		s.Logger.WarnContext(ctx, "refused webhook not noted", "error", err)
 	}

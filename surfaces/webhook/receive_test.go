@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"strings"
@@ -343,6 +344,23 @@ func TestASecretIsRotatedWithoutLoss(t *testing.T) {
 		if got.status != c.want || strings.Contains(got.body, "MISSING") {
 			t.Errorf("%d: answer %d %s, want %d", i, got.status, got.body, c.want)
 		}
+	}
+}
+
+// Whoever sends to an endpoint whose secret is not set does not fill the log.
+func TestASecretThatIsNotSetIsLoggedOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	var log bytes.Buffer
+	w.surface.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "unset", Secrets: []string{"${MISSING}"}, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	for range 50 {
+		if got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")), strings.NewReader("{}")); got.status != 500 || strings.Contains(got.body, "MISSING") {
+			t.Fatalf("answer %d %s", got.status, got.body)
+		}
+	}
+	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "level=ERROR") || !strings.Contains(log.String(), "MISSING") {
+		t.Errorf("%d lines:\n%s", n, &log)
 	}
 }
 
