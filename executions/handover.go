@@ -155,10 +155,12 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 			select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
 			  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 			               d.queue as woken_queue
-			          from hand_over_agent_event(@event, @key, @data, @id, @raiser, @worker, @background, @interactive, @skip) d) x`,
+			          from set_config('lock_timeout', @patience, true) p
+			         cross join lateral hand_over_agent_event(case when p <> '' then @event end, @key, @data, @id, @raiser, @worker, @background,
+			                            @interactive, @skip) d) x`,
 			postgres.Strict{
 				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
-				"background": at.background, "interactive": at.interactive, "skip": skip,
+				"background": at.background, "interactive": at.interactive, "skip": skip, "patience": lockPatience,
 			})
 	}
 	n := len(events)

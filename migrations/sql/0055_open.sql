@@ -177,8 +177,6 @@ alter function record_agent_steps(uuid[], bigint[], text[], text[], boolean[], j
 alter function close_agent_executions(uuid[], bigint[], text[], text[], jsonb[], text[], text[], jsonb[], boolean[], text[], text[], boolean[],
   jsonb[]) set lock_timeout = '50ms';
 alter function park_agent_executions(uuid[], bigint[], text[], text[], text[], float8[], jsonb[], jsonb[]) set lock_timeout = '50ms';
--- These are what is done by itself, where a batch has left it out.
-alter function hand_over_agent_event(text, text, jsonb, text, text, uuid, int, int, text[]) set lock_timeout = '50ms';
 
 -- Cancels ---------------------------------------------------------------------------------------------
 --
