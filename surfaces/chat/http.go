@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"strings"
+	"unicode/utf8"
 
 	openai "github.com/sashabaranov/go-openai"
 
@@ -94,6 +95,9 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 		return err
 	}
 	user, _ := text(req.User)
+	if utf8.RuneCountInString(user) > threads.MaxID {
+		return bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
+	}
 	if err := c.allow(r, c.Visitor(r), user); err != nil {
 		return err
 	}

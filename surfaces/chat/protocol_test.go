@@ -202,6 +202,7 @@ func TestWhatIsRefused(t *testing.T) {
 		"a long message":     {`{"model":"agent","messages":[{"role":"user","content":"` + strings.Repeat("x", 101) + `"}]}`, "", "", 400, "string_above_max_length", "messages[0].content"},
 		"a large body":       {`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", "", 413, "request_too_large", ""},
 		"a strange role":     {`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400, "invalid_value", "messages[0].role"},
+		"a long user":        {`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", "", 400, "invalid_value", "user"},
 		"a long thread id":   {`{"model":"agent",` + user + `}`, "", strings.Repeat("x", 201), 400, "invalid_thread_id", "thread_id"},
 		"no room to answer":  {`{"model":"agent","max_tokens":0,` + user + `}`, "", "", 400, "invalid_value", "max_tokens"},
 		"a number for user":  {`{"model":"agent","user":7,` + user + `}`, "", "", 400, "invalid_type", "user"},

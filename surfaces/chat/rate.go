@@ -2,6 +2,7 @@ package chat
 
 import (
 	"container/list"
+	"crypto/sha256"
 	"net/http"
 	"sync"
 	"time"
@@ -21,18 +22,21 @@ const guests = 20
 type limits struct {
 	perMinute int
 	mu        sync.Mutex
-	known     map[string]*list.Element
+	known     map[visitorKey]*list.Element
 	recent    *list.List // of *visitor, the latest first
 }
 
+// visitorKey is the digest of a visitor's name: what is remembered has a fixed size.
+type visitorKey [sha256.Size]byte
+
 type visitor struct {
-	name  string
+	key   visitorKey
 	quota *rate.Limiter
 }
 
 // newLimits allows so many messages a minute, a third of them at once; a negative number is no limit.
 func newLimits(perMinute int) *limits {
-	return &limits{perMinute: perMinute, known: map[string]*list.Element{}, recent: list.New()}
+	return &limits{perMinute: perMinute, known: map[visitorKey]*list.Element{}, recent: list.New()}
 }
 
 // take counts a message against a name whose share is some times the usual one; it returns how long to wait
@@ -43,14 +47,15 @@ func (l *limits) take(name string, share int) time.Duration {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	e := l.known[name]
+	key := visitorKey(sha256.Sum256([]byte(name)))
+	e := l.known[key]
 	if e == nil {
 		n := l.perMinute * share
-		e = l.recent.PushFront(&visitor{name, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
-		l.known[name] = e
+		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
+		l.known[key] = e
 		if l.recent.Len() > mostVisitors {
 			oldest := l.recent.Back()
-			delete(l.known, l.recent.Remove(oldest).(*visitor).name)
+			delete(l.known, l.recent.Remove(oldest).(*visitor).key)
 		}
 	}
 	l.recent.MoveToFront(e)
@@ -64,14 +69,14 @@ func (l *limits) take(name string, share int) time.Duration {
 }
 
 // allow refuses a visitor who sends too much. Who that is says the key and the user that the client names, else the
-// address; because a client may name any user, the address has a bound as well, for many.
+// address; because a client may name any user, the address has a bound as well, for many, which comes first.
 func (c *Chat) allow(r *http.Request, owner, user string) error {
 	address := c.Address(r)
 	var wait time.Duration
 	if user == "" {
 		wait = c.limits.take(owner+"\x00@"+address, 1)
-	} else if wait = c.limits.take(owner+"\x00"+user, 1); wait == 0 {
-		wait = c.limits.take(owner+"\x00@@"+address, guests)
+	} else if wait = c.limits.take(owner+"\x00@@"+address, guests); wait == 0 {
+		wait = c.limits.take(owner+"\x00"+user, 1)
 	}
 	if wait == 0 {
 		return nil
@@ -83,15 +88,21 @@ func (c *Chat) allow(r *http.Request, owner, user string) error {
 }
 
 // enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or else thread, so
-// that no one of them has all: what a message costs is due after it was taken, and also when its sender has left.
+// that no one of them has all: what a message costs is due after it was taken, and also when its sender has left. A message that
+// names neither visitor nor thread begins a thread of its own.
 func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	turns := int64(c.Turns)
-	who := "thread " + a.Owner + "\x00" + a.Name
-	if a.Secret != "" {
-		who = "visitor " + a.Owner + "\x00" + a.principal().Proof
+	shares := []admission.Share{
+		{Name: "key " + a.Owner, Most: turns * 3 / 4},
+		{Name: "address " + c.Address(r), Most: turns / 2},
 	}
-	place, err := c.work.Take(1, admission.Share{Name: "key " + a.Owner, Most: turns * 3 / 4},
-		admission.Share{Name: "address " + c.Address(r), Most: turns / 2}, admission.Share{Name: who, Most: turns / 16})
+	switch {
+	case a.Secret != "":
+		shares = append(shares, admission.Share{Name: "visitor " + a.Owner + "\x00" + a.principal().Proof, Most: turns / 16})
+	case a.Name != "":
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: turns / 16})
+	}
+	place, err := c.work.Take(1, shares...)
 	if err != nil {
 		return nil, &Refusal{
 			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
