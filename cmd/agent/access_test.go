@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"slices"
@@ -33,7 +34,8 @@ func mayCall(path string) []string {
 }
 
 func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
-	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
+		"AGENT_TRUSTED_PROXIES=127.0.0.1")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
@@ -45,6 +47,7 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 	if err := json.Unmarshal([]byte(text), &document); err != nil || len(document.Paths) < 30 {
 		t.Fatalf("%d paths, %v", len(document.Paths), err)
 	}
+	tries := 0
 	for path, methods := range document.Paths {
 		allowed := mayCall(path)
 		if allowed == nil {
@@ -52,7 +55,9 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 		}
 		for method := range methods {
 			for who, key := range keys {
-				status := call(t, strings.ToUpper(method), base+strings.NewReplacer("{", "", "}", "").Replace(path), key)
+				tries++ // each from an address of its own: wrong tries from one are slowed down
+				address := fmt.Sprintf("192.0.%d.%d", tries/256, tries%256)
+				status := call(t, strings.ToUpper(method), base+strings.NewReplacer("{", "", "}", "").Replace(path), key, address)
 				if entered := status != http.StatusUnauthorized; entered != slices.Contains(allowed, who) {
 					t.Errorf("%s %s as %s: status %d", method, path, who, status)
 				}
@@ -92,14 +97,15 @@ func TestTheDocumentSaysWhatWebhooksAreAnswered(t *testing.T) {
 	}
 }
 
-// call sends a request that no route can do anything with, and returns the status.
-func call(t *testing.T, method, url, key string) int {
+// call sends a request that no route can do anything with, for a client behind a proxy, and returns the status.
+func call(t *testing.T, method, url, key, address string) int {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(`{"no such field": 1}`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("X-Forwarded-For", address)
 	if key != "" {
 		req.Header.Set("Authorization", "Bearer "+key)
 	}
