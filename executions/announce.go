@@ -2,8 +2,12 @@ package executions
 
 import (
 	"context"
+	"slices"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // announce says that the run begins, or goes on. A wait may have been ended by a sweep or by plain SQL, where nobody could
@@ -64,6 +68,39 @@ func (e *Engine) announceEnds(ctx context.Context, ends []ended) {
 		about := named(x.TraceID, x.ID)
 		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(x.Status), "status", string(x.Status))...)
 		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", x.ID)...)
-		e.log.InfoContext(ctx, "locks released", append(about, "count", x.Freed)...)
+		e.logReleased(ctx, x.ID, x.Freed, about...)
 	}
+}
+
+// logReleased names the lanes that the end of an execution has freed, or returned to who lent them, and says how many they were. Each was
+// noted in the transaction of the end, so the last ones are those.
+func (e *Engine) logReleased(ctx context.Context, id string, n int, about ...any) {
+	if n > 0 {
+		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		type released struct {
+			Lane      string
+			Token     int64
+			Successor string
+		}
+		rows, err := e.pool.Query(ctx, `
+			select h.lane, h.fencing_token as token, h.successor from (
+			  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back') order by o.held_until desc limit @n) h
+			 order by h.lane`, postgres.Strict{"id": id, "n": n})
+		var found []released
+		if err == nil {
+			found, err = pgx.CollectRows(rows, pgx.RowToStructByName[released])
+		}
+		if err != nil {
+			e.log.WarnContext(ctx, "names of released lanes not read", append(slices.Clip(about), "error", err)...)
+		}
+		for _, f := range found {
+			line := append(slices.Clip(about), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
+			if f.Successor != "" {
+				line = append(line, "to", f.Successor)
+			}
+			e.log.InfoContext(ctx, "lane released", line...)
+		}
+	}
+	e.log.InfoContext(ctx, "locks released", append(slices.Clip(about), "count", n)...)
 }

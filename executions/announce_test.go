@@ -146,6 +146,7 @@ func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
 				"execution completed": {"result_type", c.result},
 				"event emitted":       {"key", id},
 				"locks released":      {"count", 1.0},
+				"lane released":       {"lane", "thread:x"},
 			} {
 				records := l.said(t, message)
 				if len(records) != 1 || records[0]["execution_id"] != id || records[0][attribute[0].(string)] != attribute[1] {

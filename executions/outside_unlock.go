@@ -74,7 +74,7 @@ func (e *Engine) released(ctx context.Context, id, traceID string, status Status
 		if err != nil {
 			e.log.WarnContext(ctx, "count of released locks not read", append(about, "error", err)...)
 		}
-		e.log.InfoContext(ctx, "locks released", append(about, "count", freed)...)
+		e.logReleased(ctx, id, freed, about...)
 		e.tellParent(ctx, id)
 	}
 }

@@ -138,7 +138,7 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 		return
 	}
 	if a.Lender != "" {
-		k.log.InfoContext(ctx, "lane borrowed", "lane", l.Lane(), "owner", l.Owner().name, "lender", a.Lender, "fencing_token", a.FencingToken)
+		k.log.InfoContext(ctx, "lane inherited", "lane", l.Lane(), "from", a.Lender, "to", l.Owner().name, "fencing_token", a.FencingToken)
 		return
 	}
 	if a.WasHolder != "" {

@@ -56,7 +56,7 @@ type Keeper struct {
 	turns    turns
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    batch.Group[wanted, answer]
-	frees    batch.Group[held, bool]
+	frees    batch.Group[held, release]
 	runs     atomic.Int32    // of Run
 	closed   context.Context // ends with ReleaseAll
 	close    context.CancelFunc
@@ -79,7 +79,9 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		return tryMany(ctx, k.db, all)
 	}
 	k.tries.Late = k.lateGrant
-	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[bool], error) { return freeMany(ctx, k.db, all) }
+	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[release], error) {
+		return freeMany(ctx, k.db, all)
+	}
 	line := &batch.Line{}
 	share(&k.tries, line)
 	share(&k.frees, line)
@@ -170,8 +172,8 @@ func (k *Keeper) releaseEach(ctx context.Context, all []held) (left []held, err 
 				left, err = append(left, h), failed
 			}
 		}
-		if released {
-			k.log.InfoContext(ctx, "lane released", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token)
+		if released.done {
+			k.logReleased(ctx, h, released.to)
 		}
 	}
 	return left, err

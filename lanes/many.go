@@ -81,9 +81,15 @@ func (k *Keeper) lateGrant(w wanted, a answer) {
 	})
 }
 
+// release is the answer to who gives a lane back.
+type release struct {
+	done bool
+	to   string // whom it was handed over to
+}
+
 // freeTogether is freeLane, with others who give theirs back now.
-func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err error) {
-	alone := func() (bool, error) { return freeLane(ctx, k.db, h) }
+func (k *Keeper) freeTogether(ctx context.Context, h held) (release, error) {
+	alone := func() (release, error) { return freeLane(ctx, k.db, h) }
 	if h.owner.claim {
 		return alone()
 	}
@@ -94,13 +100,22 @@ func (k *Keeper) freeTogether(ctx context.Context, h held) (released bool, err e
 // is handed the lane, the commit is not waited for: a server that crashes within the same second may hold the lane for its owner, who
 // is gone, until the lease ends. That is safe, and the statement is the whole transaction. A grant is always durable, and all that was
 // committed before it.
-func freeLane(ctx context.Context, db postgres.DB, h held) (released bool, err error) {
+func freeLane(ctx context.Context, db postgres.DB, h held) (release, error) {
 	var passed *string
-	err = db.QueryRow(ctx, `
+	err := db.QueryRow(ctx, `
 		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off' else current_setting('synchronous_commit') end, true)
 		  from free_agent_lock(@lane, @owner, @token) f (passed)`,
 		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
-	return passed != nil, blocked(err)
+	if passed == nil || err != nil {
+		return release{}, blocked(err)
+	}
+	return passedOn(*passed), nil
+}
+
+// passedOn reads what a release says of whom the lane went to.
+func passedOn(passed string) release {
+	to, _ := readHanded(passed)
+	return release{done: true, to: to.owner}
 }
 
 // freed is an answer of free_many_agent_locks.
@@ -111,7 +126,7 @@ type freed struct {
 }
 
 // freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
-func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[bool], error) {
+func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[release], error) {
 	var lanes, owners []string
 	var tokens []int64
 	for _, h := range all {
@@ -129,9 +144,9 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[b
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.Unanswered[bool](len(all))
+	answers := batch.Unanswered[release](len(all))
 	for _, f := range done {
-		answers[f.N-1] = batch.Answer[bool]{Value: true}
+		answers[f.N-1] = batch.Answer[release]{Value: passedOn(f.Passed)}
 	}
 	return answers, nil
 }

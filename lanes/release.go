@@ -1,6 +1,7 @@
 package lanes
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -23,14 +24,13 @@ func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
 	if err != nil {
 		return nil, err
 	}
+	defer end()
 	last, answer := k.depart(l)
 	if !last {
-		end()
 		return answer, nil
 	}
 	r := releasing{keeper: k, hold: h}
 	released, err := r.try(ctx)
-	end()
 	if err != nil {
 		r.continueInBackground(ctx)
 		return nil, err
@@ -39,12 +39,12 @@ func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
 }
 
 // departed ends a hold whose release the database has answered.
-func (k *Keeper) departed(ctx context.Context, h *hold, released bool) (answer error) {
+func (k *Keeper) departed(ctx context.Context, h *hold, released release) (answer error) {
 	k.mu.Lock()
-	if released {
+	if released.done {
 		k.forget(h)
 		k.mu.Unlock()
-		k.log.InfoContext(ctx, "lane released", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token)
+		k.logReleased(ctx, held{h.lane, h.owner, h.token}, cmp.Or(released.to, h.lender))
 		return nil
 	}
 	if h.state == closing {
@@ -56,6 +56,15 @@ func (k *Keeper) departed(ctx context.Context, h *hold, released bool) (answer e
 	return h.lossAnswer()
 }
 
+// logReleased says that a lane was given back, and whom it went to: who waited for it, or the execution that had lent it.
+func (k *Keeper) logReleased(ctx context.Context, h held, to string) {
+	about := []any{"lane", h.lane, "owner", h.owner.name, "fencing_token", h.token}
+	if to != "" {
+		about = append(about, "to", to)
+	}
+	k.log.InfoContext(ctx, "lane released", about...)
+}
+
 // releasing is the release of a hold, which may take several tries.
 type releasing struct {
 	keeper  *Keeper
@@ -65,15 +74,16 @@ type releasing struct {
 }
 
 // try releases until the database answers, until ctx ends or trying again is no use. The caller has the turn.
-func (r *releasing) try(ctx context.Context) (released bool, err error) {
+func (r *releasing) try(ctx context.Context) (released release, err error) {
 	h := r.hold
 	for pause := retryFirst; ; pause = min(2*pause, retryMost) {
 		released, err = r.keeper.freeTogether(ctx, held{h.lane, h.owner, h.token})
 		switch {
 		case err == nil:
-			return released || r.unheard, nil // the lease was alive before, so what is gone now was released by that try
+			released.done = released.done || r.unheard
+			return released, nil // the lease was alive before, so what is gone now was released by that try
 		case !worthRetrying(err):
-			return false, err
+			return released, err
 		}
 		r.unheard = r.unheard || !postgres.Unchanged(err)
 		if !r.warned {
@@ -81,7 +91,7 @@ func (r *releasing) try(ctx context.Context) (released bool, err error) {
 			r.keeper.log.WarnContext(ctx, "lane not released yet, trying again", "lane", h.lane, "owner", h.owner.name, "error", err)
 		}
 		if !sleep(ctx, pause) {
-			return false, err
+			return released, err
 		}
 	}
 }
@@ -119,7 +129,8 @@ func (r *releasing) once(ctx context.Context) (over bool) {
 		r.unheard = r.unheard || !postgres.Unchanged(err)
 		return poolClosed(err)
 	}
-	_ = k.departed(ctx, h, released || r.unheard) // nobody waits for the answer
+	released.done = released.done || r.unheard
+	_ = k.departed(ctx, h, released) // nobody waits for the answer
 	return true
 }
 

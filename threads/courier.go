@@ -108,12 +108,27 @@ func (c *Courier) flush(ctx context.Context, thread string) {
 	if thread == "" {
 		n, err = flushAll(ctx, c.Pool)
 	} else {
+		c.cleanStale(ctx, thread)
 		n, err = Flush(ctx, c.Pool, thread)
 	}
 	if err != nil && ctx.Err() == nil {
 		c.Logger.WarnContext(ctx, "queued messages not sent yet", "thread_id", thread, "error", err)
 	} else if n > 0 {
 		c.Logger.InfoContext(ctx, "queued messages sent", "thread_id", thread, "count", n)
+	}
+}
+
+// cleanStale frees and logs threads whose holder is gone, if one is, before who is next takes it over.
+func (c *Courier) cleanStale(ctx context.Context, thread string) {
+	var stale bool
+	err := c.Pool.QueryRow(ctx, `
+		select exists (select from agent_locks l where l.lane = agent_thread_lane(@thread) and l.locked_by <> '' and not l.parked
+		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
+	if err == nil && stale {
+		_, err = clean(ctx, c.Pool, c.Logger, unwanted)
+	}
+	if err != nil && ctx.Err() == nil {
+		c.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 }
 
