@@ -91,6 +91,12 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 	case err != nil:
 		return nil, fmt.Errorf("take lane: %w", err)
 	}
+	r.mu.Lock()
+	if r.held == nil {
+		r.held = make(map[string]*lanes.Lease, 1)
+	}
+	r.held[name] = lease
+	r.mu.Unlock()
 	held, end := context.WithCancelCause(lease.Context())
 	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
@@ -122,7 +128,17 @@ func outlive(ctx context.Context, by time.Duration) context.Context {
 	return longer
 }
 
-// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it.
+// LaneHeld reports whether somebody holds a lane; nobody does while lanes are off. It is not a step.
+func LaneHeld(ctx context.Context, name string) (bool, error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return false, err
+	}
+	return r.e.keeper.Held(ctx, name)
+}
+
+// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it. No step of the run begins after that,
+// under this context or another, until the lane is released or taken again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
 // Token is the hold's fencing token; 0 in a replay, where nothing is held.
@@ -145,6 +161,11 @@ func (h *Hold) Release(ctx context.Context) error {
 
 // giveBack is Release where there is something to give back.
 func (h *Hold) giveBack(ctx context.Context) error {
+	h.run.mu.Lock()
+	if name := h.lease.Lane(); h.run.held[name] == h.lease {
+		delete(h.run.held, name)
+	}
+	h.run.mu.Unlock()
 	unheard, given := false, false
 	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		err := h.lease.Release(ctx)

@@ -269,13 +269,28 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	if r.returned {
 		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrOutside)
 	}
-	if ctx.Err() == nil || !r.interrupts(ctx) { // the code's own limit is no reason to have no result
+	var stop error
+	if ctx.Err() != nil && r.interrupts(ctx) { // the code's own limit is no reason to have no result
+		stop = context.Cause(ctx)
+	}
+	if stop == nil {
+		stop = r.lostLane()
+	}
+	if _, recorded := r.checkpoints[s.key]; stop == nil || recorded && r.life.Err() == nil {
 		return r, nil
 	}
-	if _, recorded := r.checkpoints[s.key]; recorded && r.life.Err() == nil {
-		return r, nil
+	return nil, stop
+}
+
+// lostLane is an error while the run has lost a lane that it has neither released nor taken again: no step begins then, whatever its
+// context. The caller holds r.mu.
+func (r *run) lostLane() error {
+	for name, lease := range r.held {
+		if cause := context.Cause(lease.Context()); errors.Is(cause, lanes.ErrLost) {
+			return fmt.Errorf("lane %s: %w", name, cause)
+		}
 	}
-	return nil, context.Cause(ctx)
+	return nil
 }
 
 // keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3" must not

@@ -80,6 +80,40 @@ func age(seconds float64) string {
 	return time.Duration(seconds * float64(time.Second)).Round(time.Millisecond).String()
 }
 
+// Busy returns who holds a lane, or nil when nobody does, as while lanes are off.
+func (k *Keeper) Busy(ctx context.Context, lane string) (*BusyError, error) {
+	if !k.enabled {
+		return nil, nil
+	}
+	rows, err := k.db.Query(ctx, `
+		select l.locked_by, case when l.parked then null else l.expires_at end from agent_locks l
+		 where l.lane = @lane and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"lane": lane})
+	if err != nil {
+		return nil, fmt.Errorf("look at %s: %w", lane, err)
+	}
+	type holder struct {
+		Name string
+		Ends *time.Time
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[holder])
+	if err != nil || len(found) == 0 {
+		return nil, err
+	}
+	busy := &BusyError{Lane: lane, Holder: found[0].Name}
+	if found[0].Ends != nil {
+		busy.ExpiresAt = *found[0].Ends
+	}
+	return busy, nil
+}
+
+// Held reports whether somebody holds lane; nobody does while lanes are off.
+func (k *Keeper) Held(ctx context.Context, lane string) (bool, error) {
+	if !k.enabled {
+		return false, nil
+	}
+	return Held(ctx, k.db, lane)
+}
+
 // Held reports whether somebody holds lane.
 func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 	var held bool

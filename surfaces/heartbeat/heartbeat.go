@@ -205,7 +205,7 @@ func (h *Heartbeat) inTheWay(ctx context.Context, busy string) (string, error) {
 		if busy != "" {
 			return busy, nil
 		}
-		held, err := lanes.Held(ctx, h.Pool, OperateLane)
+		held, err := executions.LaneHeld(ctx, OperateLane)
 		if err != nil || !held {
 			return "", err
 		}
@@ -271,7 +271,7 @@ func ungated(ctx context.Context) context.Context { return executions.Gate(ctx, 
 // yield lets an admin go first: it is asked before every step that is new.
 func (h *Heartbeat) yield(ctx context.Context) error {
 	for {
-		held, err := lanes.Held(ctx, h.Pool, OperateLane)
+		held, err := executions.LaneHeld(ctx, OperateLane)
 		if err != nil || !held {
 			return err
 		}

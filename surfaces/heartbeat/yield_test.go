@@ -51,6 +51,18 @@ func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
 	}
 }
 
+// With lanes off nobody is in the way of a heartbeat, whatever is in the table.
+func TestWithLanesOffNobodyIsInTheWay(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.take(t, heartbeat.OperateLane)
+	w.take(t, heartbeat.Lane)
+	x := w.unlaned(t, 1)[0]
+	if said := summary(t, x); said.Skipped != "" || len(said.Phases) != 6 {
+		t.Errorf("got %+v", said)
+	}
+}
+
 func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
 	t.Parallel()
 	w := busyWorld(t)
