@@ -90,7 +90,7 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 	if _, inside := executions.Current(ctx); inside {
 		hold, err := executions.Lane(ctx, "objective:"+o.ID)
 		if errors.Is(err, lanes.ErrBusy) {
-			return nil, refuse("somebody else works on this objective now; leave it to them")
+			return nil, &skills.CallError{Class: skills.ClassBusy, Message: "somebody else works on this objective now; leave it to them: " + err.Error()}
 		}
 		if err != nil {
 			return nil, err

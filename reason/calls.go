@@ -171,8 +171,12 @@ func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args jso
 			return nil, err
 		}
 		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: guarded, IdempotencyKey: effect.Key})
+		ended := err
+		if busy(err) {
+			effect.Status, ended = activity.Skipped, errSkipped
+		}
 		if l.After != nil {
-			if after := l.After(ctx, s, err); after != nil {
+			if after := l.After(ctx, s, ended); after != nil {
 				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
 			}
 		}
@@ -185,6 +189,15 @@ func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args jso
 		err = &executions.StepError{Class: builtins.ClassConflict, Message: why}
 	}
 	return value, err
+}
+
+// errSkipped is how a call ended that decides nothing about its skill.
+var errSkipped = errors.New("the call was skipped")
+
+// busy reports a call that did nothing because a lane is held by somebody else.
+func busy(err error) bool {
+	failed, ok := errors.AsType[*skills.CallError](err)
+	return ok && failed.Class == skills.ClassBusy
 }
 
 // admit lets a skill pass that is in service now, and one that is on trial once. The turn chose its tools

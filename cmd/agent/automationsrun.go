@@ -19,8 +19,8 @@ func (c *cli) automationsRunCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "run NAME", Short: "Run an automation, now, in this process", Args: args(1, 1, "an automation's name or id"),
 		Long: `Run an automation, now, whatever its trigger, also one that is out of service. The run is claimed like any other: it
-holds the automation's lane, so it waits while the automation runs elsewhere; and if this process dies, another finishes it.
-Its schedule is not touched.`,
+holds the automation's lane; and if this process dies, another finishes it. While the automation runs elsewhere nothing is run: that is
+recorded as skipped, with the holder, and the exit code is 75. Its schedule is not touched.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.runAutomation(cmd.Context(), s, args[0])
 		}),
@@ -39,6 +39,18 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name string) error 
 	a, err := c.app(s, model)
 	if err != nil {
 		return err
+	}
+	found, err := automations.Get(ctx, s.pool, name)
+	if err != nil {
+		return automationHint(err)
+	}
+	busy, err := a.keeper.Busy(ctx, "automation:"+found.ID)
+	if err != nil {
+		return err
+	}
+	if busy != nil {
+		s.noteSkipped(ctx, "run_automation", map[string]any{"automation": found.Name}, busy)
+		return &exitError{exitBusy, hint(fmt.Errorf("skipped: %w", busy), "see agent lanes ls")}
 	}
 	var run automations.Run
 	_, err = act(ctx, s, "run_automation_by_hand", map[string]any{"automation": name}, func(tx pgx.Tx, traceID string) (bool, error) {

@@ -13,8 +13,10 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) lanesCommand() *cobra.Command {
@@ -79,7 +81,7 @@ func (c *cli) lanesRunCommand() *cobra.Command {
 		Use:   "run LANE [--ttl 1h] -- CMD…",
 		Short: "Run a command while holding a lane, like flock",
 		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the command's;
-75 when the lane is busy, and then the command is not run. The lane is renewed while the command runs and released
+75 when the lane is busy: then the command is not run, and that is recorded as skipped, with the holder. The lane is renewed while the command runs and released
 however it ends; when the lane is lost the command is ended. --ttl is how long the lane outlives a crash of this process.`,
 		Example: "  agent lanes run pipeline:prices --ttl 1h -- ./import-prices.sh",
 		Args: func(cmd *cobra.Command, got []string) error {
@@ -96,6 +98,17 @@ however it ends; when the lane is lost the command is ended. --ttl is how long t
 	return cmd
 }
 
+// noteSkipped records work that was not done because its lane is busy, with the holder, under a trace of its own.
+func (s *session) noteSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
+	input["lane"], input["holder"] = busy.Lane, busy.Holder
+	_, err := activity.Note(ctx, s.pool, activity.Entry{
+		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: s.config.Name, Skill: what, Input: input, Lane: busy.Lane,
+	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
+	if err != nil {
+		s.log.WarnContext(ctx, "skipped work not recorded", "lane", busy.Lane, "error", err)
+	}
+}
+
 // runInLane runs the command, and ends with its exit code. Signals are the command's: it decides how it
 // ends, and we wait for that with the lane held.
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
@@ -107,7 +120,12 @@ func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Du
 	living, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
 	var renewing errgroup.Group
 	renewing.Go(func() error { return keeper.Run(living) })
-	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{In: c.in, Out: c.out, Err: c.err, Log: s.log})
+	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{
+		In: c.in, Out: c.out, Err: c.err, Log: s.log,
+		Skipped: func(ctx context.Context, busy *lanes.BusyError) {
+			s.noteSkipped(ctx, "run_in_lane", map[string]any{"command": command[0]}, busy)
+		},
+	})
 	stop()
 	err = errors.Join(err, renewing.Wait())
 	switch {

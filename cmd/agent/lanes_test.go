@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -9,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
@@ -59,6 +62,74 @@ func TestLanesRunOfNoCommand(t *testing.T) {
 	contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
+// skipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
+func skipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
+	t.Helper()
+	var got int
+	if err := db.QueryRow(t.Context(), `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
+		and (strpos(a.output::text, $2) > 0 or strpos(a.error_message, $2) > 0)`, name, holder).Scan(&got); err != nil {
+		t.Fatal(err)
+	}
+	if got != n {
+		t.Errorf("%d calls of %s are recorded as skipped for %s, want %d", got, name, holder, n)
+	}
+}
+
+// Whose lane is busy is skipped, with the holder, however it was asked for.
+func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	db := connect(t, url)
+	p.must("skills", "call", "objective_propose", "--args", `{"name":"tidy","goal":"all is tidy","steps":["one"]}`)
+	p.must("objectives", "accept", "tidy")
+	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * *","skill":"recent_activity"}`)
+	p.must("automations", "accept", "watch")
+	if _, err := db.Exec(t.Context(), `
+		select try_acquire_agent_lock('objective:' || id, 'somebody', 600) from agent_objectives
+		union all select try_acquire_agent_lock('automation:' || id, 'somebody', 600) from agent_automations`); err != nil {
+		t.Fatal(err)
+	}
+	got := p.run("skills", "call", "objective_advance", "--args", `{"objective":"tidy","step":"one","result":"done"}`)
+	if got.code == 0 {
+		t.Errorf("a busy objective was advanced: %+v", got)
+	}
+	contains(t, got.err, "somebody")
+	skipped(t, db, "objective_advance", "somebody", 1)
+	got = p.run("automations", "run", "watch")
+	if got.code != exitBusy {
+		t.Errorf("a busy automation: %+v", got)
+	}
+	contains(t, got.err, "skipped", "somebody")
+	skipped(t, db, "run_automation", "somebody", 1)
+	var runs int
+	if err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs); err != nil || runs != 0 {
+		t.Errorf("%d runs are left, %v", runs, err)
+	}
+}
+
+// Who breaks a lane that an open transaction has in use hears which one that is.
+func TestLanesReleaseNamesWhoIsInTheWay(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	db := connect(t, url)
+	tx, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := tx.Exec(t.Context(), `select fence_agent_lock(lane, fencing_token) from agent_locks`); err != nil {
+		t.Fatal(err)
+	}
+	got := p.run("lanes", "release", "pipeline:x")
+	if got.code != exitFailed {
+		t.Errorf("got %+v", got)
+	}
+	contains(t, got.err, "in use by pid", "(test)", "pg_terminate_backend")
+}
+
 func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	url := pgtest.URL(t)
 	p := on(t, url)
@@ -76,6 +147,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	if _, err := os.Stat(mark); err == nil {
 		t.Error("the command ran without the lane")
 	}
+	skipped(t, db, "run_in_lane", "somebody", 2)
 	contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
 	var page struct{ Items []map[string]any }
 	p.mustJSON(&page, "lanes", "ls")

@@ -105,6 +105,7 @@ func (c *cli) enter(ctx context.Context, a *app, desk *operate.Session, wait boo
 	}
 	told := errors.New(a.operate.Explain(ctx, busy))
 	if !wait {
+		a.operate.NoteSkipped(ctx, desk.ID(), busy)
 		return &exitError{exitBusy, hint(told, "wait with --wait, or look on with --watch")}
 	}
 	c.say("%s; waiting …", printable(told.Error()))

@@ -274,6 +274,9 @@ func TestOperateTellsWhoIsAtWork(t *testing.T) {
 		t.Errorf("exit %d", got.code)
 	}
 	contains(t, got.err, "lane busy", session, "--wait", "--watch")
+	if n := single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
+		t.Errorf("%d skipped turns are recorded", n)
+	}
 	s.typed("\x04")
 	s.left()
 }

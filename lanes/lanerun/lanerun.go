@@ -41,6 +41,8 @@ type Stdio struct {
 	In       io.Reader
 	Out, Err io.Writer
 	Log      *slog.Logger // nil for text on Err
+	// Skipped is told that the lane is busy and the command was not run; nil when nobody wants to know.
+	Skipped func(ctx context.Context, busy *lanes.BusyError)
 }
 
 func (s Stdio) log() *slog.Logger {
@@ -69,6 +71,9 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 	lease, err := keeper.Acquire(ctx, lane, opts...)
 	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
 		stdio.log().WarnContext(ctx, "already running, skipped", "lane", lane, "holder", busy.Holder)
+		if stdio.Skipped != nil {
+			stdio.Skipped(ctx, busy)
+		}
 		return ExitBusy, nil
 	}
 	if err != nil {

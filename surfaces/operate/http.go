@@ -143,11 +143,12 @@ func wantsDocument(r *http.Request) bool {
 }
 
 // refusal is an error that came before the turn began, as the client gets it: who holds the lane is named.
-func (o *Operate) refusal(ctx context.Context, err error) error {
+func (o *Operate) refusal(ctx context.Context, session string, err error) error {
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
 		return err
 	}
+	o.NoteSkipped(ctx, session, busy)
 	return problem.New(http.StatusConflict, "%s; send wait: true to wait, or follow GET /v1/operate/watch", o.Explain(ctx, busy)).
 		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder)
 }
@@ -169,7 +170,7 @@ func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, b
 	})
 	if err != nil {
 		if !begun {
-			err = o.refusal(r.Context(), err)
+			err = o.refusal(r.Context(), s.id, err)
 		}
 		problem.Write(w, r, err, traceID, o.log)
 		return
@@ -202,8 +203,8 @@ func (o *Operate) stream(w http.ResponseWriter, r *http.Request, s *Session, bod
 	switch {
 	case err == nil, out.wrote():
 	case !out.opened():
-		problem.Write(w, r, o.refusal(r.Context(), err), "", o.log)
+		problem.Write(w, r, o.refusal(r.Context(), s.id, err), "", o.log)
 	default:
-		out.event(Event{"error", said(o.refusal(r.Context(), err), "")})
+		out.event(Event{"error", said(o.refusal(r.Context(), s.id, err), "")})
 	}
 }

@@ -69,6 +69,20 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
 
+// NoteSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity with the holder under
+// a trace of its own.
+func (o *Operate) NoteSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	_, err := activity.Note(ctx, o.Pool, activity.Entry{
+		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: o.Agent, Skill: Flow, Lane: busy.Lane,
+		Input: map[string]string{"session": session, "lane": busy.Lane, "holder": busy.Holder},
+	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
+	if err != nil {
+		o.log.WarnContext(ctx, "skipped turn not recorded", "session", session, "holder", busy.Holder, "error", err)
+	}
+}
+
 // WatchHandler answers GET /v1/operate/watch: what Watch shows, as server-sent events, until the client leaves or the
 // process shuts down.
 func (o *Operate) WatchHandler() http.Handler {
