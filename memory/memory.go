@@ -140,7 +140,21 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 // still lies there counts as none. What is based on a revision is an update: an insert would also find no entry where one was
 // deleted at the same moment.
 func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage) (Entry, error) {
-	sql := `
+	args := postgres.Strict{
+		"category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID, "ttl": n.TTL.Seconds(), "if_revision": n.Revision,
+	}
+	var rows pgx.Rows
+	var err error
+	if n.Revision > 0 {
+		rows, err = db.Query(ctx, `
+		update agent_memory m
+		   set value = @value::jsonb, trace_id = @trace_id, revision = m.revision + 1, updated_at = clock_timestamp(),
+		       expires_at = clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
+		 where m.category = @category and m.key = @key and m.revision = @if_revision::int
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())
+		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`, args)
+	} else {
+		rows, err = db.Query(ctx, `
 		insert into agent_memory as m (category, key, value, trace_id, expires_at)
 		values (@category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
 		on conflict (category, key) do update
@@ -148,19 +162,8 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
 		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()
-		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`
-	if n.Revision > 0 {
-		sql = `
-		update agent_memory m
-		   set value = @value::jsonb, trace_id = @trace_id, revision = m.revision + 1, updated_at = clock_timestamp(),
-		       expires_at = clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
-		 where m.category = @category and m.key = @key and m.revision = @if_revision::int
-		   and (m.expires_at is null or m.expires_at > clock_timestamp())
-		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`
+		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`, args)
 	}
-	rows, err := db.Query(ctx, sql, postgres.Strict{
-		"category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID, "ttl": n.TTL.Seconds(), "if_revision": n.Revision,
-	})
 	if err != nil {
 		return Entry{}, err
 	}

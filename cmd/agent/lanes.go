@@ -82,7 +82,8 @@ func (c *cli) lanesRunCommand() *cobra.Command {
 		Short: "Run a command while holding a lane, like flock",
 		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the command's;
 75 when the lane is busy: then the command is not run, and that is recorded as skipped, with the holder. The lane is
-renewed while the command runs and released however it ends; when the lane is lost the command is ended. --ttl is how long the lane outlives a crash of this process.`,
+renewed while the command runs and released however it ends; when the lane is lost the command is ended. --ttl is how
+long the lane outlives a crash of this process.`,
 		Example: "  agent lanes run pipeline:prices --ttl 1h -- ./import-prices.sh",
 		Args: func(cmd *cobra.Command, got []string) error {
 			if cmd.ArgsLenAtDash() == 1 && len(got) > 1 {
