@@ -66,6 +66,8 @@ type SpendLine struct {
 	CompletionTokens int64      `json:"completion_tokens"`
 	Tokens           int64      `json:"tokens"`
 	CostUSD          float64    `json:"cost_usd"`
+	UnknownTokens    int64      `json:"unknown_tokens"` // the part of Tokens that no provider reported
+	UnknownUSD       float64    `json:"unknown_usd"`    // the part of CostUSD that no provider reported
 }
 
 // Counted are sums over the log. Until is nil when they hold all of it; else rows from that moment on are

@@ -13,22 +13,28 @@ counts as (
                          clock_timestamp() + interval '24 hours', interval '24 hours') g (day)
    cross join lateral (select c.* from agent_activity_counts c where c.span = 'day' and c.start = g.day and c.kind = @kind offset 0) c),
 spent as (
-  select c.start, c.skill, c.surface, c.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd from counts c
+  select c.start, c.skill, c.surface, c.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens,
+         c.unknown_usd
+    from counts c
   union all
-  select l.hour, l.skill, l.surface, l.model, 1, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd
+  select l.hour, h.skill, l.surface, l.model, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens,
+         h.unknown_usd
     from tail l
-   where @kind = 'model' and not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz
-  union all
-  select l.hour, h.skill, l.surface, l.model, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd
-    from tail l
-   cross join lateral (select a.led_to from agent_activity a where a.id = l.id offset 0) a
-   cross join lateral agent_charges(a.led_to, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, 0, 0) h
-   where @kind = 'charge' and not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz),
+   cross join lateral (select m.led_to, m.unknown_tokens, m.unknown_usd from agent_activity_measured m where m.id = l.id offset 0) a
+   cross join lateral (
+     select l.skill, 1 as calls, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd
+      where @kind = 'model'
+     union all
+     select c.* from agent_charges(
+       a.led_to, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd) c
+      where @kind = 'charge') h
+   where not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz),
 lines as (
   select case @by::text when 'skill' then s.skill when 'purpose' then s.skill when 'surface' then s.surface when 'model' then s.model else '' end as key,
          case @period::text when 'hour' then s.start when 'day' then date_trunc('day', s.start at time zone 'UTC') at time zone 'UTC' end as period,
          sum(s.calls)::bigint as calls, sum(s.prompt_tokens)::bigint as prompt_tokens,
-         sum(s.completion_tokens)::bigint as completion_tokens, sum(s.tokens)::bigint as tokens, sum(s.cost_usd)::float8 as cost_usd
+         sum(s.completion_tokens)::bigint as completion_tokens, sum(s.tokens)::bigint as tokens, sum(s.cost_usd)::float8 as cost_usd,
+         sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd)::float8 as unknown_usd
     from spent s
    where (@skill::text = '' or s.skill = agent_count_key(@skill)) and (@surface::text = '' or s.surface = agent_count_key(@surface))
      and (@model::text = '' or s.model = agent_count_key(@model))
@@ -36,7 +42,8 @@ lines as (
    group by 1, 2)
 select coalesce(l.key, '') as key, l.period, coalesce(l.calls, 0) as calls, coalesce(l.prompt_tokens, 0) as prompt_tokens,
        coalesce(l.completion_tokens, 0) as completion_tokens, coalesce(l.tokens, 0) as tokens,
-       coalesce(l.cost_usd, 0) as cost_usd, l.calls is null as nothing,
+       coalesce(l.cost_usd, 0) as cost_usd, coalesce(l.unknown_tokens, 0) as unknown_tokens, coalesce(l.unknown_usd, 0) as unknown_usd,
+       l.calls is null as nothing,
        to_timestamp(('x' || substr(replace(o.id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as left_out
   from left_out o left join lines l on true
  order by l.period desc nulls last, l.cost_usd desc, l.tokens desc, l.key

@@ -104,7 +104,8 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 	rows, err := tx.Query(ctx, `
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
 		       array[agent_count_tokens(a.token_usage ->> 'prompt_tokens'), agent_count_tokens(a.token_usage ->> 'completion_tokens'),
-		             agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint] as used
+		             agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint,
+		             agent_count_tokens(a.token_usage ->> 'unknown_tokens'), (agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err
@@ -113,7 +114,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		Purpose string
 		Day     time.Time
 		LedTo   map[string]int
-		Used    []int64 // tokens of the prompt, of the completion and in all, and millionths of a dollar
+		Used    []int64 // tokens of the prompt, of the completion and in all, millionths of a dollar, and of these two what is unknown
 	}
 	calls, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
 	if err != nil {
@@ -137,6 +138,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 			l := sums[k]
 			l.Calls, l.PromptTokens, l.CompletionTokens = l.Calls+s.calls, l.PromptTokens+s.used[0], l.CompletionTokens+s.used[1]
 			l.Tokens, l.CostUSD = l.Tokens+s.used[2], l.CostUSD+float64(s.used[3])/1e6
+			l.UnknownTokens, l.UnknownUSD = l.UnknownTokens+s.used[4], l.UnknownUSD+float64(s.used[5])/1e6
 		}
 	}
 	want := []activity.SpendLine{}
@@ -151,7 +153,8 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 	rows, err = tx.Query(ctx, `
 		select v.`+string(by)+` as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
 		       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
-		       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd
+		       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd,
+		       sum(v.unknown_tokens)::bigint as unknown_tokens, sum(v.unknown_usd)::float8 as unknown_usd
 		  from `+view+` v group by 1, 2`)
 	if err != nil {
 		return "", err
@@ -201,7 +204,7 @@ func charges(ledTo map[string]int, used []int64) []charge {
 		}
 		for i, n := range used {
 			c.used[i] = n*upto/total - n*before/total
-			if i == 3 {
+			if i == 3 || i == 5 {
 				c.used[i] = (2*n*upto+total)/(2*total) - (2*n*before+total)/(2*total)
 			}
 		}
@@ -225,10 +228,11 @@ func chaos(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 		status := []string{"success", "error", "running", "skipped", "pending_approval", "unknown"}[r.IntN(6)]
 		_, err := tx.Exec(ctx, `
 			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage, cost_usd, duration_ms, led_to)
-			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}', 0.01, $7, $8)`,
+			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}'::jsonb || $9, 0.01, $7, $8)`,
 			[]string{"model", "call", "call", "phase"}[r.IntN(4)], fmt.Sprintf("skill_%d", r.IntN(3)), []string{"", "plan"}[r.IntN(2)],
 			[]string{"heartbeat", "chat"}[r.IntN(2)], status, []string{"", "timeout", "denied"}[r.IntN(3)], r.IntN(5000),
-			[]string{`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`, `{"skill_2": 1, "skill_1": 1, "gone": 5}`}[r.IntN(4)])
+			[]string{`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`, `{"skill_2": 1, "skill_1": 1, "gone": 5}`}[r.IntN(4)],
+			[]string{`{}`, `{"unknown_tokens": 5, "unknown_usd": 0.007}`}[r.IntN(2)])
 		if err != nil {
 			return err
 		}

@@ -152,6 +152,8 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 		sum.CompletionTokens += l.CompletionTokens
 		sum.Tokens += l.Tokens
 		sum.CostUSD += l.CostUSD
+		sum.UnknownTokens += l.UnknownTokens
+		sum.UnknownUSD += l.UnknownUSD
 	}
 	return sum
 }

@@ -33,6 +33,12 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days", "by=model&amp;days=30&amp;purpose=reflect#calls")
 	shows(t, server.URL+"/spend?by=model", "model-two", "25 %")
 	shows(t, server.URL+"/spend?by=surface&per=hour", "heartbeat", "100 %")
+	if _, err := pool.Exec(t.Context(), `
+		update agent_activity set token_usage = token_usage || '{"unknown_tokens": 400, "unknown_usd": 0.1}'
+		 where model = 'model-one'`); err != nil {
+		t.Fatal(err)
+	}
+	shows(t, server.URL+"/spend?days=1", "$0.1000 and 400 tokens of it are unknown")
 	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
 	if strings.Contains(body, "model-one") {
 		t.Error("a model that was not called for it is shown")
