@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// mostConnections is how many connections a process serves at once. It is more than all classes have requests in work, so that one
-// of them is always idle and makes room for a new one.
+// mostConnections is how many connections a process serves at once. It is more than all classes have requests in work,
+// so that one of them is always idle and makes room for a new one.
 const mostConnections = 4096
 
 // Listen bounds the connections of [Server].
@@ -22,10 +22,11 @@ func Listen(l net.Listener) net.Listener { return admission.Listen(l, mostConnec
 // expectation is Endpoint.Expect.
 type expectation func(r *http.Request) (*http.Request, int64, error)
 
-// bound is what a class of requests may have, and of it a chat key and an address; 0 is no bound of their own.
+// bound is what a class of requests may have, and of it a chat key, a webhook endpoint and an address; 0 is no bound of
+// their own.
 type bound struct {
-	all, key, address int64
-	budget            *admission.Budget
+	all, key, endpoint, address int64
+	budget                      *admission.Budget
 }
 
 // class is a sort of requests. None takes what another needs.
@@ -37,14 +38,16 @@ type budgets struct{ intake, public, visitor, admin class }
 // newBudgets are the bounds of a process. They suit one of some hundred MB; what is far below is usual.
 func newBudgets() budgets {
 	made := func(requests, bytes bound) class {
-		requests.budget, bytes.budget = admission.New(requests.all), admission.New(bytes.all)
+		requests.budget, bytes.budget = admission.New(requests.all), admission.NewBytes(bytes.all)
 		return class{requests, bytes}
 	}
 	return budgets{
-		intake:  made(bound{all: 256, address: 128}, bound{all: 32 << 20, address: 16 << 20}), // webhooks
-		public:  made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 2 << 20}),
-		visitor: made(bound{all: 512, key: 384, address: 256}, bound{all: 24 << 20, key: 16 << 20, address: 16 << 20}),
-		admin:   made(bound{all: 2048}, bound{all: 64 << 20}),
+		intake: made(bound{all: 256, endpoint: 128, address: 128}, // webhooks
+			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
+		public: made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
+		visitor: made(bound{all: 512, key: 384, address: 256},
+			bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
+		admin: made(bound{all: 2048}, bound{all: 64 << 20}),
 	}
 }
 
@@ -66,40 +69,56 @@ func (b bound) shares(r *http.Request) (shares []admission.Share) {
 	if name, visitor := VisitorFrom(r.Context()); visitor && b.key > 0 {
 		shares = append(shares, admission.Share{Name: "key " + name, Most: b.key})
 	}
+	if b.endpoint > 0 {
+		shares = append(shares, admission.Share{Name: "endpoint " + r.URL.Path, Most: b.endpoint})
+	}
 	if b.address > 0 {
 		shares = append(shares, admission.Share{Name: "address " + clientip.Key(r), Most: b.address})
 	}
 	return shares
 }
 
-// admit takes what the request needs of its class, and its body. leave gives it back.
+// admit takes what the request needs of its class, and its body. leave gives it back. While the body arrives the
+// request has no place among those in work.
 func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *http.Request, leave func(), err error) {
 	if rt.probe {
 		return r, func() {}, nil
 	}
 	c := s.budgets.of(rt)
-	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
-	if err != nil {
-		return r, nil, full(w, err)
-	}
-	most := rt.maxBody
-	if rt.expect != nil {
-		var expected *http.Request
-		if expected, most, err = rt.expect(r); err == nil {
-			r, most = expected, min(most, rt.maxBody)
-		}
-	}
+	r, most, err := s.expected(r, rt, c)
 	if err == nil {
 		err = s.takeBody(w, r, rt, c, most)
 	}
 	if err != nil {
-		hold.Release()
+		return r, nil, full(w, err)
+	}
+	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
+	if err != nil {
+		_ = r.Body.Close()
 		return r, nil, full(w, err)
 	}
 	return r, func() {
+		defer hold.Release()
 		_ = r.Body.Close()
-		hold.Release()
 	}, nil
+}
+
+// expected refuses a request for which there is no place, or that its route does not expect, and says how large its
+// body may be.
+func (s *server) expected(r *http.Request, rt route, c *class) (*http.Request, int64, error) {
+	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
+	if err != nil {
+		return r, 0, err
+	}
+	defer hold.Release()
+	if rt.expect == nil {
+		return r, rt.maxBody, nil
+	}
+	expected, most, err := rt.expect(r)
+	if err != nil {
+		return r, 0, err
+	}
+	return expected, min(most, rt.maxBody), nil
 }
 
 // full says when to come again, where too much is under way.
@@ -124,7 +143,9 @@ func (s *server) takeBody(w http.ResponseWriter, r *http.Request, rt route, c *c
 			return problem.New(http.StatusUnsupportedMediaType, "send JSON, with Content-Type: application/json")
 		}
 	}
-	err := admission.Read(w, r, admission.Limits{Most: most, Time: s.limits.body, Budget: c.bytes.budget, Shares: c.bytes.shares(r)})
+	err := admission.Read(w, r, admission.Limits{
+		Most: most, Time: s.limits.body, Budget: c.bytes.budget, Shares: c.bytes.shares(r),
+	})
 	if err != nil {
 		w.Header().Set("Connection", "close") // the rest of the body is not read
 		return s.badTransfer(err)

@@ -2,9 +2,11 @@ package api
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -15,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -147,6 +150,129 @@ func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
 	<-entered
 	close(end)
 	group.Wait()
+}
+
+// silent opens a connection that announces a large body of which nothing follows, and returns the status of the answer:
+// 100 where the body is waited for.
+func silent(t *testing.T, address, header string, length int64) int {
+	t.Helper()
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%sExpect: 100-continue\r\n"+
+		"Content-Length: %d\r\n\r\n", header, length)
+	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	return answer.StatusCode
+}
+
+// Connections that announce bodies and send nothing shut out nobody, also at their own address.
+func TestSilentBodiesShutOutNobody(t *testing.T) {
+	t.Parallel()
+	const key = "a-long-random-text-of-the-chat-4711"
+	ok := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		fmt.Fprint(w, len(body), err)
+	})
+	expected := func(r *http.Request) (*http.Request, int64, error) { return r, 25 << 20, nil }
+	for name, c := range map[string]struct {
+		rt     route
+		header string
+		length int64
+	}{
+		"webhooks":     {route{access: Public, maxBody: 25 << 20, expect: expected}, "", 25 << 20},
+		"browser key":  {route{access: Visitor, maxBody: 16 << 20}, "Authorization: Bearer " + key + "\r\n", 16 << 20},
+		"other public": {route{access: Public, maxBody: 1 << 20}, "", 1 << 20},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			log := slog.New(slog.DiscardHandler)
+			g, err := newGate(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.rt.handler = ok
+			s, h := bare(t, c.rt)
+			s.gate = g
+			server := httptest.NewUnstartedServer(nil)
+			server.Config, server.Listener = Server(h, log), Listen(server.Listener)
+			server.Start()
+			t.Cleanup(server.Close)
+			for i := range 300 { // more than an address may have in work
+				got := silent(t, server.Listener.Addr().String(), c.header, c.length)
+				if got != http.StatusContinue {
+					t.Fatalf("silent body %d: %d", i+1, got)
+				}
+			}
+			body := strings.NewReader(strings.Repeat("x", 500_000))
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL+"/x", body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Header.Set("Authorization", "Bearer "+key)
+			r.Header.Set("Content-Type", "application/json")
+			w, err := server.Client().Do(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Body.Close()
+			if w.StatusCode != http.StatusOK {
+				t.Errorf("one who sends its body: %d", w.StatusCode)
+			}
+		})
+	}
+}
+
+func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
+	t.Parallel()
+	b := newBudgets().intake
+	for name, of := range map[string]bound{"requests": b.requests, "bytes": b.bytes} {
+		from := func(path, address string) []admission.Share {
+			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, nil)
+			r.RemoteAddr = address
+			return of.shares(r)
+		}
+		for i := range 4 {
+			if _, err := of.budget.Take(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if _, err := of.budget.Take(1, from("/webhooks/a", "192.0.2.9:1")...); !errors.Is(err, admission.ErrFull) {
+			t.Errorf("%s: more than half for one endpoint: %v", name, err)
+		}
+		if _, err := of.budget.Take(of.all/8, from("/webhooks/b", "192.0.2.9:1")...); err != nil {
+			t.Errorf("%s: another endpoint: %v", name, err)
+		}
+	}
+}
+
+func TestAnAddressHasAQuarterOfTheBytes(t *testing.T) {
+	t.Parallel()
+	b := newBudgets()
+	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
+		of := c.bytes
+		if whole := cmp.Or(of.key, of.all); of.address > whole/4 {
+			t.Errorf("%s: an address has %d of %d", name, of.address, whole)
+		}
+	}
+}
+
+func TestAPanicBeforeTheBodyGivesItsPlaceBack(t *testing.T) {
+	t.Parallel()
+	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
+	s, h := bare(t, route{access: Public, maxBody: 10, expect: panics})
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
+	if n := s.budgets.intake.requests.budget.Used(); n != 0 {
+		t.Errorf("%d places are left", n)
+	}
 }
 
 // Probes are public: those that come at the same time have the answer of one.

@@ -60,6 +60,23 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 	take(t, b, 11, a).Release() // alone, also more than all
 }
 
+// One body may be larger than a share: it stops neither those that others hold, nor what is left to others.
+func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
+	t.Parallel()
+	b := admission.New(100)
+	a := admission.Share{Name: "a", Most: 10}
+	large := take(t, b, 30, a)
+	refused(t, b, 1, a)
+	rest := take(t, b, 70, admission.Share{Name: "b", Most: 80})
+	large.Return(25)
+	take(t, b, 5, a).Release()
+	rest.Release()
+	large.Release()
+	if b.Used() != 0 {
+		t.Errorf("%d are left", b.Used())
+	}
+}
+
 func TestAHoldLastsUntilTheLastKeeperReleasesIt(t *testing.T) {
 	t.Parallel()
 	b := admission.New(1)

@@ -12,20 +12,20 @@ import (
 // Grace is the part of a body's time, one in so many, by which its sender may be behind the pace.
 const Grace = 4
 
-// firstPiece is how much memory a body gets before its bytes have come.
-const firstPiece = 256 << 10
+// Small is the announced length, in bytes, up to which a body may use the reserve of [NewBytes].
+const Small = 64 << 10
 
 // collected is how large a body is, in bytes, whose memory is collected before it is given back.
 const collected = 4 << 20
 
-// MostUnsized is how many bytes a body may have that does not say its length: it is copied as it grows.
+// MostUnsized is how many bytes a body may have that does not say its length.
 const MostUnsized = 8 << 20
 
 // Limits bound a body.
 type Limits struct {
 	Most   int64         // bytes
 	Time   time.Duration // until its last byte
-	Budget *Budget       // of bytes in flight; nil for no bound
+	Budget *Budget       // of bytes that have arrived; nil for no bound
 	Shares []Share
 }
 
@@ -88,8 +88,8 @@ func Bytes(r io.Reader) ([]byte, error) {
 	return rest, nil
 }
 
-// All is the whole body of a request of at most so many bytes, without a copy where [Read] has read it. The error is a *[TooLarge], or
-// the connection's.
+// All is the whole body of a request of at most so many bytes, without a copy where [Read] has read it. The error is a
+// *[TooLarge], or the connection's.
 func All(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	if b, ok := r.Body.(*Body); ok {
 		if int64(len(b.raw)-b.at) > most {
@@ -107,85 +107,34 @@ func All(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	return body, nil
 }
 
-// Read reads the body of a request and puts a [Body] in its place. The error is [ErrFull], a *[TooLarge], or the connection's; a
-// deadline of the connection that was not met is os.ErrDeadlineExceeded.
+// Read reads the body of a request and puts a [Body] in its place. While it reads, the request's connection counts as
+// idle: [Listen] may close it. The error is [ErrFull], a *[TooLarge], or the connection's; a deadline of the connection
+// that was not met is os.ErrDeadlineExceeded.
 func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 	if r.ContentLength > l.Most {
 		return &TooLarge{Most: l.Most}
 	}
-	most := l.Most
-	if r.ContentLength < 0 {
-		most = min(most, MostUnsized)
+	a := arrival{body: r.Body, length: r.ContentLength, most: l.Most}
+	if a.length < 0 {
+		a.most = min(a.most, MostUnsized)
 	}
-	body := &Body{}
-	if l.Budget != nil {
-		var err error
-		take := r.ContentLength
-		if take < 0 {
-			take = min(firstPiece, most)
-		}
-		if body.hold, err = l.Budget.Take(take, l.Shares...); err != nil {
-			return err
-		}
+	if err := a.open(l); err != nil {
+		return err
 	}
-	p := pace{control: http.NewResponseController(w), began: time.Now(), limit: l.Time, size: most}
-	if r.ContentLength >= 0 {
-		p.size = r.ContentLength
+	a.pace = pace{control: http.NewResponseController(w), began: time.Now(), limit: l.Time, size: a.most}
+	if a.length >= 0 {
+		a.pace.size = a.length
 	}
-	if err := body.fill(r, most, &p); err != nil {
+	raw, err := a.read(connOf(r))
+	if err != nil {
 		if large, is := errors.AsType[*TooLarge](err); is {
-			large.Unsized = most < l.Most
+			large.Unsized = a.most < l.Most
 		}
-		return errors.Join(err, body.Close())
+		a.give(a.held)
+		return err
 	}
-	p.lift()
-	r.Body, r.ContentLength = body, int64(len(body.raw))
-	return nil
-}
-
-// fill reads until the end.
-func (b *Body) fill(r *http.Request, most int64, p *pace) error {
-	most++ // a byte more tells that there is one
-	known := r.ContentLength >= 0
-	if known {
-		most = min(most, r.ContentLength+1)
-	}
-	b.raw = make([]byte, 0, min(most, firstPiece))
-	for {
-		if len(b.raw) == cap(b.raw) {
-			if err := b.grow(most, known); err != nil {
-				return err
-			}
-		}
-		p.expect(len(b.raw))
-		n, err := r.Body.Read(b.raw[len(b.raw):cap(b.raw)])
-		b.raw = b.raw[:len(b.raw)+n]
-		switch {
-		case int64(len(b.raw)) == most && !known:
-			return &TooLarge{Most: most - 1}
-		case errors.Is(err, io.EOF):
-			return nil
-		case err != nil:
-			return fmt.Errorf("read body: %w", err)
-		}
-	}
-}
-
-// grow makes room for more: for all of a body whose length is known, which has taken that of its budget; else for twice as much, which
-// is taken first.
-func (b *Body) grow(most int64, known bool) error {
-	room := most
-	if !known {
-		room = min(2*int64(cap(b.raw)), most)
-		if b.hold != nil {
-			if err := b.hold.Add(room - int64(cap(b.raw))); err != nil {
-				return err
-			}
-		}
-	}
-	larger := make([]byte, len(b.raw), room)
-	copy(larger, b.raw)
-	b.raw = larger
+	a.pace.lift()
+	r.Body, r.ContentLength = &Body{raw: raw, hold: a.hold}, int64(len(raw))
 	return nil
 }
 
@@ -198,12 +147,12 @@ type pace struct {
 }
 
 // expect sets the time by which the next byte has to come, after so many.
-func (p *pace) expect(got int) {
+func (p *pace) expect(got int64) {
 	if p.limit <= 0 {
 		return
 	}
 	grace := p.limit / Grace
-	share := float64(int64(got)+1) / float64(max(p.size, int64(got)+1))
+	share := float64(got+1) / float64(max(p.size, got+1))
 	// What cannot be set is a connection that is gone, or none: the next read says so.
 	_ = p.control.SetReadDeadline(p.began.Add(grace + time.Duration(share*float64(p.limit-grace))))
 }

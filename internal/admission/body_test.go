@@ -1,15 +1,19 @@
 package admission_test
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"runtime"
 	"strings"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
@@ -74,7 +78,130 @@ func TestABodyIsReadWithinItsLimit(t *testing.T) {
 	}
 }
 
-// A body takes its length before it is read; one that does not tell takes what it has grown to.
+// A length that is only announced takes nothing, and what has arrived at most as much again.
+func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
+	t.Parallel()
+	budget := admission.NewBytes(1 << 20)
+	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
+	silent, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	const header = "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
+	if _, err := io.WriteString(silent, header); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(silent).ReadString('\n'); err != nil || !strings.Contains(line, "100") {
+		t.Fatalf("%s, %v", line, err)
+	}
+	if n := budget.Used(); n != 0 {
+		t.Errorf("%d bytes are taken for nothing", n)
+	}
+	sent := 0
+	for _, more := range []int{1, 20_000, 100_000} {
+		if _, err := io.WriteString(silent, strings.Repeat("x", more)); err != nil {
+			t.Fatal(err)
+		}
+		sent += more
+		for budget.Used() < int64(sent) {
+			runtime.Gosched()
+		}
+		if n := budget.Used(); n > int64(2*sent+1<<10) {
+			t.Errorf("%d bytes are taken for %d", n, sent)
+		}
+	}
+	post(t, url, 700_000, false)
+	if err := <-got; err != nil {
+		t.Errorf("another body: %v", err)
+	}
+	_ = silent.Close()
+	if err := <-got; err == nil {
+		t.Error("the silent one was read")
+	}
+	if budget.Used() != 0 {
+		t.Errorf("%d bytes are not given back", budget.Used())
+	}
+}
+
+// Large bodies leave a reserve to those that say that they are small.
+func TestASmallBodyHasAReserve(t *testing.T) {
+	t.Parallel()
+	const most = 8 * admission.Small
+	budget := admission.NewBytes(most)
+	url, got := reading(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
+	if _, err := budget.Take(most - admission.Small); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		size    int
+		chunked bool
+		want    error
+	}{
+		{1, false, nil},
+		{admission.Small, false, nil},
+		{admission.Small + 1, false, admission.ErrFull},
+		{1, true, admission.ErrFull},
+	} {
+		post(t, url, c.size, c.chunked)
+		if err := <-got; !errors.Is(err, c.want) {
+			t.Errorf("%d bytes, chunked %t: %v, want %v", c.size, c.chunked, err, c.want)
+		}
+	}
+}
+
+// Bodies of all sizes around those of the pieces come whole.
+func TestABodyIsWholeWhateverItsSize(t *testing.T) {
+	t.Parallel()
+	budget := admission.NewBytes(8 << 20)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := admission.Read(w, r, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget}); err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		defer r.Body.Close()
+		raw, err := admission.Bytes(r.Body)
+		if err != nil || budget.Used() < int64(len(raw)) {
+			http.Error(w, "bytes that were not taken", http.StatusBadRequest)
+			return
+		}
+		_, _ = w.Write(raw)
+	}))
+	defer server.Close()
+	random := rand.New(rand.NewPCG(1, 2))
+	sent := make([]byte, 1<<20)
+	for i := range sent {
+		sent[i] = byte(random.Uint32())
+	}
+	for _, size := range []int{
+		0, 1, 2, 1023, 1024, 1025, 2048, 4097, 65535, 65536, 65537, 131072, 131073, 200_000, 1<<20 - 1, 1 << 20,
+	} {
+		for _, chunked := range []bool{false, true} {
+			var body io.Reader = bytes.NewReader(sent[:size])
+			if chunked {
+				body = iotest.HalfReader(io.MultiReader(body))
+			}
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL, body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			w, err := http.DefaultClient.Do(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := io.ReadAll(w.Body)
+			_ = w.Body.Close()
+			if err != nil || w.StatusCode != http.StatusOK || !bytes.Equal(got, sent[:size]) {
+				t.Errorf("%d bytes, chunked %t: %d, %d bytes, %v", size, chunked, w.StatusCode, len(got), err)
+			}
+		}
+	}
+	if budget.Used() != 0 {
+		t.Errorf("%d bytes are not given back", budget.Used())
+	}
+}
+
+// A body takes its bytes as they come, whether it announces their number or not.
 func TestBodiesShareABudget(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)

@@ -89,8 +89,11 @@ func (c *conn) rest(at *list.Element) {
 	c.at = at
 }
 
-// work notes that a request of the connection is in work; done that it is not any more.
+// work notes that a request of the connection is in work; done that it is not any more. A nil connection notes nothing.
 func (c *conn) work() {
+	if c == nil {
+		return
+	}
 	c.of.mu.Lock()
 	defer c.of.mu.Unlock()
 	c.working++
@@ -98,11 +101,32 @@ func (c *conn) work() {
 }
 
 func (c *conn) done() {
+	if c == nil {
+		return
+	}
 	c.of.mu.Lock()
 	defer c.of.mu.Unlock()
 	if c.working--; c.working == 0 && !c.closed {
 		c.rest(c.of.idle.PushBack(c))
 	}
+}
+
+// progress notes that bytes of a body have come over an idle connection.
+func (c *conn) progress() {
+	if c == nil {
+		return
+	}
+	c.of.mu.Lock()
+	defer c.of.mu.Unlock()
+	if c.at != nil {
+		c.of.idle.MoveToBack(c.at)
+	}
+}
+
+// connOf is the connection of a request; nil where no listener of ours has it.
+func connOf(r *http.Request) *conn {
+	c, _ := r.Context().Value(connKey{}).(*conn)
+	return c
 }
 
 type connKey struct{}
@@ -118,10 +142,9 @@ func ConnContext(ctx context.Context, c net.Conn) context.Context {
 // Handler notes for the listener which connections have a request in work. It stands before all other handlers.
 func Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if c, ok := r.Context().Value(connKey{}).(*conn); ok {
-			c.work()
-			defer c.done()
-		}
+		c := connOf(r)
+		c.work()
+		defer c.done()
 		next.ServeHTTP(w, r)
 	})
 }

@@ -91,3 +91,56 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	}
 	_ = w.Body.Close()
 }
+
+// A body that is not sent does not keep its connection open when others want one; one that comes does.
+func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
+	t.Parallel()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := make(chan error, 16)
+	server := &http.Server{
+		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
+		Handler: admission.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			got <- admission.Read(w, r, admission.Limits{Most: 1000})
+		})),
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(admission.Listen(l, 2))
+	}()
+	t.Cleanup(func() {
+		_ = server.Close()
+		<-done
+	})
+	address := l.Addr().String()
+	begin := func() (net.Conn, *bufio.Reader) {
+		c, in := dial(t, address)
+		fmt.Fprint(c, "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n")
+		if line, err := in.ReadString('\n'); err != nil || line != "HTTP/1.1 100 Continue\r\n" {
+			t.Fatalf("%q, %v", line, err)
+		}
+		return c, in
+	}
+	_, _ = begin() // and nothing follows
+	sending, answer := begin()
+	_, _ = begin()
+	if err := <-got; err == nil {
+		t.Error("a body that was not sent was read")
+	}
+	fmt.Fprint(sending, "0123456789")
+	if err := <-got; err != nil {
+		t.Errorf("a body that was sent: %v", err)
+	}
+	for {
+		line, err := answer.ReadString('\n')
+		if err != nil {
+			t.Fatal(err)
+		}
+		if line == "HTTP/1.1 200 OK\r\n" {
+			return
+		}
+	}
+}
