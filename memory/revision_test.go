@@ -102,8 +102,9 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent}); err != nil {
-			t.Error(err)
+		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
+		if err != nil || e.Revision != 3 {
+			t.Errorf("the writer got revision %d, %v", e.Revision, err)
 		}
 	})
 	pgtest.Eventually(t, patience, func() bool {
