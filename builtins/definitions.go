@@ -65,7 +65,7 @@ func aboutMemory() []skills.Definition {
 
 // revision is the argument that the runtime fills in for a model.
 func revision() map[string]any {
-	return number("Leave it out: the runtime knows what you have read. Without a model: the revision that was read, 0 for a new key, "+
+	return number("Leave it out: the runtime knows what you have read. Without a model: the revision that was read, 0 for what must be new, "+
 		"-1 to replace whatever is there.", anyRevision, 1<<30)
 }
 
@@ -90,13 +90,14 @@ func aboutObjectives() []skills.Definition {
 			}, "name", "goal"),
 		},
 		{
-			Name:        "objective_update",
-			Description: "Update an objective: note how far it is, or plan further steps for it. To report a step as done use objective_advance.",
+			Name: "objective_update",
+			Description: "Update an objective: note how far it is, or plan further steps for it. The note replaces the last one, once you have read " +
+				"that. If somebody else changed the objective since, nothing is written and you get both. To report a step as done use objective_advance.",
 			Parameters: needed(map[string]any{
 				"objective": words("Its name.", 500),
 				"note":      words("How it stands, in a few sentences; replaces the last note.", 4000),
 				"add_steps": titles("Titles of further steps."),
-				"revision":  number("The revision that was read, to be sure that nobody changed it since.", 0, 1<<30),
+				"revision":  revision(),
 			}, "objective"),
 		},
 		{

@@ -2,9 +2,12 @@ package builtins
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -47,31 +50,61 @@ type objectiveUpdateArgs struct {
 	Revision  float64  `json:"revision"`
 }
 
-// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance).
+// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance). A note replaces the one
+// that the caller has read; where others have changed the objective since, nothing is written, and the answer has both. A call that is made
+// again after a crash finds its own note.
 func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args objectiveUpdateArgs) (any, error) {
-	o, err := objectives.Get(ctx, db, args.Objective)
-	if err != nil {
-		return nil, mistake(err, objectives.ErrNotFound)
-	}
 	if args.Note == "" && len(args.AddSteps) == 0 {
 		return nil, refuse("say what to change: note or add_steps")
 	}
-	added := []string{}
-	if len(args.AddSteps) > 0 {
-		steps, err := objectives.AddSteps(ctx, db, o.ID, args.AddSteps)
+	var said any
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		o, err := objectives.Get(ctx, tx, args.Objective)
 		if err != nil {
-			return nil, mistake(err, objectives.ErrNotActive)
+			return err
 		}
-		for _, s := range steps {
-			added = append(added, s.Title)
+		done := map[string]any{"objective": o.Name, "id": o.ID}
+		if args.Note != "" {
+			there, err := objectives.SetNote(ctx, tx, o.ID, args.Note, who.TraceID, readRevision(args.Revision))
+			if errors.Is(err, objectives.ErrConflict) && there.Note != args.Note {
+				said = noteConflict(args.Note, there)
+				return nil
+			}
+			if err != nil && !errors.Is(err, objectives.ErrConflict) {
+				return err
+			}
+			done["revision"], done["note"] = there.Revision, there.Note
 		}
+		done["steps_added"], err = addedSteps(ctx, tx, o.ID, args.AddSteps)
+		said = done
+		return err
+	})
+	if err != nil {
+		return nil, mistake(err, objectives.ErrNotFound, objectives.ErrNotActive)
 	}
-	if args.Note != "" {
-		if o, err = objectives.SetNote(ctx, db, o.ID, args.Note, who.TraceID, int(args.Revision)); err != nil {
-			return nil, mistake(err, objectives.ErrNotActive, objectives.ErrConflict)
-		}
+	return said, nil
+}
+
+// noteConflict is the answer of a note that would have replaced another one that the caller has not read.
+func noteConflict(note string, there objectives.Objective) any {
+	yours, _ := json.Marshal(note) // a string is JSON
+	return conflicted{
+		Error: ClassConflict, Yours: yours, Theirs: pursuedOf(there),
+		Message: "Nothing was changed: somebody else changed this objective since you read it, or you have not read it. " +
+			"Compare its note with yours. Then, if it is still right, make the call again with what both say.",
 	}
-	return map[string]any{"objective": o.Name, "revision": o.Revision, "note": o.Note, "steps_added": added}, nil
+}
+
+func addedSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []string) ([]string, error) {
+	added := []string{}
+	if len(titles) == 0 {
+		return added, nil
+	}
+	steps, err := objectives.AddSteps(ctx, tx, objectiveID, titles)
+	for _, s := range steps {
+		added = append(added, s.Title)
+	}
+	return added, err
 }
 
 type objectiveAdvanceArgs struct {
@@ -123,7 +156,10 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 
 func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step objectives.Step) (any, error) {
 	o, err := objectives.Get(ctx, db, o.ID)
-	return map[string]any{"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status}, err
+	return map[string]any{
+		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status,
+		"objectives": []pursued{pursuedOf(o)}, // as it is now: a note may follow
+	}, err
 }
 
 // findStep looks a step up by its title, or its id, in an active objective.

@@ -82,6 +82,7 @@ type objectivesArgs struct {
 
 // pursued is an objective as the agent gets to see it.
 type pursued struct {
+	ID       string    `json:"id"`
 	Name     string    `json:"name"`
 	Status   string    `json:"status"`
 	Done     int       `json:"done"`
@@ -92,6 +93,7 @@ type pursued struct {
 	DueAt    time.Time `json:"due_at"`
 	Goal     string    `json:"goal"`
 	Note     string    `json:"note,omitempty"`
+	NoteCut  bool      `json:"note_cut,omitempty"` // it is longer; with the objective's name all of it is shown
 	Revision int       `json:"revision"`
 	TraceID  string    `json:"last_trace_id"`
 	Steps    []taken   `json:"steps,omitempty"` // when one objective was asked for
@@ -115,14 +117,16 @@ func objectivesList(ctx context.Context, db postgres.DB, args objectivesArgs) (a
 	list := make([]pursued, len(all))
 	for i, o := range all {
 		list[i] = pursuedOf(o)
+		list[i].NoteCut = len(o.Note) > maxGoal
+		list[i].Note = clip(o.Note, maxGoal)
 	}
 	return map[string]any{"objectives": list}, nil
 }
 
 func pursuedOf(o objectives.Objective) pursued {
 	return pursued{
-		Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round, Priority: o.Priority,
-		DueAt: o.DueAt, Goal: clip(o.Goal, maxGoal), Note: clip(o.Note, maxGoal), Revision: o.Revision, TraceID: o.LastTraceID,
+		ID: o.ID, Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round, Priority: o.Priority,
+		DueAt: o.DueAt, Goal: clip(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
 	}
 }
 

@@ -6,8 +6,9 @@ import (
 	"encoding/json"
 )
 
-// Name is what an entry is known by.
+// Name is what an entry is known by. Other rows whose revisions a run keeps have a Kind, and no category.
 type Name struct {
+	Kind     string `json:"kind,omitempty"`
 	Category string `json:"category"`
 	Key      string `json:"key"`
 }
@@ -23,7 +24,7 @@ type Seen map[Name]int
 
 // Revision is what a [Note] about a key says: the revision that was read, or [Absent].
 func (s Seen) Revision(category, key string) int {
-	return cmp.Or(s[Name{cmp.Or(category, defaultCategory), key}], Absent)
+	return cmp.Or(s[Name{Category: cmp.Or(category, defaultCategory), Key: key}], Absent)
 }
 
 // Add takes in what was read.
@@ -37,6 +38,19 @@ func (s Seen) Add(sights ...Sight) {
 // JSON object that has entries in the list "memories", or one in "theirs". What is inside a value is not looked at.
 func SightsIn(answer []byte, upto int) []Sight {
 	var found []Sight
+	for _, raw := range ShownIn(answer, upto, "memories") {
+		var s Sight
+		if json.Unmarshal(raw, &s) == nil && s.Key != "" {
+			s.Kind = ""
+			found = append(found, s)
+		}
+	}
+	return found
+}
+
+// ShownIn are the values in an answer's list, and its "theirs", that end within the first upto bytes of the answer, a JSON object.
+func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
+	var found []json.RawMessage
 	decoder := json.NewDecoder(bytes.NewReader(answer))
 	if token, err := decoder.Token(); err != nil || token != json.Delim('{') {
 		return nil
@@ -47,12 +61,12 @@ func SightsIn(answer []byte, upto int) []Sight {
 			return found
 		}
 		switch name {
-		case "memories":
+		case list:
 			if token, err := decoder.Token(); err != nil || token != json.Delim('[') {
 				return found
 			}
 			for decoder.More() {
-				if !sight(decoder, upto, &found) {
+				if !shown(decoder, upto, &found) {
 					return found
 				}
 			}
@@ -60,11 +74,11 @@ func SightsIn(answer []byte, upto int) []Sight {
 				return found
 			}
 		case "theirs":
-			if !sight(decoder, upto, &found) {
+			if !shown(decoder, upto, &found) {
 				return found
 			}
 		default:
-			if !sight(decoder, 0, &found) {
+			if !shown(decoder, 0, &found) {
 				return found
 			}
 		}
@@ -72,15 +86,14 @@ func SightsIn(answer []byte, upto int) []Sight {
 	return found
 }
 
-// sight reads one value, an entry that was read if it ends within upto bytes; false at the end of what can be read.
-func sight(decoder *json.Decoder, upto int, found *[]Sight) bool {
+// shown reads one value, which was shown if it ends within upto bytes; false at the end of what can be read.
+func shown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
 	var raw json.RawMessage
 	if decoder.Decode(&raw) != nil {
 		return false
 	}
-	var s Sight
-	if decoder.InputOffset() <= int64(upto) && json.Unmarshal(raw, &s) == nil && s.Key != "" {
-		*found = append(*found, s)
+	if decoder.InputOffset() <= int64(upto) {
+		*found = append(*found, raw)
 	}
 	return true
 }

@@ -66,6 +66,9 @@ const (
 	Skipped = "skipped"
 )
 
+// Unread as the revision of [SetNote] says that the caller has not read the objective.
+const Unread = -1
+
 // MaxAttempts is how often a step may fail before it is [Failed].
 const MaxAttempts = 3
 

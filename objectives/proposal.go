@@ -127,8 +127,8 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 }
 
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the
-// caller has read, and [ErrConflict] tells that it has changed since; 0 is whatever is there. It is
-// [ErrNotActive] for an objective that is not worked on or proposed.
+// caller has read, or [Unread]: then there must be no note. With [ErrConflict], which tells that it is otherwise, the objective is
+// returned as it is. 0 replaces whatever is there. It is [ErrNotActive] for an objective that is not worked on or proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)
@@ -142,13 +142,14 @@ func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_objectives set note = @note, last_trace_id = @trace_id, updated_at = clock_timestamp()
-		 where id = @id and status = @status and (@revision = 0 or revision = @revision)`,
+		 where id = @id and status = @status and (@revision = 0 or revision = @revision or @revision = -1 and note = '')`,
 		pgx.StrictNamedArgs{"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision})
-	if err == nil && tag.RowsAffected() == 0 {
-		err = ErrConflict
-	}
 	if err != nil {
 		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)
 	}
-	return Get(ctx, db, o.ID)
+	o, err = Get(ctx, db, o.ID)
+	if err == nil && tag.RowsAffected() == 0 {
+		err = fmt.Errorf("note objective %q: %w", nameOrID, ErrConflict)
+	}
+	return o, err
 }

@@ -112,7 +112,8 @@ type Turn struct {
 	// History is what was said before, oldest first: it stands between System and Prompt.
 	History []openai.ChatCompletionMessage
 	Prompt  string
-	Scopes  []string // of the skills that are offered, with those on trial; none offers only Tools
+	Seen    []memory.Sight // what the prompt shows of what skills may write
+	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools
 	Tools   []Tool
 	// Approvals says whether a call that needs leave is recorded for later or waited for.
 	Approvals ApprovalMode

@@ -46,6 +46,7 @@ type turn struct {
 // newTurn opens the transcript.
 func (l *Loop) newTurn(t Turn) *turn {
 	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, seen: memory.Seen{}, mark: time.Now()}
+	w.seen.Add(t.Seen...)
 	w.say(openai.ChatMessageRoleSystem, t.System)
 	history := wholeExchanges(t.History)
 	w.messages = append(w.messages, history...)

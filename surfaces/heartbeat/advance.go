@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -142,7 +143,7 @@ func (b *beat) advance(ctx context.Context, o *planned) (piece, error) {
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "advance_plan", BudgetScope: scope(ctx, "advance_plan"),
 		System: b.system("You pursue one objective. Use the tools to do its pending steps, one after the other, and report each with complete_step or fail_step before you begin the next. A step counts as done only when a call that you made for it succeeded; each call shows one step. Where it has no steps, plan a few with add_steps first."),
-		Prompt: objectivePrompt(o),
+		Prompt: objectivePrompt(o), Seen: builtins.SightsOf(o.Objective),
 		Scopes: []string{skills.ScopeInternal},
 		Tools:  []reason.Tool{b.completeStep(o, executions.StepKey(ctx), &steps), b.failStep(o), b.addSteps(o), remember(&noted)},
 	})

@@ -103,3 +103,43 @@ func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
 		})
 	}
 }
+
+func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
+	t.Parallel()
+	update := modeltest.ToolCall("objective_update", `{"objective":"tidy","note":"half of it is done"}`)
+	for name, test := range map[string]struct {
+		meanwhile string
+		script    []modeltest.Reply
+		want      string
+	}{
+		"nobody wrote":         {"", []modeltest.Reply{update}, "half of it is done"},
+		"somebody wrote":       {"look at b first, says the admin", []modeltest.Reply{update}, "look at b first, says the admin"},
+		"decided by the model": {"look at b first, says the admin", []modeltest.Reply{update, update}, "half of it is done"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := knowing(t, test.script...)
+			note := func(words string) {
+				if _, err := objectives.SetNote(t.Context(), w.pool, "tidy", words, "op_1", 0); err != nil {
+					t.Error(err)
+				}
+			}
+			note("nothing is done")
+			var wrote atomic.Bool
+			w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+				if strings.Contains(req.Messages[1].Content, "Objective tidy") && test.meanwhile != "" && wrote.CompareAndSwap(false, true) {
+					note(test.meanwhile)
+				}
+				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
+			})
+			w.completed(t)
+			if got := value[string](t, w.pool, `select note from agent_objectives`); got != test.want {
+				t.Errorf("the note is %q, want %q", got, test.want)
+			}
+			first := value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update' order by id limit 1`)
+			if (first == "skipped") != (test.meanwhile != "") {
+				t.Errorf("the first call is %s", first)
+			}
+		})
+	}
+}
