@@ -51,6 +51,14 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 	})
 }
 
+// CancelTx is Cancel in a transaction of the caller's. It tries once: of an execution that another transaction has locked the
+// cancel is requested when the caller's transaction commits.
+func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
+	var status *string
+	err := tx.QueryRow(ctx, cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	return cancelledNow(id, status, err)
+}
+
 const cancelling = `select cancel_agent_execution(@id, @by, @reason)`
 
 // cancel requests a cancel where the execution is locked, tells who runs it, and tries until it has ended, for a while.

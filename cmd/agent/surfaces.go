@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,7 +43,7 @@ func (a *app) addSurfaces() (err error) {
 		return err
 	}
 	a.chat = &chat.Chat{
-		Pool: cmp.Or(a.reserved.visitors, a.pool), Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
+		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
 		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
 		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {

@@ -126,7 +126,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	err := postgres.Again(ctx, func() error {
 		err := c.locate(ctx, &a)
 		if err == nil {
-			err = postgres.InTx(ctx, c.Pool, func(tx pgx.Tx) (err error) {
+			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
 				var cancelled []string
 				if x, created, cancelled, err = c.insert(ctx, tx, a); created {
 					cut = cancelled
@@ -163,11 +163,13 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 // visitor: another's thread, and one that never was, are the same refusal.
 func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 	if a.Join != "" {
-		a.thread, a.Name, err = threads.Join(ctx, c.Pool, a.principal(), a.Join, a.Name, !a.fresh)
-		return err
+		return c.intake.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
+			a.thread, a.Name, err = threads.Join(ctx, tx, a.principal(), a.Join, a.Name, !a.fresh)
+			return err
+		})
 	}
 	known := false
-	a.thread, known, err = threads.Resolve(ctx, c.Pool, a.principal(), a.Name)
+	a.thread, known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
 	if err == nil && !known && !a.fresh && threads.GivenOut(a.Name) {
 		err = threads.ErrNotFound
 	}
@@ -314,6 +316,10 @@ func refused(err error) error {
 		return unknown("thread_not_found", "There is no such thread.")
 	case errors.Is(err, threads.ErrTaken):
 		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another X-Thread-Id, or without one.")
+	case postgres.Locked(err):
+		r := broken(http.StatusServiceUnavailable, "thread_busy", "This thread is busy: another transaction has it locked. Please send the message again.")
+		r.RetryAfter = retrySoon
+		return r
 	case errors.Is(err, threads.ErrInvalid):
 		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
 	}

@@ -20,6 +20,10 @@
 // connection ends that has waited too long for an admin's approval. A turn that the limit of a day keeps from answering
 // stores a sentence that says when the limit ends, and its client gets that as the error insufficient_quota.
 //
+// A message is stored by one short transaction. It waits for locks of others without a connection, and for a second at most:
+// then it is refused as thread_busy, 503, and nothing is stored. So one thread that somebody has locked takes no
+// connections from the visitors of others. Turns use the connections of the engine.
+//
 // A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
 // ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits
 // for something again or has ended, or two minutes have passed; it has an id like any other, to attach to. When nothing was
@@ -77,7 +81,8 @@ const (
 // Chat is the surface. Pool, Engine and Loop are required; zero fields take the default. Change nothing after
 // Register.
 type Chat struct {
-	Pool   *pgxpool.Pool
+	Pool   *pgxpool.Pool // for turns
+	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
 	Engine *executions.Engine
 	Loop   *reason.Loop
 	Logger *slog.Logger
@@ -123,6 +128,7 @@ type Chat struct {
 	limits  *limits
 	work    *admission.Budget // of turns
 	feeds   feeds
+	intake  postgres.KeyedTx
 	ended   bell // rings when a turn has ended here
 	turns   sync.WaitGroup
 }
@@ -132,6 +138,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	if c.Pool == nil || c.Engine == nil || c.Loop == nil {
 		return errors.New("register chat: a pool, an engine and a loop are required")
 	}
+	c.Front = cmp.Or(c.Front, c.Pool)
 	c.Logger = cmp.Or(c.Logger, slog.New(slog.DiscardHandler))
 	c.Name = cmp.Or(c.Name, "flowpilot")
 	c.DoubleTexting = cmp.Or(c.DoubleTexting, Enqueue)

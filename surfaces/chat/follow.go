@@ -114,7 +114,7 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 	if v.local {
 		return nil
 	}
-	x, err := executions.Get(ctx, f.Pool, f.id)
+	x, err := executions.Get(ctx, f.Front, f.id)
 	if err != nil {
 		return f.unread(ctx, err)
 	}
@@ -122,7 +122,7 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 		f.feed.finish(x)
 		return nil
 	}
-	sketch, err := threads.SketchOf(ctx, f.Pool, f.id)
+	sketch, err := threads.SketchOf(ctx, f.Front, f.id)
 	if err != nil {
 		return f.unread(ctx, err)
 	}
@@ -138,7 +138,7 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 func (f *follower) asks(ctx context.Context, x executions.Execution) (bool, error) {
 	if x.WaitingFor != nil && x.WaitingKey != nil && *x.WaitingFor == "agent" {
 		var err error
-		if x, err = executions.Get(ctx, f.Pool, *x.WaitingKey); err != nil {
+		if x, err = executions.Get(ctx, f.Front, *x.WaitingKey); err != nil {
 			return false, err
 		}
 	}

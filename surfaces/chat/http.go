@@ -210,7 +210,7 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun,
 	stamp(w, b.exec.TraceID, b.name)
 	v := b.feed.look(false)
 	if !v.local {
-		sketch, err := threads.SketchOf(r.Context(), c.Pool, b.exec.ID)
+		sketch, err := threads.SketchOf(r.Context(), c.Front, b.exec.ID)
 		if err != nil {
 			return err
 		}
@@ -229,7 +229,7 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 	if !ok {
 		return executions.Execution{}, input{}, missing
 	}
-	x, err := executions.Get(ctx, c.Pool, execution)
+	x, err := executions.Get(ctx, c.Front, execution)
 	if errors.Is(err, executions.ErrNotFound) {
 		return executions.Execution{}, input{}, missing
 	}

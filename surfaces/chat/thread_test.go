@@ -366,3 +366,39 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 		t.Errorf("the model heard (-want +got):\n%s", diff)
 	}
 }
+
+// While another transaction has the thread, its visitor is told to send the message again; nothing is stored.
+func TestAThreadThatIsLockedIsBusy(t *testing.T) {
+	t.Parallel()
+	for name, how := range map[string]chat.DoubleTexting{"queued": chat.Enqueue, "interrupting": chat.Interrupt} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, modeltest.Text("First."), modeltest.Text("Second."), modeltest.Text("Third."))
+			p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = how })
+			p.answerTo(t, "held", "one")
+			tx, err := w.pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+			if _, err := tx.Exec(t.Context(), `select from agent_threads for update`); err != nil {
+				t.Fatal(err)
+			}
+			got, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("held")...)
+			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_busy" || got.Header.Get("Retry-After") == "" {
+				t.Errorf("%d %v %s", got.StatusCode, got.Header, body)
+			}
+			if answer := p.answerTo(t, "other", "three"); answer != "Second." {
+				t.Errorf("another thread: %s", answer)
+			}
+			if err := tx.Rollback(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			p.answerTo(t, "held", "four")
+			want := []string{"user: one", "assistant: First.", "user: four", "assistant: Third."}
+			if diff := cmp.Diff(want, w.transcript(t, "held")); diff != "" {
+				t.Errorf("thread (-want +got):\n%s", diff)
+			}
+		})
+	}
+}

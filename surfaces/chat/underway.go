@@ -77,12 +77,12 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 		return nil, r
 	}
 	for _, b := range busy {
-		status, err := executions.Cancel(ctx, tx, b.ExecutionID, byInterrupt, "a newer message came")
+		status, err := executions.CancelTx(ctx, tx, b.ExecutionID, byInterrupt, "a newer message came")
 		if err != nil {
 			return nil, err
 		}
 		if status != executions.Cancelled {
-			continue // it has ended just now
+			continue // it has ended just now, or is cancelled as soon as its step has ended
 		}
 		cut = append(cut, b.ExecutionID)
 		if err := c.keepPartial(ctx, tx, a.thread, x.TraceID, b); err != nil {

@@ -15,7 +15,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -182,7 +181,7 @@ func tooLarge(most int64) error {
 func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got received, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
-	err = postgres.InTx(ctx, s.front(), func(tx pgx.Tx) error {
+	err = s.intake.Do(ctx, s.front(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
 		if got.Delivery, got.fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
 			return err
 		}

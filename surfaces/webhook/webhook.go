@@ -61,6 +61,7 @@ type Surface struct {
 	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once; may be nil.
 	Received func(endpoint, result string)
 
+	intake   postgres.KeyedTx
 	mu       sync.Mutex
 	refusals map[string]refusals // by endpoint
 }

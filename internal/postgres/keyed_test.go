@@ -1,0 +1,92 @@
+package postgres_test
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// While one transaction keeps a lock, those of a key that want it have one connection between them, now and then, and give up.
+func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	if _, err := db.Exec(t.Context(), `create table numbers as select 1 as id, 0 as n`); err != nil {
+		t.Fatal(err)
+	}
+	var k postgres.KeyedTx
+	var at, most atomic.Int32
+	add := func() error {
+		return k.Do(t.Context(), db, "one", func(tx pgx.Tx) error {
+			if n := at.Add(1); n > most.Load() {
+				most.Store(n)
+			}
+			defer at.Add(-1)
+			_, err := tx.Exec(t.Context(), `update numbers set n = n + 1`)
+			return err
+		})
+	}
+	keeper, err := db.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = keeper.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := keeper.Exec(t.Context(), `update numbers set n = n`); err != nil {
+		t.Fatal(err)
+	}
+	var group sync.WaitGroup
+	for range 12 {
+		group.Go(func() {
+			if err := add(); !postgres.Locked(err) {
+				t.Errorf("it was not locked: %v", err)
+			}
+		})
+	}
+	group.Wait()
+	if err := keeper.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for range 12 {
+		group.Go(func() {
+			if err := add(); err != nil {
+				t.Errorf("afterwards: %v", err)
+			}
+		})
+	}
+	group.Wait()
+	var n int
+	if err := db.QueryRow(t.Context(), `select n from numbers`).Scan(&n); err != nil || n != 12 {
+		t.Errorf("%d were added, %v", n, err)
+	}
+	if most.Load() != 1 {
+		t.Errorf("%d of a key at a time", most.Load())
+	}
+}
+
+// Keys do not wait for each other, and nobody waits who has left.
+func TestKeysAreApart(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	var k postgres.KeyedTx
+	err := k.Do(t.Context(), db, "one", func(pgx.Tx) error {
+		if err := k.Do(t.Context(), db, "other", func(pgx.Tx) error { return nil }); err != nil {
+			t.Errorf("another key: %v", err)
+		}
+		gone, leave := context.WithCancel(t.Context())
+		leave()
+		err := k.Do(gone, db, "one", func(pgx.Tx) error { return nil })
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("the same key, and left: %v", err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
