@@ -44,8 +44,8 @@ var (
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrProposal reports a proposal that has to be accepted first.
 	ErrProposal = errors.New("it is a proposal; accept it first")
-	// ErrSkillDisabled reports an automation whose skill is out of service: it goes back into service with that.
-	ErrSkillDisabled = errors.New("its skill is disabled, and it resumes with that")
+	// ErrSkillDisabled reports an automation whose skill is out of service: nothing was changed.
+	ErrSkillDisabled = errors.New("its skill is disabled")
 )
 
 // Triggers.

@@ -22,12 +22,13 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 
 // Enable puts an automation into service, whoever took it out. False when it is in service already;
 // [ErrNotFound] when there is none, [ErrProposal] when nobody has accepted it yet, [ErrSkillDisabled] while its skill is
-// disabled: then the automation is paused, and resumes with the skill.
+// disabled. Besides an error nothing has changed.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
-		update agent_automations
+		update agent_automations a
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '', updated_at = clock_timestamp()
-		 where name = @name and not enabled and disabled_by <> 'proposal'`, pgx.StrictNamedArgs{"name": name})
+		 where a.name = @name and not a.enabled and a.disabled_by <> 'proposal'
+		   and not exists (select from agent_skills k where k.name = a.skill_name and not k.enabled)`, pgx.StrictNamedArgs{"name": name})
 	if err != nil {
 		return false, fmt.Errorf("enable automation %q: %w", name, err)
 	}

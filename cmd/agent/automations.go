@@ -44,7 +44,7 @@ func automationHint(err error) error {
 	case errors.Is(err, automations.ErrProposal):
 		return hint(err, "agent automations accept NAME puts it into service")
 	case errors.Is(err, automations.ErrSkillDisabled):
-		return hint(err, "agent skills enable NAME puts the skill back into service, and its automations with it")
+		return hint(err, "agent skills enable NAME puts the skill back into service first")
 	case errors.Is(err, automations.ErrRunNotFound):
 		return hint(err, "see agent automations dead")
 	}

@@ -1,12 +1,14 @@
 -- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
 -- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
 --
--- Locks: a skill's row before its automations' rows. Inserting an automation locks its skill first, so either the insert sees
--- that the skill is disabled, or the disabling sees the automation. An update reads the skill after it has locked the
--- automation's row, for which the disabling waits.
+-- Locks: a skill's row before its automations' rows. Inserting an automation, or giving it another skill, locks the skill, so either
+-- that sees that the skill is disabled, or the disabling sees the automation. Any other update reads the skill after it has locked
+-- the automation's row. A change of the skill locks the rows of all its automations before it looks which are enabled: an update
+-- that is under way is waited for, and seen.
 
 create function pause_agent_automations() returns trigger language plpgsql as $$
 begin
+  perform from agent_automations a where a.skill_name = new.name order by a.id for update;
   if new.enabled then
     update agent_automations a
        set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '', updated_at = clock_timestamp()
@@ -42,7 +44,7 @@ begin
   if not new.enabled or new.skill_name = '' then
     return new;
   end if;
-  if tg_op = 'INSERT' then
+  if tg_op = 'INSERT' or new.skill_name <> old.skill_name then
     perform from agent_skills k where k.name = new.skill_name for share;
   end if;
   select k.disabled_by, k.disabled_reason into s from agent_skills k where k.name = new.skill_name and not k.enabled;
