@@ -93,6 +93,7 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
+		b.Queue(`select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim}) // locks go from there to budgets
 		b.Queue(`select tokens, cost_usd::float8 from write_off_agent_budget(@execution_id, @step)`,
 			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
 			return row.Scan(&lost.Tokens, &lost.USD)

@@ -120,6 +120,8 @@ begin
       'more, and 0 < least <= enough <= wanted' using errcode = '22023';
   end if;
   perform fence_agent_execution(p_execution_id, p_claim);
+  -- Who settles one locks it before its budgets; so does this.
+  perform from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step for update;
   select array_agg(replace(s, '{day}', day) order by i) into names from unnest(p_scopes) with ordinality u (s, i);
   insert into agent_budgets (scope) select distinct s from unnest(names) s order by s on conflict do nothing;
   perform 1 from agent_budgets x where x.scope = any (names) order by x.scope for update;
