@@ -78,6 +78,9 @@ begin
   return case p_kind
     when 'key' then t.channel = 'chat' and t.owner = p_owner
     when 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and p_thread ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
+    when 'webhook' then exists (
+      select from agent_messages m join agent_executions x on x.id = m.execution_id
+       where m.thread_id = p_thread and x.trace_id like 'wh\_%')
     else agent_thread_had_flows(p_thread) end;
 end $$;
 comment on function agent_thread_is_of is 'Whether a thread belongs to a principal. Everything belongs to admins.';
