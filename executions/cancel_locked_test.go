@@ -148,6 +148,22 @@ func TestACancelOfWhatAClientHasLockedIsCompletedByTheSweep(t *testing.T) {
 	}
 }
 
+// What was ready when its cancel was requested is not begun, and nobody asks for it again and again.
+func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first := queued(t, pool, "flow", "flow", 1)
+	second := queued(t, pool, "flow", "flow", 2)
+	exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
+	tx := leftOpen(t, pool, `select 1`)
+	if got := claimReady(t, tx, worker(t, pool), 10); len(got) != 1 || got[0] != second {
+		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
+	}
+	if missed := value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
+		t.Error("the caller asks again at once")
+	}
+}
+
 // A parent whose child is in a transaction is cancelled as soon, and the child with it.
 func TestACancelStopsAChildInATransaction(t *testing.T) {
 	t.Parallel()

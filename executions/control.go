@@ -35,8 +35,8 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		err := e.pool.SendBatch(ctx, b).Close() // which sets status
 		now, err := cancelledNow(id, status, err)
 		if err == nil && now.Ended() {
-			e.announceEnds(ctx, ends)
 			e.tellParent(ctx, id)
+			e.announceEnds(ctx, ends)
 		}
 		return now, err
 	})
@@ -171,13 +171,13 @@ func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err err
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)
 	}
 	if len(ends) > 0 {
-		e.announceEnds(ctx, ends)
 		e.tellParent(ctx, id)
+		e.announceEnds(ctx, ends)
 	}
 	return done, nil
 }
 
-// completeCancels completes all that are requested and can be. Each is a transaction: one that cannot delays no other.
+// completeCancels completes all that are requested and can be. Each is a transaction: one that cannot delays no other, and no sweep.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
 	if err != nil {
@@ -189,7 +189,7 @@ func (e *Engine) completeCancels(ctx context.Context) error {
 	}
 	for _, id := range ids {
 		if _, err := e.tryComplete(ctx, id); err != nil && !postgres.IsCode(err, "55P03") {
-			return err
+			e.log.WarnContext(ctx, "requested cancel not completed yet", "execution", id, "error", err)
 		}
 	}
 	return nil

@@ -68,10 +68,10 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 	r.e.opts.Observer.Ended(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", about...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
-	r.e.logReleased(detached, r.exec.ID, done.freed)
 	if r.exec.ParentID != nil || r.exec.ThreadID != nil { // the next turn of a thread may wait for this one
 		r.e.tellParent(detached, r.exec.ID)
 	}
+	r.e.logReleased(detached, r.exec.ID, done.freed)
 	return nil
 }
 

@@ -169,8 +169,8 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	for _, r := range ready { // after the commit: who looked before would find nothing
 		e.ready(r.Queue, r.N)
 	}
-	e.announceEnds(ctx, ends)
 	left, err := e.lookAround(ctx)
+	e.announceEnds(ctx, ends)
 	if err == nil && left > stuckAfter {
 		err = e.warnOfStuck(ctx)
 	}
