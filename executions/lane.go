@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -93,9 +94,10 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 	}
 	r.mu.Lock()
 	if r.held == nil {
-		r.held = make(map[string]*lanes.Lease, 1)
+		r.held = make(map[*lanes.Lease]struct{}, 1)
 	}
-	r.held[name] = lease
+	maps.DeleteFunc(r.held, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && lost(l) }) // it is taken again
+	r.held[lease] = struct{}{}
 	r.mu.Unlock()
 	held, end := context.WithCancelCause(lease.Context())
 	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
@@ -138,7 +140,7 @@ func LaneHeld(ctx context.Context, name string) (bool, error) {
 }
 
 // Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it. No step of the run begins after that,
-// under this context or another, until the lane is released or taken again.
+// under this context or another, until this hold is released or the lane is taken again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
 // Token is the hold's fencing token; 0 in a replay, where nothing is held.
@@ -148,6 +150,9 @@ func (h *Hold) Token() int64 {
 	}
 	return h.lease.Token()
 }
+
+// lost reports whether a lease was lost.
+func lost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
 // Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
@@ -162,9 +167,7 @@ func (h *Hold) Release(ctx context.Context) error {
 // giveBack is Release where there is something to give back.
 func (h *Hold) giveBack(ctx context.Context) error {
 	h.run.mu.Lock()
-	if name := h.lease.Lane(); h.run.held[name] == h.lease {
-		delete(h.run.held, name)
-	}
+	delete(h.run.held, h.lease)
 	h.run.mu.Unlock()
 	unheard, given := false, false
 	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {

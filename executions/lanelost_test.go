@@ -66,3 +66,31 @@ func TestNoStepBeginsAfterALaneWasLost(t *testing.T) {
 		p.stop()
 	}
 }
+
+// A lane that a run holds twice is lost for it also when it has given back the inner of the two holds.
+func TestNoStepBeginsAfterTheOuterHoldOfALaneWasLost(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	called := false
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		outer, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(3*time.Second))
+		if err != nil {
+			return executions.Result{}, err
+		}
+		inner, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(3*time.Second))
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if broken, err := lanes.Break(ctx, pool, "objective:1", "stuck"); err != nil || !broken {
+			return executions.Result{}, errors.Join(errors.New("not broken"), err)
+		}
+		<-outer.Context().Done()
+		_ = inner.Release(ctx) // it says that the lane was lost
+		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
+		return ends(nil, err)
+	}), func(o *executions.Options) { renewing(t, o) })
+	if x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow}); err != nil || called {
+		t.Errorf("the step was called %t; the run is %s, %v", called, x.Status, err)
+	}
+	p.stop()
+}

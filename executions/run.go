@@ -28,16 +28,16 @@ type run struct {
 
 	mu          sync.Mutex
 	checkpoints map[string]Checkpoint
-	interrupted map[string]bool         // steps whose call an earlier claim left in flight
-	seen        map[string]int          // occurrences of scope + name
-	begun       int                     // steps that the code has come to
-	latest      map[string]int          // which of them was the last, by scope
-	held        map[string]*lanes.Lease // what the code holds, by lane; nil until it takes one
-	variables   json.RawMessage         // as the code set them last; nil when it has not
-	shown       json.RawMessage         // those that the row has
-	carrying    bool                    // a write under way takes them along
-	poison      error                   // why no further step may run
-	returned    bool                    // the function has: what it left behind takes no further steps
+	interrupted map[string]bool           // steps whose call an earlier claim left in flight
+	seen        map[string]int            // occurrences of scope + name
+	begun       int                       // steps that the code has come to
+	latest      map[string]int            // which of them was the last, by scope
+	held        map[*lanes.Lease]struct{} // what the code holds; nil until it takes a lane
+	variables   json.RawMessage           // as the code set them last; nil when it has not
+	shown       json.RawMessage           // those that the row has
+	carrying    bool                      // a write under way takes them along
+	poison      error                     // why no further step may run
+	returned    bool                      // the function has: what it left behind takes no further steps
 	failedStep  string
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
 	replay      *replaying           // the record of a replay, which does nothing new; nil in a real run

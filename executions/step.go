@@ -282,12 +282,12 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 	return nil, stop
 }
 
-// lostLane is an error while the run has lost a lane that it has neither released nor taken again: no step begins then, whatever its
+// lostLane is an error while the run has lost a lane that it has not released: no step begins then, whatever its
 // context. The caller holds r.mu.
 func (r *run) lostLane() error {
-	for name, lease := range r.held {
-		if cause := context.Cause(lease.Context()); errors.Is(cause, lanes.ErrLost) {
-			return fmt.Errorf("lane %s: %w", name, cause)
+	for lease := range r.held {
+		if lost(lease) {
+			return fmt.Errorf("lane %s: %w", lease.Lane(), context.Cause(lease.Context()))
 		}
 	}
 	return nil
