@@ -64,7 +64,8 @@ const conflictColumns = `
 		  from agent_memory_conflicts c
 		  left join agent_memory m on m.category = c.category and m.key = c.key and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
-// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id. [ErrConflictsFull] when 1,000 are
+// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id: that of an open one with the same value,
+// where there is one. [ErrConflictsFull] when 1,000 are
 // undecided. executionID may be empty.
 func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
 	found := Entry{}
@@ -72,11 +73,17 @@ func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError,
 		found = *c.Theirs
 	}
 	err = db.QueryRow(ctx, `
-		insert into agent_memory_conflicts
-		       (category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
-		select @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id, nullif(@execution, '')::uuid
-		 where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most
-		returning id`,
+		with same as (
+		  select c.id from agent_memory_conflicts c
+		   where c.status = 'open' and c.category = @category and c.key = @key and c.value = @value::jsonb limit 1),
+		kept as (
+		  insert into agent_memory_conflicts
+		         (category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
+		  select @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id, nullif(@execution, '')::uuid
+		   where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most
+		     and not exists (select from same)
+		  returning id)
+		select id from same union all select id from kept`,
 		postgres.Strict{
 			"category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(), "if_revision": max(c.Read, 0),
 			"found_revision": found.Revision, "found_value": found.Value, "found_trace": found.TraceID, "trace_id": n.TraceID,

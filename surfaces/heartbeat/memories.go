@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 	"time"
 
@@ -50,7 +51,7 @@ func (m memory) check() error {
 func remember(list *[]memory) reason.Tool {
 	return reason.Tool{
 		Name:        "remember",
-		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the same key only if you have read that.",
+		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the same key only if a heartbeat wrote that or you have read it.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["key","value"],"properties":{
 			"category":{"type":"string","minLength":1,"maxLength":60,"description":"what sort of fact, e.g. observation"},
 			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name; the same key replaces the fact"},
@@ -128,6 +129,13 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
+		if known := known(err, note); known != nil {
+			saved, err = *known, nil
+			if known.TraceID != note.TraceID && ofHeartbeat(known.TraceID) {
+				note.Revision = known.Revision
+				saved, err = memories.Save(ctx, tx, note)
+			}
+		}
 		current, _ := executions.Current(ctx)
 		entry := activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m}
 		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok {
@@ -146,4 +154,27 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 		_, err = activity.Note(ctx, tx, entry, activity.Outcome{Output: map[string]int{"revision": saved.Revision}})
 		return saved.Revision, err
 	}, executions.Input(m))
+}
+
+// known is the entry that a note meets without a conflict, although the model has not read it: one of the same value, or one that an
+// earlier heartbeat wrote and nobody has changed since. Heartbeats follow one another, so that is the agent's own older fact. Nil: there
+// is a conflict, or none is needed.
+func known(err error, note memories.Note) *memories.Entry {
+	conflict, ok := errors.AsType[*memories.ConflictError](err)
+	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
+		return nil
+	}
+	if same(conflict.Theirs.Value, conflict.Yours) || ofHeartbeat(conflict.Theirs.TraceID) && conflict.Theirs.TraceID != note.TraceID {
+		return conflict.Theirs
+	}
+	return nil
+}
+
+// ofHeartbeat reports whether a heartbeat wrote an entry.
+func ofHeartbeat(traceID string) bool { return trace.ID(traceID).Surface() == trace.Heartbeat }
+
+// same reports whether two JSON texts have the same value.
+func same(a, b json.RawMessage) bool {
+	var x, y any
+	return json.Unmarshal(a, &x) == nil && json.Unmarshal(b, &y) == nil && reflect.DeepEqual(x, y)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // knowing is a world with the builtins of the memory and something under the key contact.
@@ -141,5 +142,47 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 				t.Errorf("the first call is %s", first)
 			}
 		})
+	}
+}
+
+// The facts that heartbeats note again and again are theirs: nobody is asked to decide between a heartbeat and the one before it.
+func TestANoteReplacesThatOfAnEarlierHeartbeat(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		before    func(t *testing.T, w *world)
+		want      string
+		conflicts int
+	}{
+		"an earlier heartbeat's": {func(t *testing.T, w *world) { w.wrote(t, trace.Heartbeat, "Ana") }, `"Bea" 2`, 0},
+		"an admin's":             {func(t *testing.T, w *world) { w.wrote(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
+		"changed by an admin": {func(t *testing.T, w *world) {
+			w.wrote(t, trace.Heartbeat, "Ana")
+			w.wrote(t, trace.Operate, "Carla")
+		}, `"Carla" 2`, 1},
+		"an admin's of the same value": {func(t *testing.T, w *world) { w.wrote(t, trace.Operate, "Bea") }, `"Bea" 1`, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := knowing(t, notes)
+			exec(t, w.pool, `delete from agent_memory`)
+			exec(t, w.pool, `delete from agent_memory_forgotten`)
+			test.before(t, w)
+			w.completed(t)
+			if got := value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
+				t.Errorf("it holds %s, want %s", got, test.want)
+			}
+			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
+				t.Errorf("%d conflicts, %v", len(open), err)
+			}
+		})
+	}
+}
+
+// wrote writes the contact as a run of a surface does.
+func (w *world) wrote(t *testing.T, s trace.Surface, value string) {
+	t.Helper()
+	note := memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: string(trace.New(s))}
+	if _, err := memory.Save(t.Context(), w.pool, note); err != nil {
+		t.Fatal(err)
 	}
 }
