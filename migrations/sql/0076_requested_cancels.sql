@@ -2,7 +2,7 @@
 
 create or replace function claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean)
-language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 declare
   kinds text[] := '{}';             -- flow, surface and how many of them: three arrays side by side
