@@ -98,11 +98,15 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	if utf8.RuneCountInString(user) > threads.MaxID {
 		return bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}
-	if err := c.allow(r, c.Visitor(r), user); err != nil {
-		return err
-	}
 	secret, made, err := c.secretOf(r)
 	if err != nil {
+		return err
+	}
+	token := secret
+	if made {
+		token = "" // nobody has proved to be this visitor before
+	}
+	if err := c.allow(r, c.Visitor(r), user, token); err != nil {
 		return err
 	}
 	if made {

@@ -68,15 +68,20 @@ func (l *limits) take(name string, share int) time.Duration {
 	return wait
 }
 
-// allow refuses a visitor who sends too much. Who that is says the key and the user that the client names, else the
-// address; because a client may name any user, the address has a bound as well, for many, which comes first.
-func (c *Chat) allow(r *http.Request, owner, user string) error {
+// allow refuses a visitor who sends too much. The visitor is the key with the token that the request brings, else with the
+// user that it names, else with its address. A client may make up any token and any user. So the address has a bound as
+// well, for many, which comes first.
+func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	address := c.Address(r)
+	who := "\x00" + user
+	if token != "" {
+		who = "\x00token " + token
+	}
 	var wait time.Duration
-	if user == "" {
+	if user == "" && token == "" {
 		wait = c.limits.take(owner+"\x00@"+address, 1)
 	} else if wait = c.limits.take(owner+"\x00@@"+address, guests); wait == 0 {
-		wait = c.limits.take(owner+"\x00"+user, 1)
+		wait = c.limits.take(owner+who, 1)
 	}
 	if wait == 0 {
 		return nil
