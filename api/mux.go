@@ -39,7 +39,7 @@ func (s *server) handler(table []route) (http.Handler, error) {
 	if _, taken := paths["/"]; !taken {
 		mux.Handle("/", s.enter(route{access: Public}, s.noRouteAtAll()))
 	}
-	return s.proxies.Handler(s.wrap(mux)), nil
+	return s.proxies.Handler(s.wrap(mux), s.log), nil
 }
 
 // register is mux.Handle, which panics at a pattern that it cannot take.

@@ -5,16 +5,24 @@
 // A header that cannot be read, or two headers that disagree, leave the address at the last proxy that was read: who sends
 // nonsense shares a limit with others who do, never with a visitor of another address.
 //
+// Who sends such a header and is no trusted proxy is logged, now and then, with what to do about it.
+//
 // Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from freely.
 package clientip
 
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/netip"
 	"strings"
+	"sync/atomic"
+	"time"
 )
+
+// logEvery is the time between two lines about forwarded addresses that are not believed.
+const logEvery = time.Hour
 
 // maxHops bounds how many addresses of a header are read.
 const maxHops = 32
@@ -87,14 +95,31 @@ func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
 }
 
 // Handler serves requests whose context has the address that [Of] and [Key] return. A request that a handler makes of
-// another one keeps its address.
-func (t Trusted) Handler(next http.Handler) http.Handler {
+// another one keeps its address. A forwarded address that is not believed is logged, at most once in [logEvery]: the peer
+// may be a proxy that nobody has listed.
+func (t Trusted) Handler(next http.Handler, log *slog.Logger) http.Handler {
+	var logged atomic.Int64
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if _, found := r.Context().Value(contextKey{}).(netip.Addr); !found {
+			t.report(r, log, &logged)
 			r = r.WithContext(context.WithValue(r.Context(), contextKey{}, t.Find(r)))
 		}
 		next.ServeHTTP(w, r)
 	})
+}
+
+// report logs that a peer which is not trusted names another address.
+func (t Trusted) report(r *http.Request, log *slog.Logger, logged *atomic.Int64) {
+	if r.Header.Get("X-Forwarded-For") == "" && r.Header.Get("Forwarded") == "" {
+		return
+	}
+	peer := Peer(r)
+	last, now := logged.Load(), time.Now().UnixNano()
+	if t.Has(peer) || last != 0 && now-last < int64(logEvery) || !logged.CompareAndSwap(last, now) {
+		return
+	}
+	log.WarnContext(r.Context(), "forwarded address ignored", "peer", peer.String(), "todo", "if this is your proxy, list it in "+
+		"AGENT_TRUSTED_PROXIES; until then all who come through it share the limits of one address")
 }
 
 type contextKey struct{}

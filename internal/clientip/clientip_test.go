@@ -1,6 +1,8 @@
 package clientip_test
 
 import (
+	"bytes"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -9,6 +11,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 )
+
+var silent = slog.New(slog.DiscardHandler)
 
 func parse(t *testing.T, items ...string) clientip.Trusted {
 	t.Helper()
@@ -96,19 +100,47 @@ func TestAnInnerRequestKeepsItsAddress(t *testing.T) {
 	t.Parallel()
 	trusted := parse(t, "127.0.0.1")
 	var outer, inner string
-	last := trusted.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { inner = clientip.Key(r) }))
+	last := trusted.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { inner = clientip.Key(r) }), silent)
 	first := trusted.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		outer = clientip.Key(r)
 		again := httptest.NewRequestWithContext(r.Context(), "POST", "/", nil)
 		again.RemoteAddr = r.RemoteAddr
 		last.ServeHTTP(w, again)
-	}))
+	}), silent)
 	r := httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)
 	r.RemoteAddr = "127.0.0.1:99"
 	r.Header.Set("X-Forwarded-For", "198.51.100.1")
 	first.ServeHTTP(httptest.NewRecorder(), r)
 	if outer != "198.51.100.1" || inner != outer {
 		t.Errorf("outer %s, inner %s", outer, inner)
+	}
+}
+
+func TestAProxyThatNobodyListedIsLoggedOnce(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	trusted := parse(t, "127.0.0.1")
+	nothing := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
+	h := trusted.Handler(nothing, slog.New(slog.NewTextHandler(&out, nil)))
+	for _, c := range []struct {
+		peer, header string
+		lines        int
+	}{
+		{"127.0.0.1:9", "X-Forwarded-For", 0},
+		{"10.0.0.1:9", "X-Other", 0},
+		{"10.0.0.1:9", "X-Forwarded-For", 1},
+		{"10.0.0.2:9", "Forwarded", 1},
+	} {
+		r := httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)
+		r.RemoteAddr = c.peer
+		r.Header.Set(c.header, "for=198.51.100.1")
+		h.ServeHTTP(httptest.NewRecorder(), r)
+		if got := strings.Count(out.String(), "\n"); got != c.lines {
+			t.Errorf("%s from %s: %d lines: %s", c.header, c.peer, got, out.String())
+		}
+	}
+	if line := out.String(); !strings.Contains(line, "peer=10.0.0.1") || !strings.Contains(line, "AGENT_TRUSTED_PROXIES") {
+		t.Errorf("the line is %s", line)
 	}
 }
 
