@@ -66,9 +66,14 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 func (s *server) unlessLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
-		if login, err := s.gate.sessions.of(r); err == nil && login != nil {
+		login, err := s.gate.sessions.of(r)
+		switch {
+		case err != nil: // whether there is a login is not known
+		case login != nil:
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
 			return
+		default:
+			s.gate.sessions.forget(w, r)
 		}
 		page.ServeHTTP(w, r)
 	})
@@ -105,6 +110,7 @@ func (s *server) refusePage(w http.ResponseWriter, r *http.Request, err error) {
 		s.pages.Refuse(w, r, problem.New(http.StatusUnauthorized, "nobody is logged in here, or no longer; log in, and do it again"))
 		return
 	}
+	s.gate.sessions.forget(w, r)
 	to := "/login"
 	if next := afterLogin(r.URL.RequestURI()); next != "/" {
 		to += "?next=" + url.QueryEscape(next)

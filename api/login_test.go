@@ -3,6 +3,7 @@ package api_test
 import (
 	"fmt"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strings"
 	"testing"
@@ -122,6 +123,63 @@ func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 	}
 }
 
+// An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs in: nothing is
+// held against the address.
+func TestAnOldCookieCostsNothing(t *testing.T) {
+	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
+		t.Run(name, func(t *testing.T) {
+			pool := pgtest.DB(t)
+			h, err := api.New(api.Options{
+				Pool: pool, Engine: engine(t, pool), AdminToken: secret, Pages: shownPages{}, Endpoints: []api.Endpoint{
+					{Method: "GET", Path: "/login", About: "A page.", Access: api.Public, Page: true, Handler: http.HandlerFunc(echo)},
+					{Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Page: true, Handler: http.HandlerFunc(echo)},
+				},
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			a := &agent{t: t, pool: pool, handler: h}
+			login := func(more ...*http.Cookie) *http.Cookie {
+				body, header := form("token", secret)
+				for _, c := range more {
+					header.Set("Cookie", c.Name+"="+c.Value)
+				}
+				w := a.raw("POST", "/login", body, header)
+				if cookies := w.Result().Cookies(); w.Code == http.StatusSeeOther && len(cookies) == 1 {
+					return cookies[0]
+				}
+				t.Fatalf("login: %d %s", w.Code, w.Body)
+				return nil
+			}
+			ended := login()
+			a.raw("POST", "/logout", "", with1(ended))
+			for name, old := range map[string]*http.Cookie{"another token": {Name: ended.Name, Value: "A." + ended.Value}, "ended": ended} {
+				for range 50 {
+					if w := a.raw("GET", "/v1/lanes", "", with1(old)); w.Code != http.StatusUnauthorized {
+						t.Fatalf("%s: %d %s", name, w.Code, w.Body)
+					}
+				}
+				w := a.raw("GET", "/lanes", "", with1(old))
+				if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/login?next=%2Flanes" || !clears(w, old) {
+					t.Errorf("%s: a page: %d %v", name, w.Code, w.Header())
+				}
+				if w := a.raw("GET", "/login", "", with1(old)); w.Code != http.StatusOK || !clears(w, old) {
+					t.Errorf("%s: the login page: %d %v", name, w.Code, w.Header())
+				}
+				if w := a.raw("GET", "/v1/lanes", "", with1(login(old))); w.Code != http.StatusOK {
+					t.Errorf("%s: after another login: %d %s", name, w.Code, w.Body)
+				}
+			}
+		})
+	}
+}
+
+// clears reports whether an answer takes a cookie away.
+func clears(w *httptest.ResponseRecorder, c *http.Cookie) bool {
+	set := w.Result().Cookies()
+	return len(set) == 1 && set[0].Name == c.Name && set[0].MaxAge < 0
+}
+
 func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 	a := paged(t)
 	good := a.logIn()
@@ -131,7 +189,7 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 		"empty": "", "longer": said + "9." + signature, "unsigned": said, "unsigned, with a dot": said + ".", "other signature": said + "." + strings.Repeat("A", len(signature)),
 		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
 	} {
-		if w := a.raw("GET", "/v1/lanes", "", with1(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized && w.Code != http.StatusTooManyRequests {
+		if w := a.raw("GET", "/v1/lanes", "", with1(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
 			t.Errorf("%s: %d", name, w.Code)
 		}
 	}

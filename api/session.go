@@ -20,10 +20,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// A browser that has logged in has a cookie in the place of the token: a random id, when the login ends, and the HMAC of
-// both under a key that is derived from the admin token. So it holds over restarts and at every process that has the same
-// token, and another token ends it. A logout writes the id down until the login would have ended (agent_logouts). Only a
-// cookie that is signed right is looked up there, so that nobody else costs a query.
+// A browser that has logged in has a cookie in the place of the token: a random id, when the login ends, and the HMAC
+// of both under a key that is derived from the admin token. So it holds over restarts and at every process that has the
+// same token, and another token ends it. A logout writes the id down until the login would have ended (agent_logouts).
+// Only a cookie that is signed right is looked up there, so that nobody else costs a query.
 
 const (
 	sessionCookie = "lanekeeper_session"
@@ -71,6 +71,14 @@ func (s *sessions) begin(r *http.Request) *http.Cookie {
 // end is the cookie that takes it away.
 func (s *sessions) end(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
 
+// forget takes away a cookie that is no login any more. It is for answers to a person who goes to a page: one to a
+// request in the background might take away the cookie of a login that came meanwhile.
+func (s *sessions) forget(w http.ResponseWriter, r *http.Request) {
+	if _, err := r.Cookie(local.CookieName(r, sessionCookie)); err == nil {
+		http.SetCookie(w, s.end(r))
+	}
+}
+
 func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
 		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true, SameSite: http.SameSiteStrictMode,
@@ -78,7 +86,7 @@ func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	}
 }
 
-// of is the request's login; nil without one that holds. A cookie that is not ours counts as a wrong try.
+// of is the request's login; nil without one that holds. An old cookie is as good as none.
 func (s *sessions) of(r *http.Request) (*login, error) {
 	l, err := s.signed(r)
 	if l == nil || err != nil {
@@ -101,8 +109,13 @@ func (s *sessions) signed(r *http.Request) (*login, error) {
 	text := c.Value[:at]
 	given, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(c.Value[at:], "."))
 	right := err == nil && hmac.Equal(given, s.sum(text))
-	if err := s.guard.Judge(r, credentials.Login, right, s.strong); err != nil || !right {
-		return nil, err
+	if !s.strong { // a cookie can be made from a guess at the token; from a strong one it cannot
+		if err := s.guard.JudgeText(r, credentials.Login, c.Value, right); err != nil {
+			return nil, err
+		}
+	}
+	if !right {
+		return nil, nil
 	}
 	id, seconds, _ := strings.Cut(text, ".")
 	unix, err := strconv.ParseInt(seconds, 10, 64)

@@ -194,3 +194,23 @@ func random(n int) []byte {
 	rand.Read(b)
 	return b
 }
+
+// An old cookie comes with each request of its browser: that is one wrong try. Other ones are guesses.
+func TestATextThatComesAgainIsOneTry(t *testing.T) {
+	t.Parallel()
+	s, r := newStand(), from(t, "192.0.2.1:99")
+	for range 100 {
+		if err := s.JudgeText(r, Login, "old", false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := s.JudgeText(r, Login, "new", true); err != nil {
+		t.Errorf("a right one after an old one: %v", err)
+	}
+	for i := range freeTries - 1 {
+		_ = s.JudgeText(r, Login, fmt.Sprint("guess ", i), false)
+	}
+	if err := s.JudgeText(r, Login, "new", true); waits(err) == 0 {
+		t.Error("guesses do not wait")
+	}
+}

@@ -2,6 +2,7 @@ package credentials
 
 import (
 	"container/list"
+	"crypto/sha256"
 	"log/slog"
 	"net/http"
 	"sync"
@@ -45,6 +46,7 @@ type tries struct {
 	from        source
 	wrong       int
 	last, until time.Time
+	given       string // digest of the last wrong text; empty where it may count again
 }
 
 // lineState is what the log has of a kind.
@@ -58,8 +60,8 @@ func NewGuard(log *slog.Logger) *Guard {
 	return &Guard{log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(), lines: map[Kind]*lineState{}}
 }
 
-// Check returns the name of the key that the secret opens. ok is false for a wrong one; the error is a [*Wait] where tries
-// from the address are not answered for a while.
+// Check returns the name of the key that the secret opens. ok is false for a wrong one; the error is a [*Wait] where
+// tries from the address are not answered for a while.
 func (g *Guard) Check(r *http.Request, kind Kind, secret string, keys ...Key) (name string, ok bool, err error) {
 	key, found := find(secret, keys)
 	return key.Name, found, g.Judge(r, kind, found, key.strong)
@@ -68,6 +70,17 @@ func (g *Guard) Check(r *http.Request, kind Kind, secret string, keys ...Key) (n
 // Judge counts a try whose outcome the caller has found out in constant time. strong says that a right one cannot be
 // guessed. An error, a [*Wait], means that the outcome must not show.
 func (g *Guard) Judge(r *http.Request, kind Kind, right, strong bool) error {
+	return g.judge(r, kind, "", right, strong)
+}
+
+// JudgeText is Judge of a weak secret in a text that clients keep, such as a signed cookie. A wrong text that comes
+// again from its address counts once: a browser sends an old cookie with each request.
+func (g *Guard) JudgeText(r *http.Request, kind Kind, text string, right bool) error {
+	digest := sha256.Sum256([]byte(text))
+	return g.judge(r, kind, string(digest[:]), right, false)
+}
+
+func (g *Guard) judge(r *http.Request, kind Kind, given string, right, strong bool) error {
 	if right && strong {
 		return nil
 	}
@@ -75,18 +88,19 @@ func (g *Guard) Judge(r *http.Request, kind Kind, right, strong bool) error {
 	defer g.mu.Unlock()
 	now, from := g.now(), source{kind, clientip.Key(r)}
 	e, wait := g.waiting(from, now)
-	if wait > 0 {
+	switch {
+	case !right && e != nil && given != "" && e.Value.(*tries).given == given:
+	case wait > 0:
 		g.report(r, from, e.Value.(*tries).wrong, now)
 		return &Wait{wait}
-	}
-	if !right {
-		g.count(r, e, from, now)
+	case !right:
+		g.count(r, e, from, now).given = given
 	}
 	return nil
 }
 
-// Knows reports whether the secret opens one of the keys, where that may show. It counts nothing: it is for a caller that
-// has a wrong secret checked as of this kind next.
+// Knows reports whether the secret opens one of the keys, where that may show. It counts nothing: it is for a caller
+// that has a wrong secret checked as of this kind next.
 func (g *Guard) Knows(r *http.Request, kind Kind, secret string, keys ...Key) bool {
 	key, found := find(secret, keys)
 	if !found || key.strong {
@@ -112,7 +126,7 @@ func (g *Guard) waiting(from source, now time.Time) (e *list.Element, wait time.
 }
 
 // count notes a wrong try of a source, which e has already or nil.
-func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Time) {
+func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Time) *tries {
 	if e == nil {
 		e = g.recent.PushFront(&tries{from: from})
 		g.known[from] = e
@@ -127,6 +141,7 @@ func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Ti
 		t.until = now.Add(min(maxWait, time.Second<<min(over, 10)))
 	}
 	g.report(r, from, t.wrong, now)
+	return t
 }
 
 func (g *Guard) forget(e *list.Element) { delete(g.known, g.recent.Remove(e).(*tries).from) }

@@ -18,8 +18,8 @@ const (
 // placeholders begin texts that stand in examples in the place of a secret.
 var placeholders = []string{"replace", "change", "your-", "your_", "example", "<"}
 
-// Weak says why a secret is too weak to be one; empty when it is not. It finds what is weak at sight: no program can tell
-// a random text from one that somebody made up.
+// Weak says why a secret is too weak to be one; empty when it is not. It finds what is weak at sight: no program can
+// tell a random text from one that somebody made up.
 func Weak(secret string) string {
 	lower := strings.ToLower(secret)
 	switch {
@@ -38,7 +38,8 @@ func Weak(secret string) string {
 	return ""
 }
 
-// Strong reports whether a secret has room for what cannot be guessed: its length times the bits of the alphabets it uses.
+// Strong reports whether a secret has room for what cannot be guessed: its length times the bits of the alphabets it
+// uses.
 func Strong(secret string) bool {
 	return Weak(secret) == "" && float64(len(secret))*math.Log2(float64(alphabet(secret))) >= strongBits
 }
