@@ -95,15 +95,38 @@ func Pooled(pool *pgxpool.Pool) bool {
 	return ok && g.pooled
 }
 
+// cutsPassword reports whether an @ stands behind the user information of a URL, which ends at the first @, as in libpq,
+// or before a slash. Then a password had an @ or a slash in it, and errors would name a piece of it as the host or as
+// the database.
+func cutsPassword(url string) bool {
+	scheme, rest, found := strings.Cut(url, "://")
+	if !found || !strings.HasPrefix(scheme, "postgres") {
+		return false
+	}
+	if end := strings.IndexAny(rest, "@/"); end >= 0 {
+		rest = rest[end+1:]
+	}
+	rest, parameters, _ := strings.Cut(rest, "?")
+	if strings.Contains(rest, "@") {
+		return true
+	}
+	for parameter := range strings.SplitSeq(parameters, "&") {
+		if !strings.Contains(parameter, "=") && strings.Contains(parameter, "@") {
+			return true
+		}
+	}
+	return false
+}
+
 func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if strings.TrimSpace(url) == "" {
 		return nil, errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
 	}
 	config, err := pgxpool.ParseConfig(url)
-	if err != nil {
+	if err != nil || cutsPassword(url) {
 		// The parser's own text can quote a piece of the password, so it is not passed on.
 		return nil, errors.New("open database: cannot read the connection string: write postgres://user:password@host:5432/name, " +
-			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F)")
+			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F)")
 	}
 	if !strings.Contains(url, "pool_max_conns") {
 		config.MaxConns = defaultMaxConns

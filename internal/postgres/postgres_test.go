@@ -35,6 +35,11 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 	}{
 		"nothing":        {"", []string{"DATABASE_URL"}},
 		"not a URL":      {"postgres://u:" + secret + "#x@h:port/db", []string{"cannot read the connection string", "percent-encoded"}},
+		"a bare @":       {"postgres://u:p@" + secret + "/x@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
+		"two of them":    {"postgres://u:p@" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
+		"a bare /":       {"postgres://u:1/" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%2F"}},
+		"a bare #":       {"postgres://u:p@" + secret + "#x@127.0.0.1:1/db", []string{"cannot read the connection string", "%23"}},
+		"a bare ?":       {"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db", []string{"cannot read the connection string", "%3F"}},
 		"bad setting":    {"postgres://u:" + secret + "@h/db?pool_max_conns=many", []string{"cannot read the connection string"}},
 		"nobody listens": {"postgres://u:" + secret + "@127.0.0.1:1/db", []string{"cannot reach the server", "127.0.0.1:1", "check host and port"}},
 		"no such socket": {"postgres://u:" + secret + "@/db?host=/nowhere", []string{"cannot reach the server", "/nowhere"}},
