@@ -2,6 +2,8 @@ package redact_test
 
 import (
 	"encoding/json"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 	"unicode/utf8"
@@ -10,7 +12,7 @@ import (
 )
 
 // seeded are secrets with their telling context; %s in a place means one of them.
-var seeded = []struct{ text, secret string }{
+var seeded = []secretText{
 	{"Bearer Zq81xLm0Kk77", "Zq81xLm0Kk77"},
 	{"sk-Zq81xLm0Kk77aa", "Zq81xLm0Kk77"},
 	{"ghp_Zq81xLm0Kk77Zq81xLm0", "Zq81xLm0Kk77"},
@@ -25,15 +27,25 @@ var seeded = []struct{ text, secret string }{
 	{"-----BEGIN PRIVATE KEY-----\nZq81xLm0Kk77\n-----END PRIVATE KEY-----", "Zq81xLm0Kk77"},
 }
 
+// allSeeded are those and all of the tests, in one order.
+func allSeeded() []secretText {
+	all := slices.Clone(seeded)
+	for _, name := range slices.Sorted(maps.Keys(secrets)) {
+		all = append(all, secrets[name])
+	}
+	return all
+}
+
 // No secret survives, whatever stands around it, however deep it is and wherever the cut falls.
 func FuzzNoSecretSurvives(f *testing.F) {
-	for i := range seeded {
+	all := allSeeded()
+	for i := range all {
 		f.Add("before ", " after", "name", uint8(i), uint8(2), uint16(100))
 		f.Add("", "", "", uint8(i), uint8(0), uint16(4000))
 		f.Add(`{"a":"`, `"}`, "sk-x", uint8(i), uint8(5), uint16(64))
 	}
 	f.Fuzz(func(t *testing.T, before, after, name string, which, depth uint8, limit uint16) {
-		s := seeded[int(which)%len(seeded)]
+		s := all[int(which)%len(all)]
 		if strings.Contains(before+after+name, s.secret) {
 			t.Skip("the secret stands elsewhere too")
 		}
@@ -63,6 +75,8 @@ func FuzzStable(f *testing.F) {
 	for _, s := range []string{
 		"", "{}", `{"password":1}`, "password=…[cut 5 bytes]", "password=[redac", "Authorization: …[cut 1 bytes]", `{"a":"{\"token\":\"x\"}"}`,
 		"\x00\xff", "password: {[", `\"secret\":\"`, `"`, `{"tokens":["`, "--token", "key: x", `"auth":[1,"a"]`, "Cookie: [redacted] x", `{"\u0000":1e99999}`,
+		"password: |\n", "password:\n  x", "a: |\n  password: >\n    x", "<password>x", "<password>x</password>", "<token/>", "curl -u a:b", "curl -u 'a:", "mysql -p'",
+		"密码：x", "пароль: x", "pass\u200bword: x", "ghp_\u200b0123456789", "Private-Lines: 1", "\u00ad\u00ad=", "mot de passe : x", "--密码 x", "a.bcdefg.h", ":AA",
 	} {
 		f.Add(s, uint16(64))
 		f.Add(s, uint16(1000))

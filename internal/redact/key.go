@@ -3,6 +3,7 @@ package redact
 import (
 	"slices"
 	"strings"
+	"sync"
 	"unicode"
 )
 
@@ -32,13 +33,16 @@ var strongWords = [...]string{"dsn", "pwd", "pw", "otp", "cvv", "cvc", "pgpass",
 // weakWords do so for strings only.
 var weakWords = [...]string{"tokens", "auth", "session", "pass", "jwt"}
 
+// tokenWord makes a name secret unless [countingWords] stand beside it.
+const tokenWord = "token"
+
 // countingWords beside "token" show that tokens are counted or described, not held.
 var countingWords = [...]string{
 	"usage", "count", "counts", "limit", "limits", "budget", "type", "max", "min", "prompt", "completion", "total",
 	"input", "output", "cached", "reasoning", "fencing", "cost", "price", "rate", "expires", "expiry", "ttl", "per", "details", "used",
 }
 
-// Key reports whether a value under this name is taken for a secret. Letter case, dashes,
+// Key reports whether a value under this name is taken for a secret. Letter case, accents, invisible characters, dashes,
 // underscores, dots and spaces do not matter. Names that count tokens (token_usage, max_tokens)
 // and fencing tokens are not secret.
 func Key(name string) bool { return classify(name) != ordinary }
@@ -57,7 +61,8 @@ func Hides(name string, value any) bool {
 	return Key(name)
 }
 
-// classify says how secret a name is.
+// classify says how secret a name is. It sees through what hides a name: invisible characters, and letters that only
+// look like Latin ones.
 func classify(name string) strength {
 	if len(name) < 2 {
 		return ordinary
@@ -65,6 +70,53 @@ func classify(name string) strength {
 	if len(name) > longestName {
 		name = name[len(name)-longestName:]
 	}
+	if isASCII(name) {
+		if !mayBeSecret(name) {
+			return ordinary
+		}
+		return classifyPlain(name)
+	}
+	seen := plain(name)
+	return max(classifyPlain(seen), classifyPlain(latin(seen)))
+}
+
+// nameBeginnings has the first three letters of all words that make a name secret.
+var nameBeginnings = sync.OnceValue(func() *[1 << tableBits]bool {
+	var begins [1 << tableBits]bool
+	for _, list := range [][]string{
+		strongParts[:], strongWords[:], weakWords[:], {tokenWord}, foreignWordList(), foreignPhraseList(), foreignEndList(),
+	} {
+		for _, word := range list {
+			if len(word) > 2 {
+				begins[trigram(word[0], word[1], word[2])] = true
+			}
+		}
+	}
+	return &begins
+})
+
+// mayBeSecret is false for most ordinary names, at little cost. The name is ASCII.
+func mayBeSecret(name string) bool {
+	begins := nameBeginnings()
+	var last, last2 byte
+	for i := range len(name) {
+		b := name[i]
+		switch {
+		case isLetter(b):
+			b |= 0x20
+		case !isDigit(b):
+			continue // separators do not matter
+		}
+		if last == 'p' && b == 'w' || begins[trigram(last2, last, b)] {
+			return true
+		}
+		last2, last = last, b
+	}
+	return false
+}
+
+// classifyPlain says how secret a name is that hides nothing.
+func classifyPlain(name string) strength {
 	list := words(name)
 	joined := strings.Join(list, "")
 	joined = strings.ReplaceAll(joined, "secretary", "")
@@ -73,11 +125,11 @@ func classify(name string) strength {
 			return strong
 		}
 	}
-	if hasWord(list, strongWords[:]) {
+	if hasWord(list, strongWords[:]) || isForeign(list, joined) {
 		return strong
 	}
 	if counted := hasWord(list, countingWords[:]); !counted {
-		if hasWord(list, []string{"token"}) || strings.HasSuffix(joined, "token") {
+		if hasWord(list, []string{tokenWord}) || strings.HasSuffix(joined, tokenWord) {
 			return strong
 		}
 		if hasWord(list, weakWords[:]) {

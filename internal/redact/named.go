@@ -3,6 +3,8 @@ package redact
 import (
 	"strconv"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 )
 
 // scrubNamed removes the values that stand in text under the name of a secret, whatever joins
@@ -11,15 +13,15 @@ func scrubNamed(s string) string {
 	var out strings.Builder
 	done := 0 // what is before it is written
 	for at := 0; at < len(s); {
-		next := strings.IndexAny(s[at:], "=:-")
+		next, width := signAt(s[at:])
 		if next < 0 {
 			break
 		}
 		at += next
-		name, value := pairAt(s, done, at)
+		name, value := pairAt(s, done, at, width)
 		how := classify(name)
 		if how == ordinary {
-			at++
+			at += width
 			continue
 		}
 		from, to := valueAt(s, value, name, how)
@@ -36,19 +38,36 @@ func scrubNamed(s string) string {
 	return out.String() + s[done:]
 }
 
+// signAt finds the first sign in s that may join a name to a value, and its width: = : - and the wide signs of Chinese
+// and Japanese. The index is -1 when there is none.
+func signAt(s string) (i, width int) {
+	const wideColon, wideEquals = "：", "＝"
+	for i := range len(s) {
+		switch s[i] {
+		case '=', ':', '-':
+			return i, 1
+		case wideColon[0]:
+			if strings.HasPrefix(s[i:], wideColon) || strings.HasPrefix(s[i:], wideEquals) {
+				return i, len(wideColon)
+			}
+		}
+	}
+	return -1, 0
+}
+
 // pairAt returns the name that the sign at index i joins to a value, and where that value
 // begins. It looks back no further than from. The name is empty when nothing is joined.
-func pairAt(s string, from, i int) (name string, value int) {
+func pairAt(s string, from, i, width int) (name string, value int) {
 	if s[i] == '-' {
 		return flagAt(s, i)
 	}
-	value = i + 1
+	value = i + width
 	if value < len(s) && (s[i] == '=' && s[value] == '>' || s[i] == ':' && s[value] == '=') {
 		value++
 	}
 	value += blanks(s[value:])
 
-	end := from + len(strings.TrimRight(s[from:i], " \t"))
+	end := from + len(strings.TrimRight(s[from:i], wideBlanks))
 	end = from + len(strings.TrimSuffix(s[from:end], "]"))
 	if end > from && strings.IndexByte("\"'`", s[end-1]) >= 0 {
 		end--
@@ -56,9 +75,10 @@ func pairAt(s string, from, i int) (name string, value int) {
 	end = from + len(strings.TrimRight(s[from:end], `\`))
 	end = from + len(strings.TrimSuffix(s[from:end], "]"))
 	start := end
-	for start > from && end-start < longestName && isName(s[start-1]) {
+	for start > from && end-start < longestName && isLongName(s[start-1]) {
 		start--
 	}
+	start += afterPunctuation(s[start:end])
 	return qualified(s[from:start], s[start:end]), value
 }
 
@@ -73,7 +93,7 @@ func flagAt(s string, i int) (name string, value int) {
 		start++
 	}
 	end := start
-	for end < len(s) && end-start < longestName && isName(s[end]) {
+	for end < len(s) && end-start < longestName && isLongName(s[end]) {
 		end++
 	}
 	gap := blanks(s[end:])
@@ -86,18 +106,42 @@ func flagAt(s string, i int) (name string, value int) {
 // blanks counts the spaces and tabs at the front of s.
 func blanks(s string) int { return len(s) - len(strings.TrimLeft(s, " \t")) }
 
+// wideBlanks are the blanks between a name and its sign, with those of French.
+const wideBlanks = " \t\u00a0\u202f"
+
 // isName reports whether b can stand in a name.
 func isName(b byte) bool {
 	return b >= 'a' && b <= 'z' || b >= 'A' && b <= 'Z' || b >= '0' && b <= '9' || b == '_' || b == '.' || b == '-'
 }
 
-// qualified puts the word before "key" in front of it, since prose writes "API key: …".
-func qualified(before, name string) string {
-	if !strings.EqualFold(name, "key") {
-		return name
+// afterPunctuation is where the last name in s begins, after the punctuation of a script that writes no blanks.
+func afterPunctuation(s string) int {
+	if isASCII(s) {
+		return 0
 	}
-	before = strings.TrimRight(before, " ")
-	return before[strings.LastIndexAny(before, " \t\r\n\"'(,;")+1:] + name
+	for i := len(s); i > 0; {
+		r, size := utf8.DecodeLastRuneInString(s[:i])
+		if r > unicode.MaxASCII && unicode.In(r, unicode.P, unicode.Z) && i < len(s) {
+			return i
+		}
+		i -= size
+	}
+	return 0
+}
+
+// isLongName reports whether b can stand in a name of any language.
+func isLongName(b byte) bool { return isName(b) || b >= 0x80 }
+
+// qualified puts in front of the last word of a name the words that belong to it, since prose writes "API key: …".
+func qualified(before, name string) string {
+	const longest = 64
+	before = before[max(0, len(before)-longest):]
+	for range phraseEnds[strings.ToLower(name)] {
+		before = strings.TrimRight(before, " ")
+		start := strings.LastIndexAny(before, " \t\r\n\"'(,;") + 1
+		before, name = before[:start], before[start:]+name
+	}
+	return name
 }
 
 // valueAt finds the part of s, from i on, that is the value of a secret name. Nothing is to be
@@ -105,6 +149,9 @@ func qualified(before, name string) string {
 func valueAt(s string, i int, name string, how strength) (from, to int) {
 	rest := s[i:]
 	slashes := len(rest) - len(strings.TrimLeft(rest, `\`))
+	if length := yamlEnd(s, i); length > 0 {
+		return yamlScalar(s, i, length)
+	}
 	switch {
 	case rest == "" || strings.HasPrefix(rest, cutPrefix):
 		return i, i
@@ -117,7 +164,7 @@ func valueAt(s string, i int, name string, how strength) (from, to int) {
 			return i, i + len(Marker)
 		}
 		from, to = i, i+len(Marker)+bareEnd(tail)
-	case isHeader(name):
+	case isHeader(name), isEscapedBlock(rest):
 		from, to = i, i+lineEnd(rest)
 	case rest[0] == '{' || rest[0] == '[':
 		if how == weak {

@@ -1,10 +1,19 @@
 // Package redact makes values fit to be kept: without secrets, within a size, storable as jsonb.
 //
-// A secret is known by the name it is under (password, api_key, Authorization, …; see [Key]) or
-// by its own look (bearer tokens, sk-…, JWTs, private keys, URLs with a password, …). Both are
-// looked for at any depth, in keys, in strings that contain JSON, and in plain text such as
-// error messages and header lines. What is found becomes [Marker]. When in doubt it is removed:
-// a trace that hides too much is a nuisance, one that shows a key is an incident.
+// A secret is known by the name it is under or by its own look. Both are looked for at any depth, in keys, in strings
+// that contain JSON, and in plain text such as error messages and header lines. What is found becomes [Marker]. When in
+// doubt it is removed: a trace that hides too much is a nuisance, one that shows a key is an incident.
+//
+// The rules, one subject a file:
+//   - key.go, language.go: the names of secrets (password, api_key, contraseña, 密码, …; see [Key]). invisible.go sees
+//     through invisible characters and letters that only look like Latin ones.
+//   - named.go, yaml.go, markup.go, walk.go: how a name and its value are joined (name=value, name: |,
+//     <name>value</name>, --name value, {"name": …, "value": …}).
+//   - url.go, parameter.go, command.go, keyblock.go: user information and parameters of URLs, headers, the arguments of
+//     commands (curl -u, mysql -p, …), files of private keys.
+//   - token.go, discord.go: vendors' tokens and webhook addresses of our own list. gitleaks.go: those of gitleaks, made
+//     from gitleaks/gitleaks.toml, with the rules that are not taken and why.
+//   - rule.go, keyword.go: how the rules run. One pass finds the few that a text needs; expressions are compiled then.
 //
 // What it promises:
 //   - It never fails. A value that JSON cannot hold becomes an object that says so.
@@ -13,8 +22,8 @@
 //   - What is cut says how much was cut. Removal comes before cutting, so no cut saves half a secret.
 //   - Doing it twice with the same limit changes nothing more.
 //
-// What it cannot know: a secret that looks like ordinary text under an ordinary name, or one that is
-// encoded (base64, percent) and has no telling name.
+// What it cannot know: a secret that looks like ordinary text under an ordinary name, one whose shape is that of an id or
+// of a hash, or one that is encoded (base64, percent) and has no telling name.
 //
 // Everything here is safe for concurrent use.
 package redact

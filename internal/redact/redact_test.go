@@ -31,6 +31,14 @@ func TestJSONByName(t *testing.T) {
 		"twice in string": {`{"b":"\"{\\\"pwd\\\":\\\"x\\\"}\""}`, `{"b":"\"{\\\"pwd\\\":\\\"[redacted]\\\"}\""}`},
 		"kept as written": {`{"body":"{ \"b\": 1, \"a\": 2 }"}`, `{"body":"{ \"b\": 1, \"a\": 2 }"}`},
 		"names":           {`{"sk-abcdefghijkl":1,"sk-mnopqrstuvwx":2}`, `{"[redacted]":1,"[redacted] 2":2}`},
+		"name and value":  {`{"env":[{"name":"PGPASSWORD","value":"x"},{"name":"PGHOST","value":"db"}]}`, `{"env":[{"name":"PGPASSWORD","value":"[redacted]"},{"name":"PGHOST","value":"db"}]}`},
+		"key and value":   {`{"Key":"api_key","Value":"x"}`, `{"Key":"api_key","Value":"[redacted]"}`},
+		"counted value":   {`{"name":"tokens","value":512}`, `{"name":"tokens","value":512}`},
+		"flags":           {`["psql","--password","x","-h","db","--token=y","--token"]`, `["psql","--password","[redacted]","-h","db","--token=[redacted]","--token"]`},
+		"curl":            {`["/usr/bin/curl","-sSu","bob:x","https://a"]`, `["/usr/bin/curl","-sSu","bob:[redacted]","https://a"]`},
+		"mysql":           {`["mysql","-px","-p","shop",1]`, `["mysql","-p[redacted]","-p","shop",1]`},
+		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
+		"list in prose":   {`["- password","x","-","--","y"]`, `["- password","x","-","--","y"]`},
 		"whole string":    {`"Bearer abcdef123"`, `"Bearer [redacted]"`},
 	} {
 		t.Run(name, func(t *testing.T) {

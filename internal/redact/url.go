@@ -14,7 +14,8 @@ var databases = [...]string{
 func scrubURLs(s string) string {
 	const sign = "://"
 	var out strings.Builder
-	done := 0
+	done := 0               // what is before it is written
+	urlEnd, lastAt := 0, -1 // of the URL that was looked at last; others may begin in it
 	for at := 0; ; {
 		next := strings.Index(s[at:], sign)
 		if next < 0 {
@@ -22,7 +23,14 @@ func scrubURLs(s string) string {
 		}
 		end := at + next
 		at = end + len(sign)
-		if from, to := passwordAt(s, schemeBefore(s[done:end]), at); from < to {
+		if at >= urlEnd {
+			urlEnd = at + lengthOfURL(s[at:])
+			lastAt = at + strings.LastIndexByte(s[at:urlEnd], '@')
+		}
+		if at > lastAt {
+			continue
+		}
+		if from, to := passwordAt(s[:lastAt+1], schemeBefore(s[done:end]), at); from < to {
 			out.WriteString(s[done:from])
 			out.WriteString(Marker)
 			done, at = to, to
@@ -34,13 +42,18 @@ func scrubURLs(s string) string {
 	return out.String() + s[done:]
 }
 
-// passwordAt finds the secret part of the user information that begins at index i; there is
-// none when from equals to.
+// lengthOfURL is the length of the rest of a URL at the front of s.
+func lengthOfURL(s string) int {
+	if end := strings.IndexAny(s, " \t\r\n\"'`<>"); end >= 0 {
+		return end
+	}
+	return len(s)
+}
+
+// passwordAt finds the secret part of the user information that begins at index i of s, which ends with the last @ of
+// the URL; there is none when from equals to.
 func passwordAt(s, scheme string, i int) (from, to int) {
 	word := s[i:]
-	if end := strings.IndexAny(word, " \t\r\n\"'`<>"); end >= 0 {
-		word = word[:end]
-	}
 	if !slices.Contains(databases[:], scheme) {
 		if end := strings.IndexAny(word, "/?#"); end >= 0 {
 			word = word[:end]

@@ -26,11 +26,7 @@ func walk(tree any, depth int) any {
 		if depth >= maxDepth {
 			return tooDeep
 		}
-		out := make([]any, len(v))
-		for i, item := range v {
-			out[i] = walk(item, depth+1)
-		}
-		return out
+		return walkList(v, depth)
 	case string:
 		return scrub(v, depth+1)
 	case json.Number:
@@ -43,14 +39,60 @@ func walk(tree any, depth int) any {
 // shorter.
 func walkObject(members map[string]any, depth int) map[string]any {
 	out := newObject(len(members))
+	described := describedStrength(members)
 	for _, name := range slices.Sorted(maps.Keys(members)) {
 		value, shown := any(Marker), scrubPlain(name)
-		if !hide(max(classify(name), classify(shown)), members[name]) {
+		how := max(classify(name), classify(shown))
+		if strings.EqualFold(name, "value") {
+			how = max(how, described)
+		}
+		if !hide(how, members[name]) {
 			value = walk(members[name], depth+1)
 		}
 		out.add(shown, value)
 	}
 	return out.members
+}
+
+// describedStrength is the strength of the name that an object gives to its member "value":
+// {"name": "password", "value": "…"}.
+func describedStrength(members map[string]any) strength {
+	how := ordinary
+	for _, member := range []string{"name", "Name", "key", "Key"} {
+		if name, ok := members[member].(string); ok && len(name) <= longestWord {
+			how = max(how, classify(name))
+		}
+	}
+	return how
+}
+
+// longestWord is the longest name that is looked for among values. It is short enough never to be cut.
+const longestWord = MinLimit / 2
+
+// walkList looks inside the items of a list. If they are the words of a command, what follows the flag of a secret is
+// one.
+func walkList(items []any, depth int) []any {
+	items = withoutPasswords(items)
+	out := make([]any, len(items))
+	after := ordinary
+	for i, item := range items {
+		if hide(after, item) {
+			out[i] = Marker
+		} else {
+			out[i] = walk(item, depth+1)
+		}
+		after = flagStrength(item)
+	}
+	return out
+}
+
+// flagStrength is the strength of the name of a flag like --password.
+func flagStrength(item any) strength {
+	word, ok := item.(string)
+	if !ok || len(word) > longestWord || !strings.HasPrefix(word, "-") || strings.ContainsAny(word, " =:") {
+		return ordinary
+	}
+	return classify(word)
 }
 
 // hide reports whether a value under a name of this strength is a secret.

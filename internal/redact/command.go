@@ -1,0 +1,218 @@
+package redact
+
+import (
+	"slices"
+	"strings"
+)
+
+// command is a group of programs that take a secret under the same flags.
+type command struct {
+	secret   argument
+	letters  string   // flags of one letter
+	flags    []string // flags with a name
+	programs []string
+}
+
+// argument says which part of a flag's argument is secret.
+type argument int
+
+const (
+	whole           argument = iota // -p secret or -psecret
+	glued                           // -psecret; after a blank it is something else
+	userAndPassword                 // -u user:secret
+)
+
+// passwordCommands are programs that take a password as an argument whose name does not say so.
+var passwordCommands = [...]command{
+	{userAndPassword, "uU", []string{"--user", "--proxy-user"}, []string{"curl"}},
+	{glued, "p", nil, []string{
+		"mysql", "mysqldump", "mysqladmin", "mysqlimport", "mysqlshow", "mysqlcheck", "mysqlsh", "mysqlslap",
+		"mariadb", "mariadb-dump", "mariadb-admin", "mariadb-import", "mariadb-show", "mariadb-check", "7z", "7za", "7zz",
+	}},
+	{whole, "p", nil, []string{
+		"sshpass", "docker login", "podman login", "buildah login", "nerdctl login", "oras login", "crane auth login",
+		"helm registry login", "mongo", "mongosh", "mongodump", "mongorestore", "mongoexport", "mongoimport",
+	}},
+	{whole, "a", nil, []string{"redis-cli", "valkey-cli"}},
+	{whole, "w", nil, []string{"ldapsearch", "ldapmodify", "ldapadd", "ldapdelete", "ldapwhoami", "ldappasswd"}},
+	{whole, "P", nil, []string{"sqlcmd", "bcp", "unzip", "zip"}},
+}
+
+// commands are the rules for these programs in text.
+var commands = func() []rule {
+	var all []rule
+	for i := range passwordCommands {
+		c := &passwordCommands[i]
+		all = append(all, rule{
+			name: c.programs[0], keywords: commandKeywords(c.programs), bounded: true, find: c.secretAt,
+		})
+	}
+	return all
+}()
+
+// longestCommand is how many bytes of a command line are looked at.
+const longestCommand = 2 << 10
+
+// secretAt finds the first secret in the command that begins at index at of s.
+func (c *command) secretAt(s string, at int) (from, to int) {
+	rest := s[at:min(len(s), at+longestCommand)]
+	for _, program := range c.programs {
+		after := strings.TrimPrefix(rest, program)
+		after = strings.TrimPrefix(after, ".exe")
+		if after == rest || after == "" || after[0] != ' ' && after[0] != '\t' {
+			continue
+		}
+		base := at + len(rest) - len(after)
+		if start, end := c.firstSecret(after, program); start < end {
+			return base + start, base + end
+		}
+	}
+	return at, at
+}
+
+// commandKeywords are the names of the programs with the blank after them, since many are ordinary words.
+func commandKeywords(programs []string) []string {
+	all := make([]string, 0, 2*len(programs))
+	for _, program := range programs {
+		all = append(all, program+" ", program+".exe ")
+	}
+	return all
+}
+
+// firstSecret finds the first secret in the arguments of a program, which end with the line or with the next command.
+func (c *command) firstSecret(s, program string) (from, to int) {
+	for i := 0; i < len(s); {
+		for i < len(s) && (s[i] == ' ' || s[i] == '\t' || continued(s, i)) {
+			i++
+		}
+		end := i + wordEnd(s[i:])
+		if end == i || s[i:end] == program {
+			return 0, 0 // the end of the command, or the beginning of another
+		}
+		if value, ok := c.flagValue(s, i, end); ok {
+			from, to = c.secretPart(s, value, value+wordEnd(s[value:]))
+			if from < to && s[from:to] != Marker {
+				return from, to
+			}
+		}
+		i = end
+	}
+	return 0, 0
+}
+
+// continued reports whether the backslash or the newline at index i only breaks a long command.
+func continued(s string, i int) bool {
+	return s[i] == '\\' && i+1 < len(s) && (s[i+1] == '\n' || s[i+1] == '\r') ||
+		s[i] == '\r' && i > 0 && s[i-1] == '\\' ||
+		s[i] == '\n' && i > 0 && (s[i-1] == '\\' || i > 1 && s[i-2:i] == "\\\r")
+}
+
+// flagValue is where the value of the flag s[i:end] begins, if it is one that carries a secret.
+func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
+	word := s[i:end]
+	for _, name := range c.flags {
+		if rest, found := strings.CutPrefix(word, name); found {
+			if strings.HasPrefix(rest, "=") {
+				return i + len(name) + 1, true
+			}
+			if rest == "" {
+				return end + blanks(s[end:]), true
+			}
+		}
+	}
+	if len(word) < 2 || word[0] != '-' || word[1] == '-' {
+		return 0, false
+	}
+	at := 1
+	if c.secret == userAndPassword { // flags without an argument may stand before it: -sSu
+		for at < len(word) && isLetter(word[at]) && strings.IndexByte(c.letters, word[at]) < 0 {
+			at++
+		}
+	}
+	if at == len(word) || strings.IndexByte(c.letters, word[at]) < 0 {
+		return 0, false
+	}
+	if at+1 < len(word) {
+		return i + at + 1, true
+	}
+	return end + blanks(s[end:]), c.secret != glued
+}
+
+// secretPart is the secret in the argument s[i:to], without its quotes.
+func (c *command) secretPart(s string, i, to int) (from, end int) {
+	if i < to && (s[i] == '"' || s[i] == '\'') {
+		if quote := s[i]; to-i > 1 && s[to-1] == quote {
+			to--
+		}
+		i++
+	}
+	if c.secret != userAndPassword {
+		return i, to
+	}
+	colon := strings.IndexByte(s[i:to], ':')
+	if colon < 0 {
+		return i, i
+	}
+	return i + colon + 1, to
+}
+
+// withoutPasswords returns the words of a command, given as a list, without the secrets of its program.
+func withoutPasswords(items []any) []any {
+	c := commandOf(items)
+	if c == nil {
+		return items
+	}
+	out := slices.Clone(items)
+	for i := 1; i < len(out); i++ {
+		word, _ := out[i].(string)
+		value, ok := c.flagValue(word, 0, len(word))
+		at := i
+		if ok && value == len(word) && i+1 < len(out) {
+			at, value = i+1, 0
+		}
+		argument, isText := out[at].(string)
+		if !ok || !isText || value > len(argument) {
+			continue
+		}
+		if from, to := c.secretPart(argument, value, len(argument)); from < to {
+			out[at] = argument[:from] + Marker
+		}
+	}
+	return out
+}
+
+// commandOf is the command whose program is the first word of a list.
+func commandOf(items []any) *command {
+	if len(items) < 2 {
+		return nil
+	}
+	first, _ := items[0].(string)
+	program := strings.TrimSuffix(first[strings.LastIndexAny(first, `/\`)+1:], ".exe")
+	second, _ := items[1].(string)
+	for i := range passwordCommands {
+		for _, known := range passwordCommands[i].programs {
+			if program == known || program+" "+second == known {
+				return &passwordCommands[i]
+			}
+		}
+	}
+	return nil
+}
+
+// wordEnd is the length of the word of a command line at the front of s, with the quotes in it.
+func wordEnd(s string) int {
+	var quote byte
+	for i := range len(s) {
+		switch {
+		case quote != 0:
+			if s[i] == quote {
+				quote = 0
+			}
+		case s[i] == '"' || s[i] == '\'':
+			quote = s[i]
+		case strings.IndexByte(" \t\r\n;|&<>`()", s[i]) >= 0:
+			return i
+		}
+	}
+	return len(s)
+}
