@@ -124,7 +124,7 @@ func (s *server) expected(r *http.Request, rt route, c *class) (*http.Request, i
 // full says when to come again, where too much is under way.
 func full(w http.ResponseWriter, err error) error {
 	if !errors.Is(err, admission.ErrFull) {
-		return err
+		return refusedTry(w, err) // of a webhook's token
 	}
 	w.Header().Set("Retry-After", admission.RetryAfter)
 	return problem.New(http.StatusTooManyRequests, "too much is under way here; try again in %s s", admission.RetryAfter)

@@ -7,6 +7,9 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
 var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
@@ -31,8 +34,8 @@ func checkSecrets(secrets []string) []error {
 	return problems
 }
 
-// Secrets resolves references now. A missing one is an error that says what to set; it never has a secret in it. getenv nil is
-// the process's environment.
+// Secrets resolves references now. A missing one is an error that says what to set; it never has a secret in it. getenv
+// nil is the process's environment.
 func Secrets(references []string, getenv func(string) string) ([]string, error) {
 	if getenv == nil {
 		getenv = os.Getenv
@@ -49,6 +52,29 @@ func Secrets(references []string, getenv func(string) string) ([]string, error) 
 		return nil, fmt.Errorf("resolve references: %w", err) // not "secrets:", behind which logs are blotted out
 	}
 	return secrets, nil
+}
+
+// CheckTokens reports bearer tokens that are too weak to be one: a request proves nothing else, so who guesses the
+// token is the sender. A reference that leads nowhere here is no error: the files may be checked elsewhere than they
+// are served.
+func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
+	if scheme != signature.Bearer {
+		return nil
+	}
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	for _, r := range references {
+		secret, err := resolveSecret(r, getenv)
+		if err != nil {
+			continue
+		}
+		if why := credentials.Weak(secret); why != "" {
+			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as that of openssl rand -hex 32", r, why))
+		}
+	}
+	return errors.Join(problems...)
 }
 
 func resolveSecret(reference string, getenv func(string) string) (string, error) {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 
@@ -9,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -41,6 +43,9 @@ What an earlier apply declared and no file declares now is removed: files that a
 
 // apply changes the database, or only says what would change, and shows it.
 func (c *cli) apply(ctx context.Context, s *session, dir string, files workspace.Workspace, dry bool) error {
+	if err := c.checkTokens(files); err != nil {
+		return err
+	}
 	names, err := c.goFlows(ctx, s)
 	if err != nil {
 		return err
@@ -66,6 +71,20 @@ func (c *cli) apply(ctx context.Context, s *session, dir string, files workspace
 		_, err := fmt.Fprintln(w, map[bool]string{true: "nothing was changed: this was a dry run", false: "applied"}[dry])
 		return err
 	})
+}
+
+// checkTokens refuses endpoints whose bearer tokens are set here and too weak.
+func (c *cli) checkTokens(files workspace.Workspace) error {
+	var problems []error
+	for _, d := range files.Webhooks {
+		if err := webhooks.CheckTokens(d.Definition.Scheme, d.Definition.Secrets, c.getenv); err != nil {
+			problems = append(problems, fmt.Errorf("%s: webhook %s: %w", d.At, d.Definition.Name, err))
+		}
+	}
+	if len(problems) == 0 {
+		return nil
+	}
+	return &exitError{exitUsage, errors.Join(problems...)}
 }
 
 // applyFiles applies a workspace and declares the builtins: before, because an automation may call one, and after,

@@ -108,6 +108,28 @@ func TestApplyOfABadWorkspace(t *testing.T) {
 	}
 }
 
+func TestApplyRefusesABearerTokenThatIsTooWeak(t *testing.T) {
+	url := pgtest.URL(t)
+	dir := folder(t, map[string]string{"hook.yaml": `kind: webhook
+name: hook
+scheme: bearer
+secrets: ["${HOOK_TOKEN}"]
+actions:
+  - {event: EVENT_COMPLETED, key: "{delivery}"}
+`})
+	weak := on(t, url, "HOOK_TOKEN=hook")
+	for _, command := range []string{"apply", "dev"} {
+		got := weak.run(command, dir)
+		if got.code != 2 || got.out != "" {
+			t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
+		}
+		contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token", "openssl rand -hex 32")
+	}
+	on(t, url).must("apply", dir) // elsewhere the variable is not set
+	contains(t, weak.must("webhooks", "endpoints"), "too weak")
+	contains(t, on(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "nothing to change")
+}
+
 func TestMigrate(t *testing.T) {
 	url := pgtest.EmptyURL(t)
 	p := on(t, url)

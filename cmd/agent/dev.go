@@ -145,6 +145,9 @@ func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error
 
 // runDev applies the workspace, and works until ctx ends.
 func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions) error {
+	if err := c.checkTokens(files); err != nil {
+		return err
+	}
 	names, err := c.goFlows(ctx, s)
 	if err != nil {
 		return err

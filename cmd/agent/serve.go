@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 func (c *cli) serveCommand() *cobra.Command {
@@ -74,6 +75,9 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err != nil {
 		return err
 	}
+	if err := a.reportTokens(ctx); err != nil {
+		return err
+	}
 	base := "http://" + listener.Addr().String()
 	log.InfoContext(ctx, "serving", "listen", base, "engine_room", base+"/", "model", about,
 		"heartbeat", cfg.HeartbeatCron+" "+cfg.Timezone)
@@ -111,4 +115,18 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, fmt.Errorf("prepare HTTP: %w", err)
 	}
 	return api.Server(handler, a.log), nil
+}
+
+// reportTokens says which endpoints take nothing because their bearer tokens are too weak.
+func (a *app) reportTokens(ctx context.Context) error {
+	all, err := webhooks.Endpoints(ctx, a.pool)
+	if err != nil {
+		return err
+	}
+	for _, e := range all {
+		if err := webhooks.CheckTokens(e.Scheme, e.Secrets, a.getenv); err != nil && e.Enabled {
+			a.log.ErrorContext(ctx, "webhook endpoint takes nothing", "endpoint", e.Name, "error", err)
+		}
+	}
+	return nil
 }

@@ -34,7 +34,8 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 			rows := make([][]string, len(all))
 			for i, e := range all {
 				shown[i] = shownEndpoint{Endpoint: e, Path: "/webhooks/" + e.Name}
-				if _, err := webhooks.Secrets(e.Secrets, c.getenv); err != nil {
+				_, err := webhooks.Secrets(e.Secrets, c.getenv)
+				if err = errors.Join(err, webhooks.CheckTokens(e.Scheme, e.Secrets, c.getenv)); err != nil {
 					shown[i].SecretsError = err.Error()
 				}
 				rows[i] = []string{

@@ -1,5 +1,5 @@
 // Package credentials checks what requests present as secrets: the admin token as a bearer or at the login, chat keys,
-// and the cookies of logins.
+// the cookies of logins, and the bearer tokens of webhooks.
 //
 // It promises:
 //
@@ -15,7 +15,7 @@
 //   - The memory is bounded. An address that is pushed out begins again; no address has to wait for another's tries.
 //   - Wrong tries are logged, at most one line per kind and logEvery. A line says how many had none.
 //
-// [Weak] is what a secret has to pass at the start of the program.
+// [Weak] is what a secret has to pass at the start of the program, and a bearer token of a webhook before it is compared.
 package credentials
 
 import (
@@ -33,6 +33,7 @@ const (
 	Admin Kind = "admin token"
 	Chat  Kind = "chat key"
 	Login Kind = "login cookie"
+	Hook  Kind = "bearer token of a webhook"
 )
 
 // Key is a secret that is accepted. The zero value accepts nothing.

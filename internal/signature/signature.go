@@ -102,7 +102,7 @@ func (v Verifier) claim(h http.Header, now time.Time) (claim, error) {
 	case Stripe:
 		return v.stripeClaim(h, now)
 	case Bearer:
-		_, err := bearerToken(h)
+		_, err := Token(h)
 		return claim{}, err
 	}
 	return claim{}, fmt.Errorf("%w: there is no scheme %q", ErrSecret, v.Scheme)
@@ -266,8 +266,8 @@ func (v Verifier) stripeClaim(h http.Header, now time.Time) (claim, error) {
 	return c, v.near(c.at, now)
 }
 
-// bearerToken is the token of a request.
-func bearerToken(h http.Header) (string, error) {
+// Token is the bearer token of a request.
+func Token(h http.Header) (string, error) {
 	kind, token, _ := strings.Cut(h.Get("Authorization"), " ")
 	if token = strings.TrimSpace(token); !strings.EqualFold(kind, "Bearer") || token == "" {
 		return "", refuse("header Authorization has no bearer token")
@@ -277,7 +277,7 @@ func bearerToken(h http.Header) (string, error) {
 
 // bearer compares hashes, so that not even the length of a token shows.
 func (v Verifier) bearer(h http.Header) error {
-	token, err := bearerToken(h)
+	token, err := Token(h)
 	if err != nil {
 		return err
 	}

@@ -5,9 +5,11 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -29,11 +32,15 @@ type Receipt struct {
 	Conflict bool `json:"conflict,omitempty"`
 }
 
-// Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever limits it
-// before must allow webhooks.MostMaxBytes, and asks [Surface.Expect] before it reads it.
+// Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever
+// limits it before must allow webhooks.MostMaxBytes, and asks [Surface.Expect] before it reads it.
 func (s *Surface) Receive() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		got, err := s.receive(w, r)
+		if wait, is := errors.AsType[*credentials.Wait](err); is {
+			w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
+			err = problem.New(http.StatusTooManyRequests, "%v", wait).Kind("too-many-wrong-tries", "Too many wrong tries")
+		}
 		if err != nil {
 			problem.Write(w, r, err, "", s.Logger)
 			return
@@ -55,8 +62,9 @@ type expected struct {
 
 type expectedKey struct{}
 
-// Expect refuses a request whose body nobody need read: for an endpoint that is not there, or without what has to be in its header. Else
-// it returns the request to go on with, and how many bytes its endpoint takes.
+// Expect refuses a request whose body nobody need read: for an endpoint that is not there, or without what has to be in
+// its header. Else it returns the request to go on with, and how many bytes its endpoint takes. The error is a
+// *credentials.Wait for an address that has sent many wrong bearer tokens.
 func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
 	e, err := s.expect(r)
 	if err != nil {
@@ -85,14 +93,44 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 		return expected{}, s.refused(r.Context(), e.Name, err)
 	}
 	v := e.Verifier(secrets)
-	if err := v.Before(r.Header, s.now()); err != nil {
+	if e.Scheme == signature.Bearer {
+		err = s.guarded(r, e, secrets)
+	} else {
+		err = v.Before(r.Header, s.now())
+	}
+	if wait, is := errors.AsType[*credentials.Wait](err); is {
+		s.count(e.Name, "refused")
+		return expected{}, wait
+	}
+	if err != nil {
 		return expected{}, s.refused(r.Context(), e.Name, err)
 	}
 	return expected{e, v}, nil
 }
 
-// refused is what a request that is not proved to come from its sender is told. Where that is the receiver's mistake, such as a
-// secret that is not set, it is a 500, and the sender tries again.
+// guarded checks a bearer token as other secrets are checked. The error is a *credentials.Wait after many wrong ones.
+func (s *Surface) guarded(r *http.Request, e webhooks.Endpoint, secrets []string) error {
+	if err := webhooks.CheckTokens(e.Scheme, e.Secrets, s.Getenv); err != nil {
+		return err
+	}
+	token, err := signature.Token(r.Header)
+	if err != nil {
+		return err
+	}
+	keys := make([]credentials.Key, len(secrets))
+	for i, secret := range secrets {
+		keys[i] = credentials.NewKey("", secret)
+	}
+	s.guardOnce.Do(func() { s.guard = credentials.NewGuard(s.Logger) })
+	_, is, err := s.guard.Check(r, credentials.Hook, token, keys...)
+	if err == nil && !is {
+		err = fmt.Errorf("%w: the token is not one of this endpoint", signature.ErrRefused)
+	}
+	return err
+}
+
+// refused is what a request that is not proved to come from its sender is told. Where that is the receiver's mistake,
+// such as a secret that is not set, it is a 500, and the sender tries again.
 func (s *Surface) refused(ctx context.Context, endpoint string, err error) error {
 	if !errors.Is(err, signature.ErrRefused) {
 		s.noteRefusal(ctx, endpoint, "setup", err)
@@ -239,8 +277,8 @@ type refusals struct {
 
 const notePause = time.Minute
 
-// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log. The class is
-// signature for the sender's mistake, and setup for ours.
+// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log. The
+// class is signature for the sender's mistake, and setup for ours.
 func (s *Surface) noteRefusal(ctx context.Context, endpoint, class string, why error) {
 	s.mu.Lock()
 	if s.refusals == nil {

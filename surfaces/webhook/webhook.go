@@ -31,6 +31,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -41,7 +42,8 @@ import (
 const Flow = "webhook"
 
 // Surface receives deliveries and acts on them. Pool, Engine and Logger are required, and Loop for endpoints with a prompt.
-// It is safe for concurrent use.
+// It is safe for concurrent use. Bearer tokens are compared and slowed down as all secrets are (internal/credentials); an endpoint whose
+// token is too weak takes nothing.
 type Surface struct {
 	Pool   *pgxpool.Pool
 	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
@@ -61,9 +63,11 @@ type Surface struct {
 	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once; may be nil.
 	Received func(endpoint, result string)
 
-	intake   postgres.KeyedTx
-	mu       sync.Mutex
-	refusals map[string]refusals // by endpoint
+	intake    postgres.KeyedTx
+	guardOnce sync.Once
+	guard     *credentials.Guard // of bearer tokens
+	mu        sync.Mutex
+	refusals  map[string]refusals // by endpoint
 }
 
 // AutomationRequest is what an action asks of an automation.
