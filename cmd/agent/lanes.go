@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -113,7 +114,8 @@ func (s *session) noteSkipped(ctx context.Context, what string, input map[string
 // runInLane runs the command, and ends with its exit code. Signals are the command's: it decides how it
 // ends, and we wait for that with the lane held.
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
-	keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
+	listener := postgres.NewListener(postgres.Dialer(s.sessions()), s.log) // tells of a lane that is taken away
+	keeper := lanes.NewKeeper(s.pool, lanes.Options{Listener: listener, Logger: s.log, Disabled: !s.config.LanesEnabled})
 	signal.Reset(os.Interrupt, syscall.SIGTERM)
 	kept := make(chan os.Signal, 1) // before RunCommand listens, a signal must not end us with the lane held
 	signal.Notify(kept, os.Interrupt, syscall.SIGTERM)
@@ -121,6 +123,7 @@ func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Du
 	living, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
 	var renewing errgroup.Group
 	renewing.Go(func() error { return keeper.Run(living) })
+	renewing.Go(func() error { return listener.Run(living) })
 	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{
 		In: c.in, Out: c.out, Err: c.err, Log: s.log,
 		Skipped: func(ctx context.Context, busy *lanes.BusyError) {

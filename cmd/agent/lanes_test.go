@@ -296,3 +296,18 @@ func TestTimesAreShownAlike(t *testing.T) {
 		t.Errorf("got %s", got)
 	}
 }
+
+// A command whose lane is taken away ends at once, long before the next renewal.
+func TestLanesRunHearsThatItsLaneIsTakenAway(t *testing.T) {
+	url := pgtest.URL(t)
+	p := on(t, url)
+	mark := filepath.Join(t.TempDir(), "mark")
+	done := make(chan answer, 1)
+	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 60") }()
+	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
+	began := time.Now()
+	p.must("lanes", "release", "pipeline:x")
+	if got := <-done; got.code == 0 || time.Since(began) > 6*time.Second {
+		t.Errorf("after %s: %+v", time.Since(began), got)
+	}
+}
