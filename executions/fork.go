@@ -138,12 +138,18 @@ func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec
 	}
 	switch {
 	case got.changed != "":
-		return fmt.Errorf("%s; fork from this step or one before it: %w", strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()), ErrChanged)
+		return &contradiction{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) + "; fork from this step or one before it"}
 	case got.failure != "":
 		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, got.failure)
 	}
 	return nil
 }
+
+// contradiction is an ErrChanged of a fork, where it is the input that changed and not the code.
+type contradiction struct{ message string }
+
+func (c *contradiction) Error() string        { return c.message }
+func (c *contradiction) Is(target error) bool { return target == ErrChanged }
 
 // newest gives an execution the current version of its flow, as fork_agent_execution does.
 func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) error {

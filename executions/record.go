@@ -77,6 +77,16 @@ func tooLate[T any](ctx context.Context, r *run, s spec) (T, error) {
 	return keep(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
+// Changed ends the run, because a step's record belongs to another input than the code now has, and returns the error that says so. A
+// step that depends on more than its [Input] finds that out by itself.
+func Changed(ctx context.Context, step string) error {
+	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
+	if r, _ := runOf(ctx); r != nil {
+		return r.changed(step, err)
+	}
+	return err
+}
+
 // changed ends a run whose record does not belong to its code. That cannot be handled by the flow: what
 // it would do next is not what was begun.
 func (r *run) changed(step string, err error) error {

@@ -19,9 +19,10 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
   - {id: more, when: input.more, actionType: send_message, parameters: {message: "Algo mas"}}
   - {id: each, actionType: for_each, parameters: {items: "{{input.items}}", actions: [{id: item, actionType: send_message, parameters: {message: "{{item}}"}}]}}
   - {id: decide, actionType: if, parameters: {condition: input.vip, then: [{id: vip, actionType: send_message, parameters: {message: "Bienvenida"}}]}}
+  - {id: compose, actionType: set, parameters: {expressions: {greeting: "input.name2 + '!'"}}}
   - {id: bye, actionType: send_message, parameters: {message: "Adios {{input.farewell}}"}}`))
 	thread(t, w.pool)
-	was := map[string]any{"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true, "farewell": ""}
+	was := map[string]any{"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true, "name2": "Ana", "farewell": ""}
 	id := w.begin(t, "greets", was)
 	until(t, w.pool, id, executions.Completed)
 	w.stop()
@@ -33,6 +34,8 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		"name":     {"Eva", "greet"},
 		"more":     {false, "more"},
 		"items":    {[]string{"a"}, "each"},
+		"vip":      {false, "decide"},
+		"name2":    {"Bea", "compose"},
 		"farewell": {"!", ""},
 	} {
 		input := maps.Clone(was)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -107,7 +108,9 @@ type ready struct {
 // do runs one action: a phase with a row of its own, and then the actions that it decided for.
 func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	r := m.prepare(a)
+	recorded := true
 	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (result, error) {
+		recorded = false
 		got, err := m.perform(ctx, r, effect)
 		if err != nil {
 			return result{}, a.blame(err)
@@ -120,6 +123,9 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	if err != nil {
 		return nil, err
 	}
+	if recorded && !m.agrees(r, got) {
+		return nil, executions.Changed(ctx, a.key)
+	}
 	m.seen.Add(got.Seen...)
 	if err := m.set(ctx, got.Set); err != nil {
 		return nil, err
@@ -128,6 +134,32 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 		return got.End, nil
 	}
 	return m.follow(ctx, r, got)
+}
+
+// agrees reports whether a recorded action computes the same from the variables of now. A fork with another input may keep a record
+// that it contradicts: what an expression reads is not in the action's own input.
+func (m *machine) agrees(r ready, recorded result) bool {
+	if recorded.Skipped || !r.computes() {
+		return true
+	}
+	var now result
+	var err error
+	if r.Type == "set" {
+		now, err = m.assign(r)
+	} else {
+		now, err = m.decide(r, &executions.Effect{})
+	}
+	return err == nil && now.Branch == recorded.Branch && asJSON(now.Set) == asJSON(recorded.Set)
+}
+
+// computes reports whether an action's result follows from the variables alone, and always alike: the order of keys and values does not.
+func (a *action) computes() bool {
+	for _, e := range a.exprs {
+		if e != nil && (strings.Contains(e.text, "keys(") || strings.Contains(e.text, "values(")) {
+			return false
+		}
+	}
+	return a.Type == "set" || a.Type == "if" || a.Type == "while"
 }
 
 // prepare decides whether an action is run, and fills its templates in. What is wrong is told inside of its phase.
