@@ -84,6 +84,9 @@ func threadIn(r request) (string, error) {
 
 // noThread tells of a thread, or an access, that there is not.
 func noThread(err error) error {
+	if errors.Is(err, threads.ErrNoAccess) {
+		return problem.New(http.StatusNotFound, "%s", threads.ErrNoAccess)
+	}
 	if errors.Is(err, threads.ErrNotFound) {
 		return problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
 	}

@@ -17,6 +17,8 @@ import (
 var (
 	// ErrTaken reports a name by which a principal calls another thread.
 	ErrTaken = errors.New("the name is taken by another thread there")
+	// ErrNoAccess reports an access that a thread does not have, or no more.
+	ErrNoAccess = errors.New("the thread has no such access")
 	// ErrToken reports a join token that lets nobody in: unknown, used, expired or revoked. Tell a caller from outside ErrNotFound.
 	ErrToken = errors.New("the join token is not valid")
 )
@@ -153,12 +155,15 @@ func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, err
 	return got, nil
 }
 
-// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNotFound] when there is no such access.
+// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNoAccess] when the thread has no such
+// access, [ErrNotFound] when there is no such thread.
 func Revoke(ctx context.Context, db postgres.DB, thread, id string) error {
 	tag, err := db.Exec(ctx, `delete from agent_thread_access where id = @id and thread_id = @thread`,
 		postgres.Strict{"id": id, "thread": postgres.Text(thread)})
 	if err == nil && tag.RowsAffected() == 0 {
-		err = ErrNotFound
+		if _, err = Get(ctx, db, thread); err == nil {
+			err = ErrNoAccess
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("revoke access to thread: %w", err)

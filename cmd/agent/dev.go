@@ -258,16 +258,20 @@ func (c *cli) greet(s *session, listener net.Listener, about string, opts devOpt
   heartbeat    %s (%s)
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
-		base, s.config.AdminToken.Reveal(), firstKey(s.config.ChatKeys), s.shown(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
+		base, s.config.AdminToken.Reveal(), visitorKey(s.config), s.shown(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
 	if opts.dir == "" {
 		c.say("  broken_on_purpose fails on purpose: run agent heartbeat until self-heal takes it out of service.")
 	}
 	c.say("  ^C stops")
 }
 
-// firstKey is one of the chat keys, for the person at the terminal.
-func firstKey(keys map[string]config.Secret) string {
-	return keys[slices.Min(slices.Collect(maps.Keys(keys)))].Reveal()
+// visitorKey is a chat key for the browser of the person at the terminal: one for browsers, where there is one.
+func visitorKey(cfg config.Config) string {
+	names := cfg.Chat.BrowserKeys
+	if len(names) == 0 {
+		names = slices.Collect(maps.Keys(cfg.ChatKeys))
+	}
+	return cfg.ChatKeys[slices.Min(names)].Reveal()
 }
 
 // watch starts the own server again should it go down under us.

@@ -48,3 +48,27 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 		t.Errorf("nothing: %+v", got)
 	}
 }
+
+// Who cannot be let in is refused, with what to do, and what is not there is named.
+func TestThreadsOpenRefusesWhoCannotBeLetIn(t *testing.T) {
+	url := pgtest.URL(t)
+	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind) values ('maria', 'chat', 'admin')`); err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url, "AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef", "AGENT_CHAT_BROWSER_KEYS=site")
+	for name, test := range map[string]struct {
+		args []string
+		says string
+	}{
+		"an unknown key":      {[]string{"threads", "open", "maria", "--key", "shpo"}, `there is no chat key named "shpo"; AGENT_CHAT_KEY has shop, site`},
+		"a browser's key":     {[]string{"threads", "open", "maria", "--key", "site"}, "agent threads invite"},
+		"an unknown endpoint": {[]string{"threads", "open", "maria", "--webhook", "nope"}, "nope"},
+		"an unknown thread":   {[]string{"threads", "access", "mario"}, "agent threads ls"},
+		"an unknown access":   {[]string{"threads", "revoke", "maria", "0192a000-0000-7000-8000-000000000000"}, "the thread has no such access; see agent threads access maria"},
+	} {
+		if got := p.run(test.args...); got.code == 0 || !strings.Contains(got.err, test.says) {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+	contains(t, p.must("threads", "open", "maria", "--key", "shop"), "open to key shop")
+}

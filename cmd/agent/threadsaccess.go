@@ -6,6 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -15,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // commandLine is who opens a thread by a command.
@@ -33,9 +37,16 @@ func noted(ctx context.Context, s *session, skill, purpose, thread string, chang
 		}, activity.Outcome{Output: output})
 		return err
 	})
+	return threadHint(thread, err)
+}
+
+// threadHint says what to do about a thread that there is not.
+func threadHint(thread string, err error) error {
 	switch {
+	case errors.Is(err, threads.ErrNoAccess):
+		return hint(threads.ErrNoAccess, "see agent threads access %s", thread)
 	case errors.Is(err, threads.ErrNotFound):
-		return hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "see agent threads ls and agent threads access THREAD")
+		return hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "agent threads ls has the ids; a name is not enough")
 	case errors.Is(err, threads.ErrInvalid):
 		return usageError("%s", threads.ErrInvalid)
 	}
@@ -78,7 +89,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "open THREAD", Short: "Open a thread to a chat key, a flow or a webhook endpoint",
 		Args:    args(1, 1, "a thread's id"),
-		Example: "  agent threads open maria --key shop\n  agent threads open th_… --flow support",
+		Example: "  agent threads open th_… --key shop --name maria\n  agent threads open th_… --flow support",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			to := threads.Key(key)
 			switch {
@@ -88,6 +99,9 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 				to = threads.Principal{Kind: threads.ByFlow, Owner: flow}
 			case webhook != "":
 				to = threads.Principal{Kind: threads.ByWebhook, Owner: webhook}
+			}
+			if err := canBeLetIn(cmd.Context(), s, to); err != nil {
+				return err
 			}
 			called := cmp.Or(name, args[0])
 			var id string
@@ -114,10 +128,30 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 	return cmd
 }
 
+// canBeLetIn refuses a participant that is not there, as far as that is known here: flows of other programs are not, nor are the keys of
+// a server elsewhere.
+func canBeLetIn(ctx context.Context, s *session, to threads.Principal) error {
+	switch keys := slices.Sorted(maps.Keys(s.config.ChatKeys)); {
+	case to.Kind == threads.ByWebhook:
+		if _, err := webhooks.GetEndpoint(ctx, s.pool, to.Owner); err != nil {
+			return hint(err, "a workspace declares endpoints; see agent apply")
+		}
+	case to.Kind != threads.ByKey || len(keys) == 0:
+	case !slices.Contains(keys, to.Owner):
+		return usageError("there is no chat key named %q; AGENT_CHAT_KEY has %s", to.Owner, strings.Join(keys, ", "))
+	case slices.Contains(s.config.Chat.BrowserKeys, to.Owner):
+		return usageError("each visitor of the key %q has a token of its own, so the key alone lets nobody in; give out a join token: agent threads invite", to.Owner)
+	}
+	return nil
+}
+
 func (c *cli) threadsAccessCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "access THREAD", Short: "List who was let into a thread, and its join tokens", Args: args(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if _, err := threads.Get(cmd.Context(), s.pool, args[0]); err != nil {
+				return threadHint(args[0], err)
+			}
 			got, err := threads.AccessOf(cmd.Context(), s.pool, args[0])
 			if err != nil {
 				return err
