@@ -33,7 +33,7 @@ type bound struct {
 type class struct{ requests, bytes bound }
 
 // budgets are the classes.
-type budgets struct{ intake, public, visitor, admin class }
+type budgets struct{ intake, public, login, visitor, admin class }
 
 // newBudgets are the bounds of a process. They suit one of some hundred MB; what is far below is usual.
 func newBudgets() budgets {
@@ -45,6 +45,7 @@ func newBudgets() budgets {
 		intake: made(bound{all: 256, endpoint: 128, address: 128}, // webhooks
 			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
 		public: made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
+		login:  made(bound{all: 64, address: 16}, bound{all: 1 << 20, address: 256 << 10}),
 		visitor: made(bound{all: 512, key: 384, address: 256},
 			bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
 		admin: made(bound{all: 2048}, bound{all: 64 << 20}),
@@ -56,6 +57,8 @@ func (b *budgets) of(rt route) *class {
 	switch {
 	case rt.expect != nil:
 		return &b.intake
+	case rt.path == loginPath:
+		return &b.login
 	case rt.access == Public:
 		return &b.public
 	case rt.access == Visitor:

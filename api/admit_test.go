@@ -90,6 +90,10 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 			h, err := b.intake.requests.budget.Take(b.intake.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
+		"login": {route{access: Public, path: loginPath}, func(b *budgets) (func(), error) {
+			h, err := b.public.requests.budget.Take(b.public.requests.all)
+			return h.Release, err
+		}, http.StatusOK},
 		"probe": {route{access: Public, probe: true}, func(b *budgets) (func(), error) {
 			h, err := b.public.requests.budget.Take(b.public.requests.all)
 			return h.Release, err

@@ -26,13 +26,16 @@ type Pages interface {
 // maxForm is how many bytes the form of the login has at most.
 const maxForm = 16 << 10
 
+// loginPath is the page with the form, and where it is sent to.
+const loginPath = "/login"
+
 // loggingIn is how a browser gets its cookie, and gives it back. The page with the form is an endpoint.
 func (s *server) loggingIn() []route {
 	if s.pages == nil {
 		return nil
 	}
 	return []route{
-		{method: "POST", path: "/login", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn), about: "Log in, with the form of GET /login."},
+		{method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn), about: "Log in, with the form of GET /login."},
 		{method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut), about: "End the login."},
 	}
 }

@@ -69,7 +69,7 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 		if err != nil {
 			return nil, err
 		}
-		if rt.page && rt.path == "/login" {
+		if rt.page && rt.path == loginPath {
 			rt.handler = s.unlessLoggedIn(rt.handler)
 		}
 		table = append(table, rt)
