@@ -140,7 +140,13 @@ func (s *schemas) responses(rt route) object {
 		})
 	}
 	for _, status := range problems(rt) {
-		all[strconv.Itoa(status)] = object{"description": http.StatusText(status), "content": refused}
+		refusal := object{"description": http.StatusText(status), "content": refused}
+		if status == http.StatusTooManyRequests {
+			refusal["headers"] = object{"Retry-After": object{
+				"description": "Seconds after which it may be sent again.", "schema": object{"type": "integer", "minimum": 1},
+			}}
+		}
+		all[strconv.Itoa(status)] = refusal
 	}
 	if rt.handler != nil && rt.path != "/openapi.json" {
 		all["default"] = object{"description": "Refused", "content": refused}
@@ -173,8 +179,11 @@ func problems(rt route) []int {
 			list = append(list, http.StatusNotFound)
 		}
 	}
-	if rt.body != nil {
-		list = append(list, http.StatusRequestEntityTooLarge)
+	if !rt.probe {
+		list = append(list, http.StatusTooManyRequests)
+	}
+	if rt.method != http.MethodGet && rt.method != http.MethodHead { // its body is read, whatever it is for
+		list = append(list, http.StatusRequestTimeout, http.StatusRequestEntityTooLarge)
 	}
 	if rt.wantsJSON() {
 		list = append(list, http.StatusUnsupportedMediaType)

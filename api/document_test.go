@@ -40,6 +40,30 @@ func TestEveryOperationOfTheDocumentIsWhole(t *testing.T) {
 	}
 }
 
+// Where a bound can be met the document says so: 429 everywhere but at the probes, and 413 where a body is read.
+func TestTheDocumentSaysWhereABoundCanBeMet(t *testing.T) {
+	a := surfaced(t)
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		for method, described := range methods.(map[string]any) {
+			answers := described.(map[string]any)["responses"].(map[string]any)
+			full, bounded := answers["429"].(map[string]any)
+			if probe := path == "/healthz" || path == "/readyz"; bounded == probe {
+				t.Errorf("%s %s: 429 is described: %t", method, path, bounded)
+			}
+			if headers, _ := full["headers"].(map[string]any); bounded && headers["Retry-After"] == nil {
+				t.Errorf("%s %s: 429 without Retry-After", method, path)
+			}
+			large, reads := answers["413"].(map[string]any)
+			if reads != (method != "get") {
+				t.Errorf("%s %s: 413 is described: %t", method, path, reads)
+			}
+			if large["headers"] != nil {
+				t.Errorf("%s %s: 413 is for good, but has headers", method, path)
+			}
+		}
+	}
+}
+
 // answersOf checks the answers of one operation.
 func (a *agent) answersOf(at, path, method string, answers map[string]any) {
 	a.t.Helper()
