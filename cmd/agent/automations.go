@@ -48,7 +48,7 @@ func automationHint(err error) error {
 	case errors.Is(err, automations.ErrRunNotFound):
 		return hint(err, "see agent automations dead")
 	}
-	return err
+	return staleHint(err, "agent automations show NAME")
 }
 
 // shownAutomation is an automation with its next times.
@@ -185,6 +185,7 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 		{"decided by", a.DecidedBy},
 		{"last run", maybe(a.LastRunAt)},
 		{"last trace", a.LastTraceID},
+		{"revision", fmt.Sprint(a.Revision)},
 	} {
 		if l[1] != "" {
 			fmt.Fprintf(w, "%-12s %s\n", l[0], printable(l[1]))
@@ -273,11 +274,17 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 
 func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error)) *cobra.Command {
 	var reason string
+	var based *basis
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "an automation's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := act(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
-				func(tx pgx.Tx, _ string) (bool, error) { return change(cmd.Context(), tx, args[0], reason) })
+				func(tx pgx.Tx, _ string) (bool, error) {
+					if err := based.hold(cmd, tx, args[0]); err != nil {
+						return false, err
+					}
+					return change(cmd.Context(), tx, args[0], reason)
+				})
 			if err != nil {
 				return automationHint(err)
 			}
@@ -297,6 +304,7 @@ func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx 
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	based = basisFlag(cmd, automations.AtRevision)
 	return cmd
 }
 

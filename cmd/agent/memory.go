@@ -108,22 +108,6 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 	return cmd
 }
 
-// ifRevisionFlag is what a change is based on.
-func ifRevisionFlag(cmd *cobra.Command, into *int, about string) {
-	cmd.Flags().IntVar(into, "if-revision", 0, about)
-}
-
-// revisionOf is the revision that a flag names, as package memory has it: 0 where the flag was not given.
-func revisionOf(cmd *cobra.Command, named int) (int, error) {
-	switch {
-	case !cmd.Flags().Changed("if-revision"):
-		return 0, nil
-	case named < 0:
-		return 0, usageError("--if-revision is %d; it can be a revision, or 0 for a key that must be new", named)
-	}
-	return cmp.Or(named, memory.Absent), nil
-}
-
 // setMemory is what was stored, and what that replaced.
 type setMemory struct {
 	memory.Entry

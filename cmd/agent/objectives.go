@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -63,7 +64,7 @@ func objectiveHint(err error) error {
 	if errors.Is(err, objectives.ErrNotFound) {
 		return hint(err, "see agent objectives ls")
 	}
-	return err
+	return staleHint(err, "agent objectives show NAME")
 }
 
 func (c *cli) objectivesListCommand() *cobra.Command {
@@ -195,10 +196,12 @@ func shownBy(e objectives.Evidence) string {
 
 func (c *cli) objectivesAddCommand() *cobra.Command {
 	var d objectives.Definition
+	var named int
 	cmd := &cobra.Command{
 		Use: "add NAME", Short: "Give the agent an objective", Args: args(1, 1, "a name"),
 		Long: `Give the agent an objective. It is due at once, and worked on from the next heartbeat on. Without --step the agent
-plans its steps itself. The same name again changes goal and criteria, and adds steps.`,
+plans its steps itself. The same name again changes goal and criteria, and adds steps; with --if-revision only if the
+objective is at the revision that agent objectives show has said (0: if it is new).`,
 		Example: `  agent objectives add "tidy logs" --goal "Keep the log tables under 10 GB" \
     --success "no log table above 2 GB" --step "measure the log tables" --step "report" --every 7d`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -206,12 +209,19 @@ plans its steps itself. The same name again changes goal and criteria, and adds 
 			if err := objectives.Validate(d); err != nil {
 				return &exitError{exitUsage, err}
 			}
+			revision, err := revisionOf(cmd, named)
+			if err != nil {
+				return err
+			}
 			changed, err := act(cmd.Context(), s, "add_objective", map[string]any{"objective": d},
 				func(tx pgx.Tx, _ string) (bool, error) {
+					if err := objectiveAt(cmd.Context(), tx, d.Name, revision); err != nil {
+						return false, err
+					}
 					return objectives.Put(cmd.Context(), tx, d, objectives.SourceAdmin)
 				})
 			if err != nil {
-				return err
+				return objectiveHint(err)
 			}
 			return c.reportObjective(cmd.Context(), s, d.Name, changed, "added", "says that already")
 		}),
@@ -221,7 +231,23 @@ plans its steps itself. The same name again changes goal and criteria, and adds 
 	cmd.Flags().StringArrayVar(&d.Steps, "step", nil, "a step; may be given again")
 	cmd.Flags().IntVar(&d.Priority, "priority", 2, "1 comes first, 9 last")
 	cmd.Flags().StringVar(&d.ReviewEvery, "every", "", "do it again and again: 12h, 7d")
+	ifRevisionFlag(cmd, &named, "only if the objective is at this revision; 0: only if it is new")
 	return cmd
+}
+
+// objectiveAt refuses what is based on another revision of an objective, or on none where there is one.
+func objectiveAt(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+	if revision != memory.Absent {
+		return objectives.AtRevision(ctx, tx, name, revision)
+	}
+	there, err := objectives.Get(ctx, tx, name)
+	switch {
+	case errors.Is(err, objectives.ErrNotFound):
+		return nil
+	case err != nil:
+		return err
+	}
+	return &postgres.StaleError{What: "objective", Name: name, Current: there.Revision}
 }
 
 // reportObjective says what became of an objective.
@@ -244,11 +270,17 @@ func (c *cli) reportObjective(ctx context.Context, s *session, name string, chan
 
 func (c *cli) objectivesDecideCommand(use, short, verb string, decide func(context.Context, postgres.DB, string, string, string) (bool, error)) *cobra.Command {
 	var reason string
+	var based *basis
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "an objective's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := act(cmd.Context(), s, verb, map[string]any{"objective": args[0], "reason": reason},
-				func(tx pgx.Tx, _ string) (bool, error) { return decide(cmd.Context(), tx, args[0], admin, reason) })
+				func(tx pgx.Tx, _ string) (bool, error) {
+					if err := based.hold(cmd, tx, args[0]); err != nil {
+						return false, err
+					}
+					return decide(cmd.Context(), tx, args[0], admin, reason)
+				})
 			if err != nil {
 				return objectiveHint(err)
 			}
@@ -256,11 +288,13 @@ func (c *cli) objectivesDecideCommand(use, short, verb string, decide func(conte
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	based = basisFlag(cmd, objectives.AtRevision)
 	return cmd
 }
 
 func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.Command {
-	return &cobra.Command{
+	var based *basis
+	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "an objective's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			o, err := objectives.Get(cmd.Context(), s.pool, args[0])
@@ -269,14 +303,19 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 			}
 			changed, err := act(cmd.Context(), s, verb, map[string]any{"objective": o.Name},
 				func(tx pgx.Tx, _ string) (bool, error) {
+					if err := based.hold(cmd, tx, o.ID); err != nil {
+						return false, err
+					}
 					return objectives.SetStatus(cmd.Context(), tx, o.ID, from, to)
 				})
 			if err != nil {
-				return err
+				return objectiveHint(err)
 			}
 			return c.reportObjective(cmd.Context(), s, o.ID, changed, "done", "is not "+from)
 		}),
 	}
+	based = basisFlag(cmd, objectives.AtRevision)
+	return cmd
 }
 
 func (c *cli) objectivesDoneCommand() *cobra.Command {

@@ -107,7 +107,7 @@ func writeSkill(w io.Writer, s skills.Skill) error {
 		{"idempotent", map[bool]string{true: "yes", false: "no: a call is never repeated after a crash"}[s.Idempotent]},
 		{"timeout", s.Timeout().String()},
 		{"handler", s.Handler},
-		{"revision", fmt.Sprint(s.Revision)},
+		{"revision", fmt.Sprintf("%d of what a call does; %d of that and its state, for --if-revision", s.Revision, s.StateRevision)},
 	} {
 		fmt.Fprintf(w, "%-11s %s\n", l[0], l[1])
 	}
@@ -149,12 +149,13 @@ func skillHint(err error) error {
 	if errors.Is(err, skills.ErrNotFound) {
 		return hint(err, "see agent skills ls")
 	}
-	return err
+	return staleHint(err, "agent skills show NAME")
 }
 
 // skillsSwitchCommand is enable or disable.
 func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	var reason string
+	var based *basis
 	use, short := "disable NAME", "Take a skill out of service, and pause its automations"
 	if enable {
 		use, short = "enable NAME", "Put a skill back into service, with the automations that were paused for it"
@@ -162,18 +163,22 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.switchSkill(cmd.Context(), s, args[0], enable, reason)
+			return c.switchSkill(cmd.Context(), s, args[0], enable, reason, func(tx pgx.Tx) error { return based.hold(cmd, tx, args[0]) })
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	based = basisFlag(cmd, skills.AtRevision)
 	return cmd
 }
 
-// switchSkill changes a skill's state and records that as an admin's act, in one transaction.
-func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string) error {
+// switchSkill changes a skill's state and records that as an admin's act, in one transaction, unless hold refuses.
+func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string, hold func(tx pgx.Tx) error) error {
 	var changed bool
 	paused, restored := []string{}, []string{}
 	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
+		if err := hold(tx); err != nil {
+			return err
+		}
 		verb := "disable_skill"
 		if enable {
 			verb = "enable_skill"
