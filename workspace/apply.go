@@ -91,14 +91,21 @@ type table[D, R any] struct {
 
 func (t table[D, R]) match(ctx context.Context, tx pgx.Tx) ([]Item, error) {
 	var items []Item
+	var problems Problems
 	keep := []string{}
 	for _, document := range byName(t.documents, t.name) {
 		item, err := t.write(ctx, tx, document.Definition)
 		if err != nil {
 			return nil, err
 		}
+		if lost := item.byAdmin(); len(lost) > 0 {
+			problems.add(document.place("name"), "%s", item.refusal(lost))
+		}
 		items = append(items, item)
 		keep = append(keep, item.Name)
+	}
+	if err := problems.err(); err != nil {
+		return nil, err
 	}
 	removed, err := t.remove(ctx, tx, Source, keep)
 	if err != nil {

@@ -14,6 +14,8 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -229,6 +231,43 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 	}
 	if diff := cmp.Diff(before, state()); diff != "" {
 		t.Error(diff)
+	}
+}
+
+func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "all.yaml", everything))
+	by := objectives.Definition{Name: "plan", Goal: "go on, but slowly", ReviewEvery: "48h"}
+	if _, err := objectives.Put(t.Context(), pool, by, objectives.SourceAdmin); err != nil {
+		t.Fatal(err)
+	}
+	changed := strings.ReplaceAll(everything, "select 1 as one", "select 2 as one")
+	for name, act := range map[string]func(context.Context, postgres.Beginner, workspace.Workspace) (workspace.Diff, error){
+		"apply": workspace.Apply, "plan": workspace.Plan,
+	} {
+		_, err := act(t.Context(), pool, load(t, "all.yaml", changed))
+		problems, refused := errors.AsType[workspace.Problems](err)
+		if !refused || len(problems) != 1 || problems[0].Line == 0 {
+			t.Fatalf("%s: %v", name, err)
+		}
+		for _, words := range []string{`goal is "go on, but slowly" there and "go on" in this file`, "review_every_seconds is 172800 there and 86400", "Write into the file"} {
+			if !strings.Contains(problems[0].Message, words) {
+				t.Errorf("%s: %q is not in %q", name, words, problems[0].Message)
+			}
+		}
+	}
+	o, err := objectives.Get(t.Context(), pool, "plan")
+	if err != nil || o.Goal != by.Goal {
+		t.Errorf("it says %q, %v", o.Goal, err)
+	}
+	if s, err := skills.Get(t.Context(), pool, "one"); err != nil || strings.Contains(s.Handler, "2") {
+		t.Errorf("the rest was applied: %+v, %v", s, err)
+	}
+	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]", "[first, second, third]")
+	apply(t, pool, load(t, "all.yaml", same.Replace(everything))) // takes it over
+	apply(t, pool, load(t, "all.yaml", everything))
+	if o, err := objectives.Get(t.Context(), pool, "plan"); err != nil || o.Goal != "go on" || o.Source != objectives.SourceWorkspace {
+		t.Errorf("it says %q, %v", o.Goal, err)
 	}
 }
 

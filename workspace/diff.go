@@ -44,6 +44,26 @@ type Change struct {
 	New   json.RawMessage `json:"new"`
 }
 
+// byAdmin are the changes that would overwrite what an admin has declared in the database, as agent objectives add does. To take
+// over what says the same, and to add steps, overwrites nothing.
+func (i Item) byAdmin() (lost []Change) {
+	admins := slices.ContainsFunc(i.Changes, func(c Change) bool { return c.Field == "source" && string(c.Old) == `"admin"` })
+	if !admins {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(i.Changes), func(c Change) bool { return c.Field == "source" || c.Field == "steps" })
+}
+
+// refusal says what an admin has declared otherwise, and what to do.
+func (i Item) refusal(lost []Change) string {
+	var differ []string
+	for _, c := range lost {
+		differ = append(differ, fmt.Sprintf("%s is %s there and %s in this file", c.Field, short(c.Old), short(c.New)))
+	}
+	return fmt.Sprintf("%s %s was declared or changed by an admin in the database: %s. Nothing was changed. Write into the file what is "+
+		"there, and apply that; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
+}
+
 // Empty reports whether the database matched already.
 func (d Diff) Empty() bool { return d.Count(Unchanged) == len(d.Items) }
 

@@ -21,6 +21,7 @@ func (c *cli) applyCommand() *cobra.Command {
 		Short: "Make the database match a workspace folder",
 		Long: `Make skills, automations and objectives in the database match the YAML files in DIR, in one transaction, and show
 what changes. Applying twice changes nothing the second time. What the agent learned and what an admin decided stays.
+An objective that an admin has changed in the database (agent objectives add) and that a file declares otherwise is an error.
 What an earlier apply declared and no file declares now is removed: files that are all empty remove everything.`,
 		Example: "  agent apply ./workspace --dry-run",
 		Args:    args(1, 1, "a folder"),
