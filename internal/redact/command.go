@@ -1,9 +1,6 @@
 package redact
 
-import (
-	"slices"
-	"strings"
-)
+import "strings"
 
 // command is a group of programs that take a secret under the same flags.
 type command struct {
@@ -156,13 +153,12 @@ func (c *command) secretPart(s string, i, to int) (from, end int) {
 	return i + colon + 1, to
 }
 
-// withoutPasswords returns the words of a command, given as a list, without the secrets of its program.
-func withoutPasswords(items []any) []any {
-	c := commandOf(items)
+// withoutPasswords removes the secrets of a program from a list of the words of its command.
+func withoutPasswords(out []any) []any {
+	c := commandOf(out)
 	if c == nil {
-		return items
+		return out
 	}
-	out := slices.Clone(items)
 	for i := 1; i < len(out); i++ {
 		word, _ := out[i].(string)
 		value, ok := c.flagValue(word, 0, len(word))

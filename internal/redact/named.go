@@ -175,7 +175,7 @@ func valueAt(s string, i int, name string, how strength) (from, to int) {
 		from, to = i, i+bareEnd(rest)
 	}
 	if spared(s[from:to], how) {
-		return to, to
+		return i, i
 	}
 	return from, to
 }

@@ -39,40 +39,43 @@ func walk(tree any, depth int) any {
 // shorter.
 func walkObject(members map[string]any, depth int) map[string]any {
 	out := newObject(len(members))
-	described := describedStrength(members)
 	for _, name := range slices.Sorted(maps.Keys(members)) {
 		value, shown := any(Marker), scrubPlain(name)
-		how := max(classify(name), classify(shown))
-		if strings.EqualFold(name, "value") {
-			how = max(how, described)
-		}
-		if !hide(how, members[name]) {
+		if !hide(max(classify(name), classify(shown)), members[name]) {
 			value = walk(members[name], depth+1)
 		}
 		out.add(shown, value)
 	}
+	hideDescribed(out.members)
 	return out.members
 }
 
-// describedStrength is the strength of the name that an object gives to its member "value":
-// {"name": "password", "value": "…"}.
-func describedStrength(members map[string]any) strength {
+// hideDescribed removes the value of an object that says its name: {"name": "password", "value": "…"}.
+func hideDescribed(members map[string]any) {
 	how := ordinary
-	for _, member := range []string{"name", "Name", "key", "Key"} {
-		if name, ok := members[member].(string); ok && len(name) <= longestWord {
-			how = max(how, classify(name))
+	for _, member := range [...]string{"name", "Name", "key", "Key"} {
+		if name, ok := members[member].(string); ok {
+			how = max(how, wordStrength(name))
 		}
 	}
-	return how
+	for _, member := range [...]string{"value", "Value"} {
+		if hide(how, members[member]) {
+			members[member] = Marker
+		}
+	}
 }
 
-// longestWord is the longest name that is looked for among values. It is short enough never to be cut.
-const longestWord = MinLimit / 2
+// wordStrength is the strength of a value that may be the name of another one. It is short enough never to be cut.
+func wordStrength(word string) strength {
+	if len(word) > MinLimit/2 || strings.Contains(word, cutPrefix) {
+		return ordinary
+	}
+	return classify(word)
+}
 
 // walkList looks inside the items of a list. If they are the words of a command, what follows the flag of a secret is
 // one.
 func walkList(items []any, depth int) []any {
-	items = withoutPasswords(items)
 	out := make([]any, len(items))
 	after := ordinary
 	for i, item := range items {
@@ -81,18 +84,18 @@ func walkList(items []any, depth int) []any {
 		} else {
 			out[i] = walk(item, depth+1)
 		}
-		after = flagStrength(item)
+		after = flagStrength(out[i])
 	}
-	return out
+	return withoutPasswords(out)
 }
 
 // flagStrength is the strength of the name of a flag like --password.
 func flagStrength(item any) strength {
 	word, ok := item.(string)
-	if !ok || len(word) > longestWord || !strings.HasPrefix(word, "-") || strings.ContainsAny(word, " =:") {
+	if !ok || !strings.HasPrefix(word, "-") || strings.ContainsAny(word, " =:") {
 		return ordinary
 	}
-	return classify(word)
+	return wordStrength(word)
 }
 
 // hide reports whether a value under a name of this strength is a secret.
