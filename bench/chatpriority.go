@@ -256,18 +256,19 @@ func (b *chatBench) visit(ctx context.Context, how way, n int, mu *sync.Mutex, r
 	thread := "bench " + words
 	began := time.Now()
 	var text time.Duration
+	var turn string
 	var err error
 	if how.queue == "" {
-		text, err = b.say(ctx, thread, words, began)
+		turn, text, err = b.say(ctx, thread, words, began)
 	} else {
-		text, err = b.enqueue(ctx, how.queue, thread, words, began)
+		turn, text, err = b.enqueue(ctx, how.queue, thread, words, began)
 	}
 	if err != nil {
 		return err
 	}
 	var started time.Time
-	if err := b.pool.QueryRow(ctx, `select started_at from agent_executions where thread_id = @thread`, postgres.Strict{"thread": thread}).Scan(&started); err != nil {
-		return fmt.Errorf("read start: %w", err)
+	if err := b.pool.QueryRow(ctx, `select started_at from agent_executions where trace_id = @turn`, postgres.Strict{"turn": turn}).Scan(&started); err != nil {
+		return fmt.Errorf("read start of %s: %w", turn, err)
 	}
 	b.mu.Lock()
 	heard := b.asked[words]
@@ -281,25 +282,25 @@ func (b *chatBench) visit(ctx context.Context, how way, n int, mu *sync.Mutex, r
 	return nil
 }
 
-// say sends a message as a client does, and streams the answer to its end; it returns when text first came.
-func (b *chatBench) say(ctx context.Context, thread, words string, began time.Time) (first time.Duration, err error) {
+// say sends a message as a client does, and streams the answer to its end; it returns the turn's trace and when text first came.
+func (b *chatBench) say(ctx context.Context, thread, words string, began time.Time) (turn string, first time.Duration, err error) {
 	body, err := json.Marshal(map[string]any{
 		"model": chat.Alias, "stream": true, "metadata": map[string]string{"thread_id": thread}, "messages": []map[string]string{{"role": "user", "content": words}},
 	})
 	if err != nil {
-		return 0, err
+		return "", 0, err
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url, bytes.NewReader(body))
 	if err != nil {
-		return 0, err
+		return "", 0, err
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
-		return 0, fmt.Errorf("send message: %w", err)
+		return "", 0, fmt.Errorf("send message: %w", err)
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		return 0, fmt.Errorf("send message: status %d", resp.StatusCode)
+		return "", 0, fmt.Errorf("send message: status %d", resp.StatusCode)
 	}
 	lines := bufio.NewScanner(resp.Body)
 	for lines.Scan() {
@@ -308,15 +309,15 @@ func (b *chatBench) say(ctx context.Context, thread, words string, began time.Ti
 		}
 	}
 	if err := lines.Err(); err != nil || first > 0 {
-		return first, err
+		return resp.Header.Get("X-Trace-Id"), first, err
 	}
-	return 0, errors.New("read answer: there was none")
+	return "", 0, errors.New("read answer: there was none")
 }
 
 // enqueue begins a turn that no connection has claimed: what the surface does, but for a worker of the queue to take.
-func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, began time.Time) (time.Duration, error) {
+func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, began time.Time) (turn string, _ time.Duration, err error) {
 	var id string
-	err := postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
+	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 		x, _, err := b.engine.StartTx(ctx, tx, executions.Spec{
 			Flow: chat.Flow, Surface: trace.Chat, Agent: chat.Agent, ThreadID: thread, Queue: queue,
 			Input: map[string]string{"thread_id": thread, "model": chat.Alias},
@@ -324,7 +325,7 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 		if err != nil {
 			return err
 		}
-		id = x.ID
+		id, turn = x.ID, x.TraceID
 		if _, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
 			return err
 		}
@@ -334,10 +335,10 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 		return err
 	})
 	if err != nil {
-		return 0, fmt.Errorf("enqueue message: %w", err)
+		return "", 0, fmt.Errorf("enqueue message: %w", err)
 	}
 	if err := b.await(ctx, id); err != nil {
-		return 0, err
+		return "", 0, err
 	}
-	return time.Since(began), nil
+	return turn, time.Since(began), nil
 }
