@@ -36,6 +36,8 @@
 //     its page by a key that only grows, so rows that come in between shift nothing: what was there when
 //     the listing began is listed exactly once.
 //   - A POST with an Idempotency-Key is done once; see once.go.
+//   - What an open transaction of a client holds, such as an event id, an idempotency key or the lane of a thread, is waited for during a
+//     second, in which the request has no connection most of the time. Then the answer is 503 with Retry-After and names that transaction.
 //   - What an admin changes is an activity under an op_ trace, committed together with the change. A lane
 //     that is broken is recorded under the trace of who held it.
 //   - Times are RFC 3339 in UTC, ids strings, names snake_case.
@@ -100,7 +102,7 @@ func New(o Options) (http.Handler, error) {
 	s := &server{
 		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
-		unsettled: newUnsettled(o.Pool, o.Cutting),
+		unsettled: newUnsettled(o.Pool, o.Cutting), locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -127,4 +129,5 @@ type server struct {
 	log      *slog.Logger
 
 	unsettled *unsettled
+	locks     postgres.KeyedTx // of pool
 }

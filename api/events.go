@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -92,15 +93,18 @@ func (s *server) raiseEvent(r request) (answer, error) {
 
 // deliver raises an event. A message for a conversation that there is becomes a message of it, as when its visitor had said it.
 func (s *server) deliver(ctx context.Context, e event) (executions.Delivered, error) {
+	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
 	data, content := said(e)
 	if content == "" {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
 	}
 	var arrived threads.Arrived
-	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) (err error) {
+	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
+	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
 		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{ThreadID: e.Key, Content: content, Data: data, ID: e.ID})
 		return err
 	})
+	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_threads", "agent_locks")
 	if errors.Is(err, threads.ErrNotFound) { // a wait need not be about a conversation that is kept here
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
 	}

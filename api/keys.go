@@ -30,7 +30,8 @@ func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 			          where o.expires_at <= clock_timestamp() and (o.scope, o.key) <> (@scope, @key)
 			          order by o.expires_at limit 20 for update skip locked))
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
-			values (@scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + make_interval(secs => @life))
+			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + make_interval(secs => @life)
+			  from set_config('lock_timeout', @patience, true)
 			on conflict (scope, key) do update
 			   set fingerprint = excluded.fingerprint, attempt = excluded.attempt, state = 'running', status = 0, header = '{}',
 			       body = '', lease_until = excluded.lease_until, expires_at = excluded.expires_at
@@ -38,6 +39,7 @@ func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 			    or (i.state = 'running' and i.lease_until <= clock_timestamp() and i.fingerprint = excluded.fingerprint)
 			returning true`, postgres.Strict{
 			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(), "life": keyLife.Seconds(),
+			"patience": postgres.LockTimeout,
 		}).Scan(&ours)
 		if err == nil {
 			return nil, nil

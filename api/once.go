@@ -71,10 +71,14 @@ func (s *server) claim(ctx context.Context, id *identity) (first *kept, err erro
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
 	defer cancel()
 	s.unsettled.settle(ctx)
-	err = postgres.Again(ctx, func() (err error) {
-		first, err = id.claim(ctx, s.pool)
-		return err
+	what := fmt.Sprintf("%s %q", keyHeader, id.key)
+	err = s.locks.Try(ctx, what+" of "+id.scope, func(ctx context.Context) error {
+		return postgres.Again(ctx, func() (err error) {
+			first, err = id.claim(ctx, s.pool)
+			return err
+		})
 	})
+	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_idempotency")
 	if err != nil && !postgres.Unchanged(err) {
 		s.unsettled.add(id, settlement{})
 	}

@@ -138,7 +138,7 @@ func (s *server) startExecution(r request) (answer, error) {
 	var x executions.Execution
 	err := onceMore(r.Context(), s.pool, spec.DedupeKey, func(key string) (_ string, err error) {
 		spec.DedupeKey = key
-		x, _, err = s.engine.Start(r.Context(), s.pool, spec)
+		x, _, err = s.engine.Start(executions.WithLockPatience(r.Context(), postgres.LockPatience), s.pool, spec)
 		return x.ID, err
 	})
 	if err != nil {

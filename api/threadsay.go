@@ -144,9 +144,11 @@ func (s *server) sayInThread(r request) (answer, error) {
 	var sent threads.SendResult
 	err = onceMore(r.Context(), s.pool, o.Key, func(key string) (string, error) {
 		o.Key = key
-		err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
-			sent, err = threads.SendTx(r.Context(), tx, o)
-			return err
+		err := s.inThread(r.Context(), id, func(ctx context.Context) error {
+			return postgres.InTxWithin(ctx, s.pool, func(tx pgx.Tx) (err error) {
+				sent, err = threads.SendTx(ctx, tx, o)
+				return err
+			})
 		})
 		return sent.MessageID, err
 	})
@@ -177,18 +179,29 @@ func (s *server) speaker(r request, b saying) (executions.Execution, error) {
 	return x, nil
 }
 
+// inThread writes to a thread, whose lane or row an open transaction of a client may hold.
+func (s *server) inThread(ctx context.Context, id string, write func(ctx context.Context) error) error {
+	what := fmt.Sprintf("thread %q", id)
+	return postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, write), what, "agent_locks", "agent_threads", "agent_messages")
+}
+
 // adminSays sends a message of nobody who could hold the thread, and keeps a record of it.
 func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
 	var sent threads.SendResult
-	c, err := s.audited(r.Context(), "send_message", "an admin's own message", map[string]string{"thread_id": o.ThreadID},
-		func(tx pgx.Tx, _ string) (any, error) {
-			err := onceMore(r.Context(), tx, o.Key, func(key string) (_ string, err error) {
-				o.Key = key
-				sent, err = threads.SendTx(r.Context(), tx, o)
-				return sent.MessageID, err
+	var c change
+	err := s.inThread(r.Context(), o.ThreadID, func(ctx context.Context) (err error) {
+		c, err = s.audited(ctx, "send_message", "an admin's own message", map[string]string{"thread_id": o.ThreadID},
+			func(tx pgx.Tx, _ string) (any, error) {
+				err := onceMore(ctx, tx, o.Key, func(key string) (_ string, err error) {
+					said := o
+					said.Key = key
+					sent, err = threads.SendTx(ctx, tx, said)
+					return sent.MessageID, err
+				})
+				return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
 			})
-			return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
-		})
+		return err
+	})
 	if err != nil {
 		return answer{}, saidWrong(err)
 	}

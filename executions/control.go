@@ -99,16 +99,7 @@ func standingAs(ctx context.Context, db postgres.DB, id string) (Status, error) 
 
 // CancelDetail says why a cancel is not completed yet: which transactions of other sessions work on executions and have been open for longest.
 func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
-	var open string
-	err := db.QueryRow(ctx, `
-		select coalesce(string_agg(format('session %s (%s, %s, its transaction is open for %s s)', o.pid, o.application_name, o.state, o.seconds), '; '), '')
-		  from (select a.pid, coalesce(nullif(a.application_name, ''), 'no name') as application_name, coalesce(a.state, 'hidden') as state,
-		               floor(extract(epoch from clock_timestamp() - a.xact_start)) as seconds
-		          from pg_stat_activity a
-		         where a.datname = current_database() and a.pid <> pg_backend_pid() and a.xact_start < clock_timestamp() - interval '500 milliseconds'
-		           and exists (select from pg_locks l where l.pid = a.pid and l.granted and l.relation = 'agent_executions'::regclass
-		                          and l.mode in ('RowShareLock', 'RowExclusiveLock'))
-		         order by a.xact_start limit 3) o`).Scan(&open)
+	open, err := postgres.OpenTransactions(ctx, db, "agent_executions")
 	if err != nil {
 		return "", fmt.Errorf("look who has executions locked: %w", err)
 	}
@@ -202,35 +193,46 @@ type Delivered struct {
 }
 
 // Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first
-// that will. id, where given, makes it count once however often it comes. With a pool for db, in a process that runs
-// executions, that is one statement, which also claims what it woke where this process has a worker free for it, so that it goes on at
-// once; events of other callers at the same time share the commit. In a transaction, workers hear of it
-// when that commits.
+// that will. id, where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its own: in a
+// process that runs executions that is one statement, which also claims what it woke where this process has a worker free for it, so that it
+// goes on at once; events of other callers at the same time share the commit. An id or a wait that an open transaction holds is waited for
+// as WithLockPatience says. In a transaction, workers hear of it when that commits.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
+	o := occurrence{event, key, data, null(id), raiser(ctx)}
 	var got Delivered
 	var err error
-	if db == postgres.Beginner(e.pool) && e.works() {
-		got, err = e.handOver(ctx, occurrence{event, key, data, null(id), raiser(ctx)})
-	} else {
-		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
-			var hints []hint
-			got, hints, err = deliver(ctx, tx, postgres.Strict{
-				"event": event, "key": key, "data": data, "id": null(id), "raiser": raiser(ctx),
-			})
-			if err != nil {
-				return err
-			}
-			return e.sendHints(ctx, tx, hints)
-		})
+	inTx := func(tx pgx.Tx) (err error) {
+		got, err = e.deliverTx(ctx, tx, o)
+		return err
+	}
+	switch {
+	case !isPool(db):
+		err = postgres.InTx(ctx, db, inTx)
+	case e.works():
+		got, err = e.handOver(ctx, o)
+	default:
+		err = e.withKey(ctx, o.lockName(), func(ctx context.Context) error { return postgres.InTxWithin(ctx, e.pool, inTx) })
+	}
+	if isPool(db) {
+		err = postgres.ExplainLock(ctx, e.pool, err, o.lockName(), "agent_events", "agent_executions")
 	}
 	if err != nil {
 		return Delivered{}, fmt.Errorf("deliver event %s: %w", event, err)
 	}
 	e.log.InfoContext(ctx, "event emitted", "event", event, "key", key, "resumed", len(got.Resumed))
 	return got, nil
+}
+
+// deliverTx delivers an event in a transaction.
+func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o occurrence) (Delivered, error) {
+	got, hints, err := deliver(ctx, tx, postgres.Strict{"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser})
+	if err != nil {
+		return Delivered{}, err
+	}
+	return got, e.sendHints(ctx, tx, hints)
 }
 
 // raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes from outside.

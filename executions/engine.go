@@ -81,6 +81,8 @@ type Engine struct {
 
 	transactions chan struct{} // has room for as many as may be open at once
 	locked       chan struct{} // has room for one write that has met a lock, and is made again
+	keyed        chan struct{} // has room for half as many first tries with keys as there are connections
+	keys         postgres.LockTurns
 }
 
 // longestLease bounds how long the executions of a process that has died are left with it.
@@ -108,6 +110,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
 		alarm: make(chan struct{}, 1), crews: map[string]*crew{},
 		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)), locked: make(chan struct{}, 1),
+		keyed: make(chan struct{}, max(1, pool.Config().MaxConns/2)),
 	}
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)

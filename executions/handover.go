@@ -3,6 +3,7 @@ package executions
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"sync"
 	"time"
 
@@ -20,24 +21,43 @@ type occurrence struct {
 	raiser     string // see raiser
 }
 
+// lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database gives to one event at a time.
+func (o occurrence) lockName() string {
+	if o.id == nil {
+		return fmt.Sprintf("the wait for %s %.300q", o.event, o.key)
+	}
+	return fmt.Sprintf("event id %.300q", *o.id)
+}
+
 // handOver delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
 // as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
 // and the code that waits for it. The rest goes to the queue.
 func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
-	alone := func() (Delivered, error) {
-		return retryLocked(ctx, e, func(ctx context.Context) (Delivered, error) {
-			got, err := e.handSeveral(ctx, []occurrence{o})
-			if err != nil {
-				return Delivered{}, err
-			}
-			return got[0].Value, nil
+	single := func(ctx context.Context) (Delivered, error) {
+		got, err := e.handSeveral(ctx, []occurrence{o})
+		if err != nil {
+			return Delivered{}, err
+		}
+		return got[0].Value, nil
+	}
+	alone := func() (got Delivered, err error) {
+		err = e.tryKey(ctx, o.lockName(), func(ctx context.Context) (err error) {
+			got, err = single(ctx)
+			return err
 		})
+		return got, err
 	}
 	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted for its statement.
-	if postgres.IsSealed(ctx) || o.raiser != "" {
-		return alone()
-	}
-	return e.desks.first().events.Do(ctx, o, alone)
+	var got Delivered
+	err := e.holdKey(ctx, o.lockName(), func() (err error) {
+		if postgres.IsSealed(ctx) || o.raiser != "" {
+			got, err = alone()
+		} else {
+			got, err = e.desks.first().events.Do(ctx, o, alone)
+		}
+		return err
+	})
+	return got, err
 }
 
 // asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by

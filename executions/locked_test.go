@@ -3,8 +3,10 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -126,6 +128,58 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 func locksWanted(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()`)
+}
+
+// Whichever pool a caller has, events and starts go over the engine's, which shares statements and bounds waits.
+func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	other, err := postgres.Reserve(t.Context(), pool, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	only, err := other.Acquire(t.Context()) // whoever wants a connection of it waits for ever
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer only.Release()
+	if _, err := p.Deliver(t.Context(), other, "EVENT_COMPLETED", "key", nil, "id"); err != nil {
+		t.Error(err)
+	}
+	for _, key := range []string{"", "key"} {
+		x, _, err := p.Start(t.Context(), other, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		until(t, pool, x.ID, executions.Completed)
+	}
+}
+
+// A caller who does not want to wait for an open transaction is told what is held, and by whom.
+func TestACallerSaysHowLongItWaitsForAnOpenTransaction(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	engines := map[string]*process{
+		"works": start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })),
+		"calls": prepare(t, pool, nil),
+	}
+	tx := leftOpen(t, pool, `
+		with e as (insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'somewhere', 'held'))
+		insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
+	exec(t, tx, `set local application_name = 'clumsy'`)
+	for name, p := range engines {
+		ctx := executions.WithLockPatience(t.Context(), 600*time.Millisecond)
+		_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", "key", nil, "held")
+		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `event id "held"` || !strings.Contains(locked.Holders, "clumsy") {
+			t.Errorf("%s: event: %v", name, err)
+		}
+		_, _, err = p.Start(ctx, pool, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: "held"})
+		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `idempotency key "held"` || !strings.Contains(locked.Holders, "clumsy") {
+			t.Errorf("%s: start: %v", name, err)
+		}
+	}
 }
 
 func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {

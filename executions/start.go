@@ -48,23 +48,39 @@ type Spec struct {
 	ProgressSeconds int
 }
 
-// Start inserts a pending execution together with its wake-up, in one transaction of db; in a process that runs executions
-// and with its pool for db, that is one statement, and its workers look at once. The second return value is false when the
-// dedupe key was taken; then the execution is the earlier one.
-func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (Execution, bool, error) {
-	if db == postgres.Beginner(e.pool) && e.works() {
+// Start inserts a pending execution together with its wake-up, in one transaction of db. With a pool for db, whichever it is, the engine
+// uses its own; in a process that runs executions that is one statement, and its workers look at once. The second return value is false when the
+// dedupe key was taken; then the execution is the earlier one. A key that an open transaction holds is waited for as WithLockPatience says.
+func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
+	switch {
+	case !isPool(db):
+		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
+			got, created, err = e.StartTx(ctx, tx, s)
+			return err
+		})
+	case e.works():
 		return e.startHere(ctx, s)
+	default:
+		err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
+			return postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) (err error) {
+				got, created, err = e.StartTx(ctx, tx, s)
+				return err
+			})
+		})
+		err = postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 	}
-	var got Execution
-	var created bool
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
-		got, created, err = e.StartTx(ctx, tx, s)
-		return err
-	})
 	if err != nil {
 		return Execution{}, false, err
 	}
 	return got, created, nil
+}
+
+// lockName names what another transaction may hold of a start; empty for nothing.
+func (s Spec) lockName() string {
+	if s.DedupeKey == "" {
+		return ""
+	}
+	return fmt.Sprintf("idempotency key %.300q", s.DedupeKey)
 }
 
 // StartTx is Start in a transaction of the caller's: the execution exists when that commits.
@@ -82,11 +98,12 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 // insertNow is insert in a transaction of its own. While another transaction holds the dedupe key, it tries again.
 func (e *Engine) insertNow(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
 	created := false
-	got, err := retryLocked(ctx, e, func(ctx context.Context) (x Execution, err error) {
-		x, created, err = s.insert(ctx, e.pool, status, worker, lockPatience)
-		return x, err
+	var got Execution
+	err := e.withKey(ctx, s.lockName(), func(ctx context.Context) (err error) {
+		got, created, err = s.insert(ctx, e.pool, status, worker, lockPatience)
+		return err
 	})
-	return got, created, err
+	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
 // insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits for another transaction that

@@ -48,38 +48,6 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	}
 }
 
-// lockPatience is how long a statement that a client's open transaction may hold up waits for a lock, and holds its connection. Functions of
-// the database have the same setting.
-const lockPatience = "50ms"
-
-// queuePatience bounds the waits for locks of what is queued after it.
-func queuePatience(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true)`, postgres.Strict{"patience": lockPatience})
-}
-
-// longestLocked is the longest pause before a write that met a lock is made again.
-const longestLocked = 200 * time.Millisecond
-
-// retryLocked makes a write again while another transaction has a lock that it needs, for as long as a lease lasts. Such writes hold one
-// connection among all of them, and none between two tries: a transaction that somebody has left open delays nobody else's work.
-func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
-	until := time.Now().Add(e.opts.LeaseTTL)
-	value, err := write(ctx)
-	for pause := firstPause; postgres.IsCode(err, "55P03") && time.Now().Before(until); pause = min(2*pause, longestLocked) {
-		if !sleep(ctx, pause+rand.N(pause)) {
-			return value, err
-		}
-		select {
-		case e.locked <- struct{}{}:
-			value, err = write(ctx)
-			<-e.locked
-		case <-ctx.Done():
-			return value, err
-		}
-	}
-	return value, err
-}
-
 // warnUnavailable logs a try that met a database in trouble, with what to do where that is known.
 func (e *Engine) warnUnavailable(ctx context.Context, err error, about ...any) {
 	about = append(about, "error", err)

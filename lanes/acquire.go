@@ -81,7 +81,7 @@ func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Du
 		return localLease(ctx, k, owner, lane), nil, nil
 	}
 	id := key{lane, owner.name}
-	end, err := k.turns.take(ctx, id)
+	end, err := k.turns.Lock(ctx, id)
 	if err != nil {
 		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
 	}

@@ -53,7 +53,7 @@ type Keeper struct {
 	log      *slog.Logger
 	enabled  bool
 	observer Observer
-	turns    turns
+	turns    postgres.KeyedMutex[key]
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
 	tries    batch.Group[wanted, answer]
 	frees    batch.Group[held, release]

@@ -20,7 +20,7 @@ const (
 // leave ends one lease of a hold, and with the last one the hold. err means that the lane is not released yet: the keeper goes on.
 func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
 	h := l.hold
-	end, err := k.turns.take(ctx, h.key())
+	end, err := k.turns.Lock(ctx, h.key())
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +112,7 @@ func (r *releasing) continueInBackground(ctx context.Context) {
 // once is one try in the background; true when there is nothing left to do.
 func (r *releasing) once(ctx context.Context) (over bool) {
 	k, h := r.keeper, r.hold
-	end, err := k.turns.take(ctx, h.key())
+	end, err := k.turns.Lock(ctx, h.key())
 	if err != nil {
 		return false
 	}

@@ -78,7 +78,8 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 }
 
 // SendTx is Send in a transaction of the caller's, for the claim that o names or for nobody. A claim that is over is an
-// error with SQLSTATE LK001; an unknown channel or target one with 22023.
+// error with SQLSTATE LK001; an unknown channel or target one with 22023. It waits for postgres.LockTimeout at most for a thread that another
+// transaction has locked, and is an error with 55P03 then: try again in another transaction.
 func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	content := postgres.Text(o.Content)
 	if strings.TrimSpace(content) == "" {
@@ -98,9 +99,13 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	}
 	err := tx.QueryRow(ctx, `
 		select message_id::text, seq, queued, acquired, holder, lender::text, stale_holder, stale_ms
-		  from send_agent_message(@thread, @execution, @claim, @content, nullif(@channel, ''), @target, @tokens)`,
+		  from (select s.*, set_config('lock_timeout', o.was, true)
+		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @patience, true) as now offset 0) o
+		         cross join lateral send_agent_message(case when o.now <> '' then @thread end, @execution, @claim, @content, nullif(@channel, ''),
+		                            @target, @tokens) s offset 0) sent`,
 		postgres.Strict{
-			"thread": postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content, "channel": o.Channel,
+			"patience": postgres.LockTimeout,
+			"thread":   postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content, "channel": o.Channel,
 			"target": o.Target, "tokens": tokens(Assistant, content),
 		}).Scan(&s.MessageID, &s.Seq, &s.Queued, &s.acquired, &holder, &s.lender, &s.staleHolder, &stale)
 	if postgres.IsCode(err, "P0002") {

@@ -96,7 +96,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 			return err
 		}
 	}
-	x, created, err := a.engine.Start(ctx, s.pool, b.spec)
+	x, created, err := a.engine.Start(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, b.spec)
 	if err != nil {
 		return err
 	}
@@ -282,7 +282,7 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 	if event == "MESSAGE_RECEIVED" {
 		got, err = receiveMessage(ctx, a, key, data, id)
 	} else {
-		got, err = a.engine.Deliver(ctx, s.pool, event, key, data, id)
+		got, err = a.engine.Deliver(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, event, key, data, id)
 	}
 	if postgres.IsCode(err, "22023", "22P02") {
 		return &exitError{exitUsage, err}
@@ -313,10 +313,12 @@ func receiveMessage(ctx context.Context, a *app, thread string, data json.RawMes
 	}
 	delete(said, "content")
 	var arrived threads.Arrived
-	err := postgres.InTx(ctx, a.pool, func(tx pgx.Tx) (err error) {
+	what := fmt.Sprintf("thread %q, or the message id,", thread)
+	err := new(postgres.KeyedTx).Do(ctx, a.pool, what, func(tx pgx.Tx) (err error) {
 		arrived, err = threads.Receive(ctx, a.engine, tx, threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
 		return err
 	})
+	err = postgres.ExplainLock(ctx, a.pool, err, what, "agent_events", "agent_threads", "agent_locks")
 	if errors.Is(err, threads.ErrNotFound) {
 		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")
 	}

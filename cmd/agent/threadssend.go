@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -26,16 +27,12 @@ What is said is recorded.`,
 			ctx := cmd.Context()
 			o.ThreadID, o.Content = args[0], args[1]
 			var sent threads.SendResult
-			err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) (err error) {
-				if sent, err = threads.SendTx(ctx, tx, o); err != nil {
-					return err
-				}
-				_, err = activity.Note(ctx, tx, activity.Entry{
-					TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: "admin", Skill: "send_message",
-					Purpose: "an admin's own message", Input: map[string]string{"thread_id": o.ThreadID},
-				}, activity.Outcome{Output: map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}})
+			what := fmt.Sprintf("thread %q", o.ThreadID)
+			err := new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) (err error) {
+				sent, err = sendAsAdmin(ctx, s.pool, o)
 				return err
 			})
+			err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_locks", "agent_threads")
 			switch {
 			case errors.Is(err, threads.ErrNotFound):
 				return hint(fmt.Errorf("thread %q: %w", args[0], threads.ErrNotFound), "see agent threads ls")
@@ -86,4 +83,19 @@ something is queued, after five more minutes elsewhere. The threads of waiting e
 			})
 		}),
 	}
+}
+
+// sendAsAdmin sends a message of nobody who could hold the thread, and keeps a record of it.
+func sendAsAdmin(ctx context.Context, db postgres.Beginner, o threads.Outgoing) (sent threads.SendResult, err error) {
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
+		if sent, err = threads.SendTx(ctx, tx, o); err != nil {
+			return err
+		}
+		_, err = activity.Note(ctx, tx, activity.Entry{
+			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: "admin", Skill: "send_message",
+			Purpose: "an admin's own message", Input: map[string]string{"thread_id": o.ThreadID},
+		}, activity.Outcome{Output: map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}})
+		return err
+	})
+	return sent, err
 }

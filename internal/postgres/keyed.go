@@ -2,7 +2,6 @@ package postgres
 
 import (
 	"context"
-	"fmt"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -12,12 +11,8 @@ import (
 )
 
 const (
-	// lockMoment is how long a statement of a [KeyedTx] waits for a lock.
-	lockMoment = "50ms"
 	// lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
 	lockPause = 20 * time.Millisecond
-	// lockPatience is for how long it tries.
-	lockPatience = time.Second
 	// turnPatience is for how long it waits for others of its key.
 	turnPatience = 10 * time.Second
 )
@@ -26,6 +21,9 @@ const (
 // in this process, and none waits for a lock with a connection for longer than a moment. When another transaction keeps
 // the lock for a second, the error is the server's: see [Locked]. The zero value is ready.
 type KeyedTx struct {
+	// Slots bounds how many are under way at once, by its capacity, so that others have the rest of the connections; nil for no bound.
+	Slots chan struct{}
+
 	mu    sync.Mutex
 	lines map[string]*line
 }
@@ -40,6 +38,11 @@ type line struct {
 // Do is [InTx] for a key. fn may be called several times: each time in a new transaction, when the one before was
 // rolled back.
 func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pgx.Tx) error) error {
+	return k.Try(ctx, key, func(ctx context.Context) error { return InTxWithin(ctx, db, fn) })
+}
+
+// Try is Do for a write that bounds its waits for locks itself, by LockTimeout, and changes nothing when it fails.
+func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Context) error) error {
 	l := k.join(key)
 	defer k.leave(key, l)
 	timer := time.NewTimer(turnPatience)
@@ -52,13 +55,29 @@ func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pg
 		return context.Cause(ctx)
 	}
 	defer func() { l.turn <- struct{}{} }()
-	patience := lockPatience
+	patience := LockPatience
 	if l.blocked { // who waited behind one that did not get the lock tries once
 		patience = 0
 	}
-	err := again(ctx, db, patience, fn)
+	err := again(ctx, patience, k.bounded(write))
 	l.blocked = Locked(err)
 	return err
+}
+
+// bounded has a write wait for one of the slots.
+func (k *KeyedTx) bounded(write func(ctx context.Context) error) func(ctx context.Context) error {
+	if k.Slots == nil {
+		return write
+	}
+	return func(ctx context.Context) error {
+		select {
+		case k.Slots <- struct{}{}:
+			defer func() { <-k.Slots }()
+			return write(ctx)
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
 
 // join waits in the line of a key.
@@ -87,15 +106,10 @@ func (k *KeyedTx) leave(key string, l *line) {
 }
 
 // again tries for so long, once at least.
-func again(ctx context.Context, db Beginner, patience time.Duration, fn func(tx pgx.Tx) error) error {
+func again(ctx context.Context, patience time.Duration, write func(ctx context.Context) error) error {
 	until := time.Now().Add(patience)
 	for pause := lockPause; ; pause *= 2 {
-		err := InTx(ctx, db, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(ctx, `select set_config('lock_timeout', @moment, true)`, Strict{"moment": lockMoment}); err != nil {
-				return fmt.Errorf("bound the wait for locks: %w", err)
-			}
-			return fn(tx)
-		})
+		err := write(ctx)
 		wait := pause + rand.N(pause)
 		if !Locked(err) || time.Now().Add(wait).After(until) {
 			return err
@@ -109,6 +123,3 @@ func again(ctx context.Context, db Beginner, patience time.Duration, fn func(tx 
 		}
 	}
 }
-
-// Locked reports that another transaction did not give up a lock in time.
-func Locked(err error) bool { return IsCode(err, codeLocked) }

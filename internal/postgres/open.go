@@ -61,7 +61,8 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 }
 
 // Reserve returns another pool to the database of pool, which was made by [Open], with at most n connections that nobody takes who has
-// only that one. It opens none yet. The caller closes it.
+// only that one. Where no pooler is in between, its statements wait for a lock for a second at most, unless they say otherwise, and fail with
+// SQLSTATE 55P03 then. It opens no connection yet. The caller closes it.
 func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
@@ -69,6 +70,9 @@ func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, e
 	if ok {
 		g.moved = &moved{}
 		config.ConnConfig.Tracer = g
+	}
+	if _, given := config.ConnConfig.RuntimeParams["lock_timeout"]; ok && !g.pooled && !given {
+		config.ConnConfig.RuntimeParams["lock_timeout"] = reservedLockTimeout
 	}
 	reserved, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {

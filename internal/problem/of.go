@@ -46,6 +46,9 @@ func Of(err error) (p *Problem, news bool) {
 	if stale, ok := errors.AsType[*postgres.StaleError](err); ok {
 		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
 	}
+	if locked, ok := errors.AsType[*postgres.LockedError](err); ok {
+		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"), true
+	}
 	switch {
 	case is(err, activity.ErrCursor):
 		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
@@ -131,6 +134,6 @@ func Away(err error) bool {
 	if strings.HasPrefix(postgres.Code(err), "08") { // what a pooler says whose server is away
 		return true
 	}
-	return is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
-		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "55P03", "57014", "57P01", "57P02", "57P03", "57P05")
+	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
+		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03", "57P05")
 }
