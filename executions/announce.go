@@ -50,13 +50,17 @@ type ended struct {
 }
 
 // endedIn adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run says so.
-// As part of the batch it holds nothing up, whatever becomes of this process.
+// As part of the batch it holds nothing up, whatever becomes of this process. A sweep ends executions in transactions within its own: what is
+// visible and in progress is of one of them.
 func endedIn(b *pgx.Batch, into *[]ended) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
 		  from agent_events v join agent_executions x on x.id = agent_uuid(v.key)
 		 where v.id >= agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
-		   and v.xmin = pg_current_xact_id_if_assigned()::xid order by v.id`).Query(func(rows pgx.Rows) (err error) {
+		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)
+		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
+		                 = 'in progress' end
+		 order by v.id`).Query(func(rows pgx.Rows) (err error) {
 		*into, err = pgx.CollectRows(rows, pgx.RowToStructByPos[ended])
 		return err
 	})

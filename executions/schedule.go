@@ -80,10 +80,10 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 // transaction that moves the schedule on. Many may tick at once; each due time is started once. While
 // the agent is paused a tick is recorded as skipped instead. A
 // schedule that cannot be started (somebody wrote its row by hand) is reported and tried again in a
-// minute; the others do not wait for it.
+// minute; the others do not wait for it, nor for one that another transaction has locked.
 func (e *Engine) Tick(ctx context.Context) error {
 	var broken []error
-	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
+	err := postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) error {
 		due, err := dueSchedules(ctx, tx)
 		if err != nil {
 			return err
@@ -104,6 +104,9 @@ func (e *Engine) Tick(ctx context.Context) error {
 				continue
 			}
 			broken = append(broken, fmt.Errorf("schedule %s: %w", d.Name, err))
+			if postgres.Locked(err) { // by another transaction: the next tick tries again
+				continue
+			}
 			if _, err := tx.Exec(ctx, `
 				update agent_schedules set next_run_at = clock_timestamp() + interval '1 minute' where name = @name`,
 				postgres.Strict{"name": d.Name}); err != nil {

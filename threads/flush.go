@@ -15,13 +15,15 @@ import (
 const flushed = 100
 
 // Flush sends what is queued in a thread and may leave now, in its order, and says how many messages that was. It is
-// called whenever a thread changes hands; the sweep of the executions does it, too.
+// called whenever a thread changes hands; the sweep of the executions does it, too. A thread that another transaction has locked is an error with
+// SQLSTATE 55P03, and left to the sweep.
 func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	all := 0
 	for {
 		var n int
-		err := db.QueryRow(ctx, `select flush_agent_thread(@thread, @limit)`,
-			postgres.Strict{"thread": postgres.Text(thread), "limit": flushed}).Scan(&n)
+		err := db.QueryRow(ctx, `
+			select flush_agent_thread(case when p <> '' then @thread end, @limit) from set_config('lock_timeout', @patience, true) p`,
+			postgres.Strict{"thread": postgres.Text(thread), "limit": flushed, "patience": postgres.LockTimeout}).Scan(&n)
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound
 		}
