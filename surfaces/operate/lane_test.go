@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -52,6 +54,36 @@ func TestAnIdleSessionFreesTheLane(t *testing.T) {
 		}
 		if w.held(t) == "" {
 			t.Error("the lane is free at once")
+		}
+		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	}
+}
+
+// However short it is, the end of a session's idle time frees its lane, also in the moment in which the session has come to rest.
+func TestASessionThatIsIdleAtOnceFreesTheLane(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.process(t, false, func(o *operate.Options) { o.Idle = time.Nanosecond }).open(t, "")
+	for range 30 {
+		if err := s.Hold(t.Context(), false); err != nil {
+			t.Fatal(err)
+		}
+		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	}
+}
+
+// A session that is closed while its lane is being taken does not keep it.
+func TestASessionThatIsClosedMeanwhileFreesTheLane(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, false)
+	for range 30 {
+		s := p.open(t, "")
+		var group errgroup.Group
+		group.Go(func() error { return s.Hold(t.Context(), false) })
+		group.Go(func() error { return s.Close(t.Context()) })
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
 		}
 		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
 	}

@@ -18,6 +18,9 @@ import (
 var ErrBusySession error = problem.New(http.StatusConflict,
 	"a turn of this session is under way; wait for its end, or send wait: true").Kind("turn-under-way", "Turn under way")
 
+// lookAtSlot is how often a turn that may not wait looks whether another has begun.
+const lookAtSlot = 5 * time.Millisecond
+
 // Session is one admin at work. Its methods may be called from any goroutine; its turns are taken one at a time.
 type Session struct {
 	o    *Operate
@@ -31,6 +34,8 @@ type Session struct {
 	end    context.CancelCauseFunc // of the lease's context
 	next   trace.ID                // of the next turn: the lease is held in its name
 	idle   *time.Timer
+	rests  int  // of the idle timer: one that was set for an earlier rest has no effect
+	turns  bool // who has the slot takes a turn, or holds the lane
 	closed bool
 	lent   bool // the lane was left to a turn that another process went on with
 }
@@ -102,49 +107,83 @@ func (s *Session) Close(ctx context.Context) error {
 	}
 }
 
-// begin waits for the session's turn to be taken.
+// begin waits for the session's turn to be taken. Without wait it waits for the lane to be freed, which takes a moment, and not for a turn.
 func (s *Session) begin(ctx context.Context, wait bool) error {
-	select {
-	case s.slot <- struct{}{}:
-		return nil
-	default:
-	}
+	var look <-chan time.Time
 	if !wait {
-		return ErrBusySession
+		ticker := time.NewTicker(lookAtSlot)
+		defer ticker.Stop()
+		look = ticker.C
 	}
-	select {
-	case s.slot <- struct{}{}:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
+	for {
+		select {
+		case s.slot <- struct{}{}:
+			s.takesTurn(true)
+			return nil
+		default:
+		}
+		if !wait && s.takingTurn() {
+			return ErrBusySession
+		}
+		select {
+		case s.slot <- struct{}{}:
+			s.takesTurn(true)
+			return nil
+		case <-look:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
+}
+
+func (s *Session) takesTurn(turns bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.turns = turns
+}
+
+func (s *Session) takingTurn() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.turns
 }
 
 // rest ends what begin began: the lane is kept for a while, or freed.
 func (s *Session) rest(ctx context.Context) {
 	s.mu.Lock()
+	s.turns = false
 	stay := s.keep && !s.closed && s.lease != nil && s.lease.Context().Err() == nil
 	if stay {
-		s.idle = time.AfterFunc(s.o.Idle, s.idled)
+		s.rests++
+		rest := s.rests
+		s.idle = time.AfterFunc(s.o.Idle, func() { s.idled(rest) })
 	}
 	s.mu.Unlock()
 	if !stay {
 		s.report(ctx, s.free(ctx))
 	}
 	<-s.slot
+	s.mu.Lock()
+	left := stay && s.closed // who closed it in this moment found the slot taken
+	s.mu.Unlock()
+	if left {
+		s.report(ctx, s.Close(ctx))
+	}
 }
 
-// idled frees the lane of an admin who has said nothing for long.
-func (s *Session) idled() {
-	select {
-	case s.slot <- struct{}{}:
-	default:
-		return // a turn has begun
+// idled frees the lane of an admin who has said nothing since a rest for long.
+func (s *Session) idled(rest int) {
+	s.slot <- struct{}{} // it may be the rest itself that has it still, and a turn gives it back
+	defer func() { <-s.slot }()
+	s.mu.Lock()
+	again := s.rests != rest // a turn has begun since
+	s.mu.Unlock()
+	if again {
+		return
 	}
 	ctx := context.Background()
 	s.o.log.InfoContext(ctx, "session idle, lane freed", "session", s.id, "idle", s.o.Idle.String())
 	s.report(ctx, s.free(ctx))
-	<-s.slot
 }
 
 func (s *Session) report(ctx context.Context, err error) {
@@ -166,6 +205,7 @@ func (s *Session) held() *lanes.Lease {
 // enter takes the lane for the session if it does not hold it. The caller has the slot.
 func (s *Session) enter(ctx context.Context, wait bool) error {
 	s.mu.Lock()
+	s.rests++
 	if s.idle != nil {
 		s.idle.Stop()
 	}

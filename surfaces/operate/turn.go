@@ -258,7 +258,11 @@ func (s *Session) follow(ctx context.Context, x executions.Execution, l *live) (
 		if now.Status.Ended() {
 			return now, "", nil
 		}
-		if left := leave(); left != "" {
+		left := leave()
+		if left == "" && ctx.Err() != nil { // a cancel that met another transaction's lock is only requested, and nobody may sweep here
+			left = s.o.interrupt(ctx, x.ID, l)
+		}
+		if left != "" {
 			return now, left, nil
 		}
 		if s.o.draining() {
