@@ -17,6 +17,7 @@
 package memory
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -70,13 +71,14 @@ func (e *ConflictError) Error() string {
 		read = fmt.Sprintf("revision %d", e.Read)
 	}
 	if e.Theirs != nil {
-		there = fmt.Sprintf("revision %d is there (%s)", e.Theirs.Revision, clip(e.Theirs.Value))
+		there = fmt.Sprintf("revision %d is there (%s, written under %s at %s)", e.Theirs.Revision, clip(e.Theirs.Value),
+			cmp.Or(e.Theirs.TraceID, "no trace"), e.Theirs.UpdatedAt.UTC().Format(time.RFC3339))
 	}
 	wanted := "forget it"
 	if e.Yours != nil {
 		wanted = "write " + clip(e.Yours)
 	}
-	return fmt.Sprintf("memory %.60q in %.60q was changed by somebody else: %s was read to %s, and %s; nothing was written",
+	return fmt.Sprintf("memory %.60q in %.60q is not as it was read: %s was read to %s, and %s; nothing was written",
 		e.Key, e.Category, read, wanted, there)
 }
 

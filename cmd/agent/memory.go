@@ -26,7 +26,10 @@ func memoryHint(err error) error {
 	case errors.Is(err, memory.ErrNotFound):
 		return hint(err, "see agent memory ls")
 	case errors.Is(err, memory.ErrConflict):
-		return hint(err, "see agent memory get KEY, and name the revision that it has with --if-revision")
+		if c, ok := errors.AsType[*memory.ConflictError](err); ok && c.Theirs != nil {
+			return hint(err, "agent memory get %s --category %s shows it; --if-revision %d replaces it", c.Key, c.Category, c.Theirs.Revision)
+		}
+		return hint(err, "--if-revision 0 writes it anew")
 	case errors.Is(err, memory.ErrConflictNotFound), errors.Is(err, memory.ErrConflictDecided):
 		return hint(err, "see agent memory conflicts ls")
 	}

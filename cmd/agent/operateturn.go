@@ -122,7 +122,17 @@ func unanswered(ended string) string {
 	if ended == reason.Stalled {
 		return "the model stalled"
 	}
-	return "its limit of " + ended + " was reached"
+	said := "its limit of " + ended + " was reached"
+	if setting := limitSettings[ended]; setting != "" {
+		said += "; see " + setting
+	}
+	return said
+}
+
+// limitSettings are the settings of a turn's limits.
+var limitSettings = map[string]string{
+	"day": "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD", "surface": "AGENT_BUDGET_OPERATE_TOKENS and AGENT_BUDGET_OPERATE_USD",
+	"tokens": "AGENT_MAX_TOKENS", "money": "AGENT_MAX_COST_USD", "iterations": "AGENT_MAX_ITERATIONS", "time": "AGENT_RUN_TIMEOUT",
 }
 
 // once takes one turn.
