@@ -74,6 +74,14 @@ type input struct {
 // isOf reports whether a principal asked for this.
 func (in input) isOf(p threads.Principal) bool { return in.Owner == p.Owner && in.Visitor == p.Proof }
 
+// principal is who asked.
+func (in input) principal() threads.Principal {
+	if in.Visitor != "" {
+		return threads.Principal{Kind: threads.ByVisitor, Owner: in.Owner, Proof: in.Visitor}
+	}
+	return threads.Key(in.Owner)
+}
+
 // name is what the visitor calls the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 

@@ -16,6 +16,9 @@ import (
 // pollEvery is how often a turn that goes on in another process is looked after.
 const pollEvery = 200 * time.Millisecond
 
+// auditEvery is how often a stream looks whether its visitor was shut out, where no notification says so.
+const auditEvery = 15 * time.Second
+
 // notice is how a connection ends that has waited too long for an admin. It is not part of the conversation.
 const notice = "An admin has to approve a step before I can go on. The answer will come into this conversation when that is done."
 
@@ -23,6 +26,7 @@ const notice = "An admin has to approve a step before I can go on. The answer wi
 type follower struct {
 	*Chat
 	id    string
+	in    input // of the visitor who looks on; the zero value is somebody who may always
 	feed  *feed
 	show  func(piece string) // nil: only the end matters
 	alive func()             // called now and then while there is nothing to show; may be nil
@@ -36,6 +40,10 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 	defer idle.Stop()
 	poll := time.NewTicker(pollEvery)
 	defer poll.Stop()
+	audit := time.NewTicker(auditEvery)
+	defer audit.Stop()
+	revoked, hush := f.revocations()
+	defer hush()
 	var leave <-chan time.Time
 	for {
 		v := f.feed.look(f.show != nil)
@@ -58,6 +66,14 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 		case <-ctx.Done():
 			return answer{}, f.left(ctx)
 		case <-v.changed:
+		case <-revoked:
+			if err := f.stillIn(ctx); err != nil {
+				return answer{}, err
+			}
+		case <-audit.C:
+			if err := f.stillIn(ctx); err != nil {
+				return answer{}, err
+			}
 		case <-leave:
 			return f.takeLeave(v.text)
 		case <-idle.C:
@@ -70,6 +86,32 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 			}
 		}
 	}
+}
+
+// revocations has a value when an access to the thread was revoked.
+func (f *follower) revocations() (<-chan string, func()) {
+	if f.Listener == nil || f.in.Thread == "" {
+		return nil, func() {}
+	}
+	return f.Listener.SubscribeTo(threads.AccessChannel, func(thread string) bool { return thread == f.in.Thread })
+}
+
+// stillIn refuses a visitor whose access to the thread was revoked. A database that does not answer cuts nobody off.
+func (f *follower) stillIn(ctx context.Context) error {
+	if f.in.Thread == "" {
+		return nil
+	}
+	in, err := f.mayHear(ctx, f.in)
+	if err == nil && !in {
+		return refused(threads.ErrNotFound)
+	}
+	return nil
+}
+
+// mayHear reports whether who asked still may read the thread.
+func (c *Chat) mayHear(ctx context.Context, in input) (bool, error) {
+	id, known, err := threads.Resolve(ctx, c.Front, in.principal(), in.name())
+	return known && id == in.Thread, err
 }
 
 // reveal shows what is new. Text that another process says differently than what was shown cannot be taken back.

@@ -135,7 +135,11 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 // show sends a turn's answer, streamed or whole.
 func (c *Chat) show(w http.ResponseWriter, r *http.Request, b begun, model string, stream, usage bool) error {
 	stamp(w, b.exec.TraceID, b.name)
-	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed}
+	in, err := inputOf(b.exec)
+	if err != nil {
+		return err
+	}
+	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	if stream {
 		return c.stream(w, r, f, b.exec, model, usage)
 	}
@@ -242,6 +246,12 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 	}
 	in, err := inputOf(x)
 	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isOf(who) || x.ThreadID == nil {
+		return executions.Execution{}, input{}, missing
+	}
+	switch may, err := c.mayHear(ctx, in); {
+	case err != nil:
+		return executions.Execution{}, input{}, err
+	case !may:
 		return executions.Execution{}, input{}, missing
 	}
 	return x, in, nil
