@@ -45,9 +45,19 @@ function say(who, text) {
   return words;
 }
 
+// visitor is this visitor's token. It is made here, before it is sent: when the answer is lost, the invitation that was sent with it
+// is still this visitor's.
+function visitor() {
+  if (!store.getItem("visitor")) {
+    const random = String.fromCharCode(...crypto.getRandomValues(new Uint8Array(32)));
+    store.setItem("visitor", "vis_" + btoa(random).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", ""));
+  }
+  return store.getItem("visitor");
+}
+
 function headers() {
   const h = { Authorization: "Bearer " + store.getItem("key"), "Content-Type": "application/json" };
-  h["X-Visitor-Token"] = store.getItem("visitor") || "new";
+  h["X-Visitor-Token"] = visitor();
   if (store.getItem("join")) h["X-Thread-Join"] = store.getItem("join");
   if (store.getItem("thread")) h["X-Thread-Id"] = store.getItem("thread");
   return h;
