@@ -21,9 +21,10 @@
 //     login that holds for reading too.
 //   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
 //     document, and what is refused is refused with a page.
-//   - What a client may take is bounded before it costs (see admit.go and internal/admission): requests in work by class, chat key
-//     and address, bytes of bodies in memory, connections. What is over a bound is refused at once with 429 and Retry-After, a
-//     body that is too large with 413. Strangers, visitors and admins have bounds of their own.
+//   - What a client may take is bounded before it costs (see admit.go and internal/admission): requests in work by class,
+//     chat key, webhook endpoint and address, bytes of bodies that have arrived, connections. What is over a bound is
+//     refused at once with 429 and Retry-After. A body that is larger than its route takes is 413 for good, without
+//     Retry-After. Strangers, the login, visitors and admins have bounds of their own.
 //   - A body is read whole, within its limit and within time, before its route sees it, and not at all where the request is
 //     refused without it (Endpoint.Expect). An ordinary request
 //     and its answer end in time, whatever the client does; a stream lasts as long as its client reads, and
