@@ -38,14 +38,23 @@ func queuePatience(b *pgx.Batch) {
 // longestLocked is the longest pause before a write that met a lock is made again.
 const longestLocked = 200 * time.Millisecond
 
-// retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says. Such writes hold one
-// connection among all of them, and none between two tries: a transaction that somebody has left open delays nobody else's work.
+// freeRetries is how many retries of a write need no turn: a lock that others hold for a moment is free by then.
+const freeRetries = 3
+
+// retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says. Between two tries it
+// holds no connection. Writes that go on meeting a lock take turns and hold one connection among all of them: a transaction that somebody
+// has left open delays nobody else's work.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	until := time.Now().Add(e.lockPatience(ctx))
 	value, err := write(ctx)
-	for pause := firstPause; postgres.IsCode(err, "55P03") && time.Now().Before(until); pause = min(2*pause, longestLocked) {
+	pause := firstPause
+	for n := 1; postgres.IsCode(err, "55P03") && time.Now().Before(until); n++ {
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return value, err
+		}
+		if pause = min(2*pause, longestLocked); n <= freeRetries {
+			value, err = write(ctx)
+			continue
 		}
 		select {
 		case e.locked <- struct{}{}:
