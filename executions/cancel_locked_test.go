@@ -44,7 +44,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 	for name, told := range map[string]struct {
 		listens bool
 		cancel  func(ctx context.Context, p *process, id string) (executions.Status, error)
-		within  time.Duration // on a machine that is idle
+		within  time.Duration // or four times as long as a cancel that no transaction is in the way of
 	}{
 		"by notification": {true, func(ctx context.Context, p *process, id string) (executions.Status, error) {
 			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
@@ -71,17 +71,29 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 					o.Listener = listener(t, pool)
 				}
 			})
-			id := p.begin(t, "flow")
-			receive(t, entered)
-			began := time.Now()
-			status, err := told.cancel(t.Context(), p, id)
-			took := time.Since(began)
-			if err != nil {
-				t.Fatal(err)
+			timed := func(id string) (executions.Status, time.Duration) {
+				began := time.Now()
+				status, err := told.cancel(t.Context(), p, id)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return status, time.Since(began)
 			}
-			t.Logf("answered after %s: %s", took, status)
-			if told.within > 0 && (status != executions.Cancelled || took > 10*told.within) {
-				t.Errorf("answered after %s: %s", took, status)
+			var id string
+			for try := 1; ; try++ { // something else may take the machine during one of them, and hardly during each
+				_, plain := timed(queued(t, pool, "other", "flow", 1)) // of an execution that nothing has locked
+				id = p.begin(t, "flow")
+				receive(t, entered)
+				status, took := timed(id)
+				t.Logf("answered after %s: %s; without a transaction after %s", took, status, plain)
+				if told.within == 0 || status == executions.Cancelled && took <= max(told.within, 4*plain) {
+					break
+				}
+				if try == 3 {
+					t.Errorf("answered after %s: %s", took, status)
+					break
+				}
+				until(t, pool, id, executions.Cancelled)
 			}
 			x := until(t, pool, id, executions.Cancelled)
 			if str(x.CancelledBy) != "ana" || str(x.CancelReason) != "enough" || effectRows(t, pool) != 0 || completions(t, pool, id) != 1 {

@@ -65,13 +65,21 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// undisturbed fails where something was slower than it is by itself: by more than a machine on which much else runs is slow. Without what it is about the
-// slowest take as long as the transaction is open.
-func undisturbed(t *testing.T, calm, held time.Duration) {
+// undisturbed fails where the slowest take longer than 100 ms, which is what is promised, and four times as long as they did by themselves: a machine on
+// which much else runs is slow in both measurements. What it is about would cost as much as the transaction is open.
+func undisturbed(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
-	t.Logf("p99 %s, and %s before", held, calm)
-	if held > max(500*time.Millisecond, 10*calm) {
-		t.Errorf("p99 is %s, and was %s before", held, calm)
+	const promised, tries = 100 * time.Millisecond, 3
+	for try := 1; ; try++ {
+		held := measured(fmt.Sprint("held ", try))
+		t.Logf("p99 %s, and %s before", held, calm)
+		if held <= max(promised, 4*calm) {
+			return
+		}
+		if try == tries { // something else may have taken the machine during one of them, and hardly during each
+			t.Errorf("p99 is %s, and was %s before", held, calm)
+			return
+		}
 	}
 }
 
@@ -109,8 +117,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 				})
 			}
 			pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
-			held := deliver("held")
-			undisturbed(t, calm, held)
+			undisturbed(t, deliver, calm)
 			if err := tx.Commit(t.Context()); err != nil {
 				t.Fatal(err)
 			}
@@ -210,8 +217,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 		})
 	}
 	pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	held := begin("held")
-	undisturbed(t, calm, held)
+	undisturbed(t, begin, calm)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -242,7 +248,7 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 			return executions.Result{}, err
 		},
 	}, func(o *executions.Options) { o.LeaseTTL, o.Workers = time.Minute, 2*runs })
-	run := func() time.Duration {
+	run := func(string) time.Duration {
 		return measure(t, 4, 300, func(int, int) error {
 			_, err := p.RunHere(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
 			return err
@@ -255,12 +261,11 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	for _, id := range ids {
 		until(t, pool, id, executions.Running)
 	}
-	calm := run()
+	calm := run("calm")
 	tx := leftOpen(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`, postgres.Strict{"ids": ids})
 	close(gates)
 	pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	held := run()
-	undisturbed(t, calm, held)
+	undisturbed(t, run, calm)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
