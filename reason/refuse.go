@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -68,7 +69,8 @@ func (w *turn) noteStall(ctx context.Context, calls []*call, details string) err
 		},
 		Idempotent: true,
 	}, func(ctx context.Context, _ *executions.Effect) (struct{}, error) {
-		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", attempts, "context", last)
+		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", brief(attempts),
+			"last_calls", strings.Join(w.outcome.Calls[max(0, len(w.outcome.Calls)-10):], ", "))
 		return struct{}{}, &executions.StepError{Class: "stall", Message: details + "; " + w.summary()}
 	})
 	if _, ok := errors.AsType[*executions.StepError](err); ok {
@@ -89,6 +91,16 @@ func shown(name string) string {
 		name = string(letters[:maxName]) + "…"
 	}
 	return name
+}
+
+// brief is what a log line says of attempts; the whole is in the activity row.
+func brief(attempts []map[string]any) []string {
+	const most = 200 // bytes of arguments
+	lines := make([]string, len(attempts))
+	for i, a := range attempts {
+		lines[i] = fmt.Sprintf("%s %s", shown(fmt.Sprint(a["tool"])), redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
+	}
+	return lines
 }
 
 // attempt shows a call as it came, malformed JSON included.

@@ -232,6 +232,9 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 		}
 		return activity.Link(ctx, tx, traceID)
 	})
+	if err == nil && !got.fresh { // what is logged belongs to the first: a trace of this request is nowhere
+		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(got.TraceID), Surface: trace.Webhook, Agent: s.Agent})
+	}
 	switch {
 	case err != nil:
 		return received{}, err
@@ -240,10 +243,10 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
 	case got.conflict:
 		s.count(e.Name, "conflict")
-		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id, "first_trace_id", got.TraceID)
+		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id)
 	default:
 		s.count(e.Name, "repeated")
-		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id, "first_trace_id", got.TraceID)
+		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id)
 	}
 	return got, nil
 }

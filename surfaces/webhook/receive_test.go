@@ -17,6 +17,7 @@ import (
 
 	stripe "github.com/stripe/stripe-go/v85/webhook"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -260,6 +261,11 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.raises(t, "twice")
+	var log lockedBuffer
+	var err error
+	if w.surface.Logger, err = logging.New(&log, "json", "info"); err != nil {
+		t.Fatal(err)
+	}
 	w.work(t)
 	first := w.accepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
 	for body, conflict := range map[string]bool{
@@ -297,6 +303,36 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
 		t.Errorf("%d executions", n)
 	}
+	repeated := 0
+	for line := range strings.Lines(log.String()) {
+		if strings.Contains(line, "webhook repeated") {
+			repeated++
+			if !strings.Contains(line, `"trace_id":"`+first.TraceID+`"`) {
+				t.Errorf("logged under a trace that nobody knows: %s", line)
+			}
+		}
+	}
+	if repeated != 12 {
+		t.Errorf("%d repeats are logged", repeated)
+	}
+}
+
+// lockedBuffer is a log that many write.
+type lockedBuffer struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.String()
 }
 
 func TestStripesOwnCountOfAttemptsIsNoConflict(t *testing.T) {
