@@ -16,6 +16,7 @@ const Admin = "admin"
 
 // Act is what an admin does. Its row has agent [Admin], and the reason both as purpose and in the input.
 type Act struct {
+	Within  bool           // each wait for a lock is bounded by postgres.LockTimeout; the caller tries again
 	Name    string         // of the act: disable_skill, replay_webhook
 	Reason  string         // as the admin gave it
 	TraceID string         // of the row; a new op_ trace when empty
@@ -34,7 +35,11 @@ type Recorded struct{ TraceID, ActivityID string }
 // returns the output of the row.
 func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error)) (Recorded, error) {
 	r := Recorded{TraceID: cmp.Or(a.TraceID, string(trace.New(trace.Operate)))}
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+	inTx := postgres.InTx
+	if a.Within {
+		inTx = postgres.InTxWithin
+	}
+	err := inTx(ctx, db, func(tx pgx.Tx) error {
 		output, err := change(tx, r.TraceID)
 		if err != nil || output == Unchanged {
 			return err

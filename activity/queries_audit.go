@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Audited is a line of the view agent_audit: who did what, when, why, on whose behalf, with what result. Times are UTC, and texts
+// Audited is a line of the view agent_audit: who did what, to which object, when, why, on whose behalf, with what result. Times are UTC, and texts
 // are cut at 300 characters.
 type Audited struct {
 	ID          string     `json:"id"`
@@ -17,6 +17,7 @@ type Audited struct {
 	Actor       string     `json:"actor"`        // admin, the agent's name, or the sender of a webhook
 	Kind        Kind       `json:"kind"`         // call, model, phase, note
 	Act         string     `json:"act"`          // the skill, phase or lever
+	Object      string     `json:"object"`       // what it was done to: skill pay, lane automation:nightly, memory admin / contact
 	Reason      string     `json:"reason"`       // what an admin gave, or what it was done for
 	Origin      string     `json:"origin"`       // what began the run: a message, a schedule, an automation, a delivery …
 	OnBehalfOf  string     `json:"on_behalf_of"` // an admin, a visitor in a thread, a sender, or the agent itself
@@ -55,7 +56,7 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (Audits, error) {
 		ids[i] = l.ID
 	}
 	rows, err := db.Query(ctx, `
-		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.reason, 300) as reason, left(a.origin, 300) as origin,
+		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object, left(a.reason, 300) as reason, left(a.origin, 300) as origin,
 		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class, left(a.error_message, 300) as error,
 		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300) as surface, a.trace_id,
 		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane

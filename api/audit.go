@@ -13,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // change is what an admin's lever did. Changed is false when it was so already.
@@ -55,21 +54,10 @@ func (s *server) withCurrent(ctx context.Context, err error) error {
 	return p.WithBoth(current, nil)
 }
 
-// audited makes a change and records it under a new op_ trace, in one transaction. fn is told that trace
-// and returns what the record says came of it.
-func (s *server) audited(ctx context.Context, action, reason string, input map[string]string,
+// audited is [activity.Record] for the admin of a request: input names the object.
+func (s *server) audited(ctx context.Context, action, reason string, input map[string]any,
 	fn func(tx pgx.Tx, traceID string) (output any, err error),
-) (c change, err error) {
-	c.TraceID = string(trace.New(trace.Operate))
-	err = postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
-		output, err := fn(tx, c.TraceID)
-		if err != nil {
-			return err
-		}
-		c.ActivityID, err = activity.Note(ctx, tx, activity.Entry{
-			TraceID: c.TraceID, Surface: string(trace.Operate), Agent: admin, Skill: action, Purpose: reason, Input: input,
-		}, activity.Outcome{Output: output})
-		return err
-	})
-	return c, err
+) (change, error) {
+	r, err := activity.Record(ctx, s.pool, activity.Act{Name: action, Reason: reason, Input: input}, fn)
+	return change{TraceID: r.TraceID, ActivityID: r.ActivityID}, err
 }

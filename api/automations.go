@@ -83,7 +83,7 @@ func (s *server) runAutomation(r request) (answer, error) {
 	}
 	reason := r.body.(because).Reason
 	var run automations.Run
-	_, err = s.audited(r.Context(), "run_automation", reason, map[string]string{"automation": name, "reason": reason},
+	_, err = s.audited(r.Context(), "run_automation", reason, map[string]any{"automation": name},
 		func(tx pgx.Tx, traceID string) (any, error) {
 			var err error
 			if run, err = automations.Order(r.Context(), tx, name, traceID); err == nil {
@@ -105,7 +105,8 @@ func (s *server) redriveRun(r request) (answer, error) {
 	}
 	reason := r.body.(because).Reason
 	var run automations.Run
-	done, err := s.audited(r.Context(), "redrive_automation", reason, map[string]string{"run": id, "reason": reason},
+	input := map[string]any{"run": id}
+	done, err := s.audited(r.Context(), "redrive_automation", reason, input,
 		func(tx pgx.Tx, _ string) (any, error) {
 			again, err := automations.Redrive(r.Context(), tx, id)
 			if err != nil {
@@ -117,6 +118,11 @@ func (s *server) redriveRun(r request) (answer, error) {
 			if !again {
 				return nil, problem.New(http.StatusConflict, "run %s is not dead but %s", id, run.Status)
 			}
+			a, err := automations.Get(r.Context(), tx, run.AutomationID)
+			if err != nil {
+				return nil, err
+			}
+			input["automation"] = a.Name
 			return map[string]string{"automation_id": run.AutomationID}, automations.Announce(r.Context(), tx)
 		})
 	if err != nil {

@@ -6,12 +6,13 @@ import (
 	"regexp"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
 // admin is who acts through this API, in the rows that name somebody.
-const admin = "admin"
+const admin = activity.Admin
 
 var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$`)
 

@@ -5,12 +5,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (s *server) pauseObjective(r request) (answer, error) {
@@ -38,22 +35,16 @@ func (s *server) setObjective(r request, action, from, to string) (answer, error
 
 // forget deletes an entry. The record has its category and key, and not its value: what is forgotten is gone.
 func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (answer, error) {
-	reason := r.body.(because).Reason
-	done := change{Changed: true, TraceID: string(trace.New(trace.Operate))}
-	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
-		gone, err := fn(tx)
-		if err != nil {
-			return err
-		}
-		done.Name = gone.Key
-		done.ActivityID, err = activity.Note(r.Context(), tx, activity.Entry{
-			TraceID: done.TraceID, Surface: string(trace.Operate), Agent: admin, Skill: "forget_memory", Purpose: reason,
-			Input: map[string]string{"id": gone.ID, "category": gone.Category, "key": gone.Key, "reason": reason},
-		}, activity.Outcome{Output: map[string]bool{"changed": true}})
-		return err
+	input := map[string]any{}
+	var gone memory.Entry
+	done, err := s.audited(r.Context(), "forget_memory", r.body.(because).Reason, input, func(tx pgx.Tx, _ string) (_ any, err error) {
+		gone, err = fn(tx)
+		input["id"], input["category"], input["key"] = gone.ID, gone.Category, gone.Key
+		return map[string]bool{"changed": true}, err
 	})
 	if err != nil {
 		return answer{}, err
 	}
+	done.Name, done.Changed = gone.Key, true
 	return answer{body: done, trace: done.TraceID}, nil
 }

@@ -108,7 +108,7 @@ func (s *server) putMemory(r request) (answer, error) {
 	}
 	said := r.body.(memoryWrite)
 	var saved memory.Entry
-	done, err := s.audited(r.Context(), "set_memory", said.Reason, map[string]string{"category": category, "key": key, "reason": said.Reason},
+	done, err := s.audited(r.Context(), "set_memory", said.Reason, map[string]any{"category": category, "key": key},
 		func(tx pgx.Tx, traceID string) (any, error) {
 			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) { return memory.Get(ctx, tx, category, key) })
 			if err != nil {
@@ -198,8 +198,9 @@ func (s *server) decideMemoryConflict(r request) (answer, error) {
 	}
 	said := r.body.(conflictDecision)
 	var decided memory.Conflict
+	input := map[string]any{"conflict": id, "decision": said.Decision}
 	done, err := s.audited(r.Context(), "decide_memory_conflict", said.Reason,
-		map[string]string{"conflict": id, "decision": said.Decision, "reason": said.Reason},
+		input,
 		func(tx pgx.Tx, traceID string) (any, error) {
 			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) {
 				c, err := memory.GetConflict(ctx, tx, id)
@@ -214,7 +215,8 @@ func (s *server) decideMemoryConflict(r request) (answer, error) {
 			decided, err = memory.Decide(r.Context(), tx, id, memory.Decision{
 				Take: said.Decision == "take", By: admin, Reason: said.Reason, IfRevision: revision, TraceID: traceID,
 			})
-			return map[string]any{"category": decided.Category, "key": decided.Key, "status": decided.Status, "revision": decided.Revision}, err
+			input["category"], input["key"] = decided.Category, decided.Key
+			return map[string]any{"status": decided.Status, "revision": decided.Revision}, err
 		})
 	if err != nil {
 		return answer{}, badMemory(err)

@@ -137,7 +137,7 @@ func (s *server) changeSkill(r request, action string, change func(pgx.Tx, strin
 		return answer{}, err
 	}
 	result := skillChange{Name: name}
-	done, err := s.audited(r.Context(), action, reason, map[string]string{"skill": name, "reason": reason},
+	done, err := s.audited(r.Context(), action, reason, map[string]any{"skill": name},
 		func(tx pgx.Tx, _ string) (any, error) {
 			if err := skills.AtRevision(r.Context(), tx, name, based); err != nil {
 				return nil, err

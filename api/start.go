@@ -43,6 +43,7 @@ type beginning struct {
 	ProgressSeconds int    `json:"progress_seconds,omitempty"` // 0 is no bound
 	Queue           string `json:"queue,omitempty"`            // background (standard) or interactive
 	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; standard 2
+	Reason          string `json:"reason,omitempty"`           // kept in the audit
 }
 
 // executionStatus is an execution and the status it has.
@@ -95,6 +96,8 @@ func (b beginning) check() error {
 	switch {
 	case b.ChatKey != "" && b.ThreadID == "":
 		return badBody("chat_key is of no use without thread_id: name the thread that the key may speak in")
+	case !storable(b.Reason) || len(b.Reason) > maxReason:
+		return badBody("reason has at most %d bytes of text", maxReason)
 	case !storable(b.ChatKey) || len(b.ChatKey) > 200:
 		return badBody("chat_key has at most 200 bytes of text")
 	}
@@ -138,7 +141,7 @@ func (s *server) startExecution(r request) (answer, error) {
 	var x executions.Execution
 	err := onceMore(r.Context(), s.pool, spec.DedupeKey, func(key string) (_ string, err error) {
 		spec.DedupeKey = key
-		x, _, err = s.engine.Start(executions.WithLockPatience(r.Context(), postgres.LockPatience), s.pool, spec)
+		x, err = s.start(r.Context(), spec, b.Reason)
 		return x.ID, err
 	})
 	if err != nil {
@@ -148,6 +151,35 @@ func (s *server) startExecution(r request) (answer, error) {
 		s.log.WarnContext(r.Context(), "caller's trace not linked", "trace_id", x.TraceID, "error", err)
 	}
 	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
+}
+
+// start starts an execution: as an admin's act, or as the child of one that asked for it. The key that an open transaction of somebody
+// else holds is waited for a while.
+func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
+	if spec.ParentID != "" {
+		x, _, err = s.engine.Start(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, spec)
+		return x, err
+	}
+	act := activity.Act{
+		Name: "start_execution", Reason: reason, Within: spec.DedupeKey != "", Input: map[string]any{"flow": spec.Flow, "thread_id": spec.ThreadID},
+	}
+	record := func(ctx context.Context) error {
+		_, err := activity.Record(ctx, s.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
+			var created bool
+			if x, created, err = s.engine.StartTx(ctx, tx, spec); err != nil || !created {
+				return activity.Unchanged, err
+			}
+			return begunExecution(x), nil
+		})
+		return err
+	}
+	if !act.Within {
+		err = record(ctx)
+		return x, err
+	}
+	what := fmt.Sprintf("idempotency key %.300q", spec.DedupeKey)
+	err = postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, record), what, "agent_executions")
+	return x, err
 }
 
 // openForFlow makes sure that the flow may speak in its thread, and lets the chat key in that is named.

@@ -80,7 +80,7 @@ func (s *server) pull(r request, action, thing string, missing error, fn func(tx
 	}
 	reason := r.body.(because).Reason
 	var changed bool
-	done, err := s.audited(r.Context(), action, reason, map[string]string{thing: name, "reason": reason},
+	done, err := s.audited(r.Context(), action, reason, map[string]any{thing: name},
 		func(tx pgx.Tx, _ string) (any, error) {
 			if hold, guarded := atRevision[thing]; guarded {
 				if err := hold(r.Context(), tx, name, based); err != nil {

@@ -104,7 +104,7 @@ func (s *server) inviteIntoThread(r request) (answer, error) {
 		return answer{}, err
 	}
 	var token threads.Token
-	c, err := s.audited(r.Context(), "invite_into_thread", "a join token was given out", map[string]string{"thread_id": id},
+	c, err := s.audited(r.Context(), "invite_into_thread", "a join token was given out", map[string]any{"thread_id": id},
 		func(tx pgx.Tx, _ string) (any, error) {
 			token, err = threads.Invite(r.Context(), tx, threads.Invitation{
 				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: admin,
@@ -130,7 +130,7 @@ func (s *server) letIntoThread(r request) (answer, error) {
 	to := b.principal()
 	given := letIn{ThreadID: id, Name: cmp.Or(b.Name, id)}
 	c, err := s.audited(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
-		map[string]string{"thread_id": id, string(to.Kind): to.Owner},
+		map[string]any{"thread_id": id, string(to.Kind): to.Owner},
 		func(tx pgx.Tx, _ string) (any, error) {
 			given.ID, err = threads.Let(r.Context(), tx, id, to, given.Name, admin)
 			return map[string]any{"access_id": given.ID}, err
@@ -162,7 +162,7 @@ func (s *server) revokeAccess(r request) (answer, error) {
 	if !uuidForm.MatchString(access) {
 		return answer{}, problem.New(http.StatusBadRequest, "that is not the id of an access").Kind("malformed-id", "Malformed id")
 	}
-	c, err := s.audited(r.Context(), "revoke_thread_access", "an access to a thread was revoked", map[string]string{"thread_id": id, "access_id": access},
+	c, err := s.audited(r.Context(), "revoke_thread_access", "an access to a thread was revoked", map[string]any{"thread_id": id, "access_id": access},
 		func(tx pgx.Tx, _ string) (any, error) {
 			return map[string]any{"revoked": true}, threads.Revoke(r.Context(), tx, id, access)
 		})

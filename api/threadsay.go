@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -96,10 +97,13 @@ func (s *server) openThread(r request) (answer, error) {
 	}
 	var got threads.Thread
 	var made bool
-	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) (err error) {
-		got, made, err = s.begin(r.Context(), tx, o)
-		return err
-	})
+	done, err := s.audited(r.Context(), "begin_thread", "a conversation was begun", map[string]any{"thread_id": o.ID},
+		func(tx pgx.Tx, _ string) (_ any, err error) {
+			if got, made, err = s.begin(r.Context(), tx, o); err != nil || !made {
+				return activity.Unchanged, err
+			}
+			return map[string]string{"thread_id": got.ID}, nil
+		})
 	switch {
 	case errors.Is(err, threads.ErrTaken):
 		return answer{}, problem.New(http.StatusConflict, "the key %s has a thread %q of its own; choose another id", o.Owner, o.ID)
@@ -108,7 +112,7 @@ func (s *server) openThread(r request) (answer, error) {
 	case err != nil:
 		return answer{}, err
 	}
-	return answer{body: got, status: http.StatusCreated}, nil
+	return answer{body: got, status: http.StatusCreated, trace: done.TraceID}, nil
 }
 
 // begin makes a thread of the admin's or, where its messages go out by themselves, of the channel's, and opens it to the key that is named.
@@ -190,7 +194,7 @@ func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
 	var sent threads.SendResult
 	var c change
 	err := s.inThread(r.Context(), o.ThreadID, func(ctx context.Context) (err error) {
-		c, err = s.audited(ctx, "send_message", "an admin's own message", map[string]string{"thread_id": o.ThreadID},
+		c, err = s.audited(ctx, "send_message", "an admin's own message", map[string]any{"thread_id": o.ThreadID},
 			func(tx pgx.Tx, _ string) (any, error) {
 				err := onceMore(ctx, tx, o.Key, func(key string) (_ string, err error) {
 					said := o

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"net/http"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -14,6 +16,7 @@ type forking struct {
 	From   string          `json:"from,omitempty"`  // a recorded step, a scope, or the step it waits in; empty: after all that is recorded
 	Input  json.RawMessage `json:"input,omitempty"` // the other's when left out
 	Latest bool            `json:"latest,omitempty"`
+	Reason string          `json:"reason,omitempty"`
 }
 
 // forked is the new execution.
@@ -26,6 +29,9 @@ type forked struct {
 }
 
 func (f forking) check() error {
+	if !storable(f.Reason) || len(f.Reason) > maxReason {
+		return badBody("reason has at most %d bytes of text", maxReason)
+	}
 	if !storable(f.From) || len(f.From) > 4*maxStep {
 		return badBody("from has to be the key of a recorded step")
 	}
@@ -69,8 +75,12 @@ func (s *server) forkExecution(r request) (answer, error) {
 		return answer{}, err
 	}
 	body := r.body.(forking)
-	got, err := s.engine.Fork(r.Context(), s.pool, executions.ForkSpec{
-		ID: x.ID, From: body.From, Input: notNull(body.Input), Latest: body.Latest,
+	var got executions.Execution
+	_, err = s.audited(r.Context(), "fork_execution", body.Reason, map[string]any{"execution": x.ID, "from": body.From}, func(tx pgx.Tx, _ string) (any, error) {
+		got, err = s.engine.Fork(r.Context(), tx, executions.ForkSpec{
+			ID: x.ID, From: body.From, Input: notNull(body.Input), Latest: body.Latest,
+		})
+		return begunExecution(got), err
 	})
 	return newFork(x, got, body.From, err)
 }
@@ -88,8 +98,18 @@ func (s *server) retryExecution(r request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	got, from, err := s.engine.Retry(r.Context(), s.pool, x.ID)
+	var got executions.Execution
+	from := ""
+	_, err = s.audited(r.Context(), "retry_execution", "", map[string]any{"execution": x.ID}, func(tx pgx.Tx, _ string) (any, error) {
+		got, from, err = s.engine.Retry(r.Context(), tx, x.ID)
+		return begunExecution(got), err
+	})
 	return newFork(x, got, from, err)
+}
+
+// begunExecution says in the row of an admin's act which execution began.
+func begunExecution(x executions.Execution) map[string]string {
+	return map[string]string{"execution_id": x.ID, "trace_id": x.TraceID}
 }
 
 func newFork(x, got executions.Execution, from string, err error) (answer, error) {

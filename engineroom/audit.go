@@ -7,7 +7,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 )
 
-// auditPage shows who did what, when, why, on whose behalf, with what result.
+// auditPage shows who did what, to which object, when, why, on whose behalf, with what result.
 func (room *Room) auditPage() page {
 	return page{
 		path: "/audit", name: "audit", nav: "Audit", title: "Audit", open: askActivity,

@@ -1,6 +1,7 @@
 package mcp
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -273,11 +274,13 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 
 // record leaves the activity of an act on mounted tools, under the trace of ctx, or one of its own.
 func record(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
-	e := activity.Entry{Agent: agent, Skill: skill, Input: input}
+	e := activity.Entry{Skill: skill, Input: input}
 	if x, inside := executions.Current(ctx); inside {
 		e.Claim = x.Claim
 	}
-	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
+	span, _ := trace.From(ctx)
+	e.Agent = cmp.Or(span.Agent, agent)
+	if span.TraceID == "" {
 		e.TraceID, e.Surface = string(trace.New(trace.Operate)), string(trace.Operate)
 	}
 	_, err := activity.Note(ctx, db, e, activity.Outcome{Output: output})

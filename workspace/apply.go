@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -32,12 +33,18 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) 
 }
 
 // Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
-// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems].
+// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems]. What changed is
+// recorded as an admin's act.
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
 	var diff Diff
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		diff, err = match(ctx, tx, w)
+		if diff, err = match(ctx, tx, w); err != nil || diff.Empty() {
+			return err
+		}
+		_, err = activity.Record(ctx, tx, activity.Act{Name: "apply_workspace", Input: map[string]any{"changed": diff.names()}}, func(pgx.Tx, string) (any, error) {
+			return map[string][]Item{"items": diff.changed()}, nil
+		})
 		return err
 	})
 	if err != nil {

@@ -78,6 +78,21 @@ func (d Diff) Count(a Action) int {
 	return n
 }
 
+// changed are the rows that are not as they were.
+func (d Diff) changed() []Item {
+	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool { return item.Action == Unchanged })
+}
+
+// names are the kind and name of each row that is not as it was.
+func (d Diff) names() []string {
+	changed := d.changed()
+	names := make([]string, len(changed))
+	for i, item := range changed {
+		names[i] = item.Kind + " " + item.Name
+	}
+	return names
+}
+
 // WriteText writes the diff for people: a line for each row that is created (+), updated (~, its fields below) or
 // removed (-), then the numbers.
 func (d Diff) WriteText(w io.Writer) error {

@@ -175,7 +175,7 @@ func (c *cli) failingCommand() *cobra.Command {
 func (c *cli) auditCommand() *cobra.Command {
 	var f activity.Filter
 	cmd := &cobra.Command{
-		Use: "audit", Short: "Who did what, when, why, on whose behalf, with what result, newest first", Args: args(0, 0, "no arguments"),
+		Use: "audit", Short: "Who did what, to which object, when, why, on whose behalf, with what result, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := activity.Audit(cmd.Context(), s.pool, f)
 			if err != nil {
@@ -205,10 +205,10 @@ func writeAudit(w io.Writer, rows []activity.Audited) error {
 	lines := make([][]string, len(rows))
 	for i, r := range rows {
 		lines[i] = []string{
-			when(r.At), r.Actor, string(r.Kind), r.Act, clipped(cmp.Or(r.Reason, r.Origin), 60), clipped(r.OnBehalfOf, 40), string(r.Status),
+			when(r.At), r.Actor, string(r.Kind), r.Act, clipped(r.Object, 90), clipped(cmp.Or(r.Reason, r.Origin), 60), clipped(r.OnBehalfOf, 40), string(r.Status),
 			clipped(r.Error, 40), money(r.CostUSD), r.TraceID,
 		}
 	}
 	return table(w, "nothing was done in that time",
-		[]string{"TIME", "WHO", "KIND", "WHAT", "WHY", "ON BEHALF OF", "RESULT", "ERROR", "COST", "TRACE"}, lines)
+		[]string{"TIME", "WHO", "KIND", "WHAT", "OBJECT", "WHY", "ON BEHALF OF", "RESULT", "ERROR", "COST", "TRACE"}, lines)
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -17,7 +18,7 @@ import (
 
 func (c *cli) executionsForkCommand() *cobra.Command {
 	var f executions.ForkSpec
-	var input string
+	var input, reason string
 	cmd := &cobra.Command{
 		Use: "fork ID", Short: "Start anew from a step of an execution", Args: executionID,
 		Long: `Start an execution, under a trace of its own, that begins with what another had recorded before a step, and does the rest
@@ -41,19 +42,26 @@ contradiction, and the error names it. What runs it is a process that runs agent
 				if err != nil {
 					return err
 				}
-				got, err := a.engine.Fork(cmd.Context(), s.pool, f)
+				var got executions.Execution
+				input, output := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}, map[string]any{}
+				_, err = actSaying(cmd.Context(), s, "fork_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
+					got, err = a.engine.Fork(cmd.Context(), tx, f)
+					return forked(got, output), err
+				})
 				return c.printFork(got, f.From, forkHint(err, args[0]))
 			})(cmd, args)
 		},
 	}
 	cmd.Flags().StringVar(&f.From, "from", "", "the step to begin anew with")
 	cmd.Flags().StringVar(&input, "input", "", "another input: JSON, @file, or - for standard input")
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	cmd.Flags().BoolVar(&f.Latest, "latest", false, "the current version of the flow, not the one the other began with")
 	return cmd
 }
 
 func (c *cli) executionsRetryCommand() *cobra.Command {
-	return &cobra.Command{
+	var reason string
+	cmd := &cobra.Command{
 		Use: "retry ID", Short: "Try an execution again from where it failed", Args: executionID,
 		Long: `Fork an execution that failed, timed out or was cancelled, so that what ended it is done anew: the step that failed, within
 its phase; the wait that timed out; the child whose failure was passed on. One that was cancelled goes on after what it had
@@ -63,10 +71,24 @@ recorded. The failed one stays as it is.`,
 			if err != nil {
 				return err
 			}
-			got, from, err := a.engine.Retry(cmd.Context(), s.pool, args[0])
+			var got executions.Execution
+			from := ""
+			input, output := map[string]any{"execution": args[0], "reason": reason}, map[string]any{}
+			_, err = actSaying(cmd.Context(), s, "retry_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
+				got, from, err = a.engine.Retry(cmd.Context(), tx, args[0])
+				return forked(got, output), err
+			})
 			return c.printFork(got, from, forkHint(err, args[0]))
 		}),
 	}
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	return cmd
+}
+
+// forked says in the row of the act which execution began.
+func forked(x executions.Execution, output map[string]any) bool {
+	output["execution_id"], output["trace_id"] = x.ID, x.TraceID
+	return true
 }
 
 // forkHint says what to do about a fork that was refused.

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
@@ -26,6 +27,7 @@ type begun struct {
 	spec    executions.Spec
 	input   string
 	chatKey string
+	reason  string
 	wait    bool
 }
 
@@ -68,6 +70,7 @@ and exits with 1 when it did not succeed; an interrupt ends the waiting, not the
 	flags.BoolVar(&b.wait, "wait", false, "stay until it has ended")
 	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (standard), fail (standard for external), hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; standard 2")
+	flags.StringVar(&b.reason, "reason", "", "why, for the record")
 	flags.StringVar(&b.spec.DedupeKey, "key", "", "start it once for this key, however often the command is run")
 	return cmd
 }
@@ -96,7 +99,21 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 			return err
 		}
 	}
-	x, created, err := a.engine.Start(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, b.spec)
+	var x executions.Execution
+	output := map[string]any{}
+	act := activity.Act{Name: "start_execution", Reason: b.reason, Within: b.spec.DedupeKey != "", Input: map[string]any{"flow": b.spec.Flow, "thread_id": b.spec.ThreadID}}
+	created := false
+	what := fmt.Sprintf("idempotency key %.300q", b.spec.DedupeKey)
+	err = within(ctx, s, what, act.Within, func(ctx context.Context) error {
+		_, err := activity.Record(ctx, s.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
+			if x, created, err = a.engine.StartTx(ctx, tx, b.spec); err != nil || !created {
+				return activity.Unchanged, err
+			}
+			output["execution_id"], output["trace_id"] = x.ID, x.TraceID
+			return output, nil
+		})
+		return err
+	}, "agent_executions")
 	if err != nil {
 		return err
 	}
@@ -111,6 +128,14 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
 		return err
 	})
+}
+
+// within makes a write that bounds its waits for locks; a lock of somebody else's open transaction is waited for a while, and explained.
+func within(ctx context.Context, s *session, what string, bounded bool, write func(ctx context.Context) error, tables ...string) error {
+	if !bounded {
+		return write(ctx)
+	}
+	return postgres.ExplainLock(ctx, s.pool, new(postgres.KeyedTx).Try(ctx, what, write), what, tables...)
 }
 
 // openThread makes sure that the flow may speak in its thread, and lets the chat key in that is named.
@@ -279,11 +304,27 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 		return err
 	}
 	var got executions.Delivered
-	if event == "MESSAGE_RECEIVED" {
-		got, err = receiveMessage(ctx, a, key, data, id)
-	} else {
-		got, err = a.engine.Deliver(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, event, key, data, id)
+	output := map[string]any{}
+	what := fmt.Sprintf("the wait for %s %.300q", event, key)
+	switch {
+	case event == "MESSAGE_RECEIVED":
+		what = fmt.Sprintf("thread %q, or the message id,", key)
+	case id != "":
+		what = fmt.Sprintf("event id %.300q", id)
 	}
+	raised := activity.Act{Name: "raise_event", Within: true, Input: map[string]any{"event": event, "key": key, "id": id}}
+	err = within(ctx, s, what, true, func(ctx context.Context) error {
+		_, err := activity.Record(ctx, s.pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
+			if event == "MESSAGE_RECEIVED" {
+				got, err = receiveMessage(ctx, a, tx, key, data, id)
+			} else {
+				got, err = a.engine.Deliver(ctx, tx, event, key, data, id)
+			}
+			output["event_id"], output["resumed"] = got.EventID, got.Resumed
+			return output, err
+		})
+		return err
+	}, "agent_events", "agent_executions", "agent_threads", "agent_locks")
 	if postgres.IsCode(err, "22023", "22P02") {
 		return &exitError{exitUsage, err}
 	}
@@ -302,7 +343,7 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 }
 
 // receiveMessage puts a message into a thread, which raises the event.
-func receiveMessage(ctx context.Context, a *app, thread string, data json.RawMessage, id string) (executions.Delivered, error) {
+func receiveMessage(ctx context.Context, a *app, tx pgx.Tx, thread string, data json.RawMessage, id string) (executions.Delivered, error) {
 	var said map[string]any
 	if err := json.Unmarshal(data, &said); err != nil {
 		return executions.Delivered{}, usageError(`--data: an object is needed, such as {"content": "yes"}`)
@@ -312,13 +353,7 @@ func receiveMessage(ctx context.Context, a *app, thread string, data json.RawMes
 		return executions.Delivered{}, usageError(`--data: of a message the content is needed, such as {"content": "yes"}`)
 	}
 	delete(said, "content")
-	var arrived threads.Arrived
-	what := fmt.Sprintf("thread %q, or the message id,", thread)
-	err := new(postgres.KeyedTx).Do(ctx, a.pool, what, func(tx pgx.Tx) (err error) {
-		arrived, err = threads.Receive(ctx, a.engine, tx, threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
-		return err
-	})
-	err = postgres.ExplainLock(ctx, a.pool, err, what, "agent_events", "agent_threads", "agent_locks")
+	arrived, err := threads.Receive(ctx, a.engine, tx, threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
 	if errors.Is(err, threads.ErrNotFound) {
 		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")
 	}

@@ -104,7 +104,7 @@ long the lane outlives a crash of this process.`,
 func (s *session) noteSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
 	input["lane"], input["holder"] = busy.Lane, busy.Holder
 	_, err := activity.Note(ctx, s.pool, activity.Entry{
-		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: s.config.Name, Skill: what, Input: input, Lane: busy.Lane,
+		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: admin, Skill: what, Input: input, Lane: busy.Lane,
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
 	if err != nil {
 		s.log.WarnContext(ctx, "skipped work not recorded", "lane", busy.Lane, "error", err)

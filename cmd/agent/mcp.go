@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) mcpCommand() *cobra.Command {
@@ -199,6 +200,7 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 		return err
 	}
 	defer a.remote.Close()
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
 	reports := []mcp.Report{}
 	failed := 0
 	for _, r := range known.Servers {
@@ -258,7 +260,7 @@ func (c *cli) mcpAcceptCommand() *cobra.Command {
 		Long: `Accept a tool as its server shows it since it changed, and put its skill back into service. Look at it first with
 agent mcp show; with --hash exactly the version shown there is accepted, and none that came since.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			t, err := mcp.Accept(cmd.Context(), s.pool, args[0], args[1], hash, s.config.Name)
+			t, err := mcp.Accept(cmd.Context(), s.pool, args[0], args[1], hash, admin)
 			if err != nil {
 				return mcpHint(err)
 			}
@@ -281,7 +283,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s.pool, args[0], "admin", s.config.Name)
+			changed, err := act(cmd.Context(), s.pool, args[0], admin, admin)
 			if errors.Is(err, skills.ErrNotFound) {
 				return skillHint(err)
 			}

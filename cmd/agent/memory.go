@@ -119,6 +119,7 @@ type setMemory struct {
 
 func (c *cli) memorySetCommand() *cobra.Command {
 	var note memory.Note
+	var reason string
 	var named int
 	cmd := &cobra.Command{
 		Use: "set KEY VALUE", Short: "Keep something in the agent's memory", Args: args(2, 2, "a key and a value"),
@@ -136,7 +137,7 @@ nothing is written, and both values are shown. What looks like a secret is refus
 			if json.Valid([]byte(args[1])) {
 				note.Value = json.RawMessage(args[1])
 			}
-			set, err := setNote(cmd.Context(), s, note)
+			set, err := setNote(cmd.Context(), s, note, reason)
 			if errors.Is(err, memory.ErrInvalid) {
 				return &exitError{exitUsage, seeHelp(err, cmd)}
 			}
@@ -147,6 +148,7 @@ nothing is written, and both values are shown. What looks like a secret is refus
 		}),
 	}
 	categoryFlag(cmd, &note.Category)
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	cmd.Flags().DurationVar(&note.TTL, "expires", time.Duration(0), "how long it is kept; 0: for ever")
 	ifRevisionFlag(cmd, &named, "write only if the key is at this revision; 0: only if it is new")
 	cmd.Flags().IntVar(&note.Revision, "revision", 0, "the revision you have read, -1 for none")
@@ -156,10 +158,10 @@ nothing is written, and both values are shown. What looks like a secret is refus
 
 // setNote stores a note in place of what is there, or based on the revision that it names. What it replaced is known for sure: it
 // is based on that, and tried again when somebody was faster.
-func setNote(ctx context.Context, s *session, note memory.Note) (set setMemory, err error) {
+func setNote(ctx context.Context, s *session, note memory.Note, reason string) (set setMemory, err error) {
 	const tries = 20
 	for range tries {
-		set, err = setOnce(ctx, s, note)
+		set, err = setOnce(ctx, s, note, reason)
 		if note.Revision != 0 || !errors.Is(err, memory.ErrConflict) {
 			break
 		}
@@ -167,9 +169,9 @@ func setNote(ctx context.Context, s *session, note memory.Note) (set setMemory, 
 	return set, err
 }
 
-func setOnce(ctx context.Context, s *session, note memory.Note) (set setMemory, err error) {
+func setOnce(ctx context.Context, s *session, note memory.Note, reason string) (set setMemory, err error) {
 	output := map[string]any{}
-	_, err = actSaying(ctx, s, "set_memory", map[string]any{"category": note.Category, "key": note.Key}, output,
+	_, err = actSaying(ctx, s, "set_memory", map[string]any{"category": note.Category, "key": note.Key, "reason": reason}, output,
 		func(tx pgx.Tx, traceID string) (bool, error) {
 			note.TraceID = traceID
 			there, err := memory.Get(ctx, tx, note.Category, note.Key)
@@ -200,7 +202,7 @@ func writeSet(w io.Writer, set setMemory) error {
 }
 
 func (c *cli) memoryForgetCommand() *cobra.Command {
-	var category string
+	var category, reason string
 	var named int
 	cmd := &cobra.Command{
 		Use: "forget KEY", Short: "Drop one memory, for good", Args: args(1, 1, "a key"),
@@ -209,7 +211,7 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			changed, err := act(cmd.Context(), s, "forget_memory", map[string]any{"category": category, "key": args[0]},
+			changed, err := act(cmd.Context(), s, "forget_memory", map[string]any{"category": category, "key": args[0], "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					return memory.Forget(cmd.Context(), tx, category, args[0], revision)
 				})
@@ -227,6 +229,7 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 		}),
 	}
 	categoryFlag(cmd, &category)
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	ifRevisionFlag(cmd, &named, "only if the key is at this revision")
 	return cmd
 }

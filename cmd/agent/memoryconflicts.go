@@ -101,13 +101,15 @@ as it was when the conflict arose, or at the revision that --if-revision names. 
 			}
 			var decided memory.Conflict
 			output := map[string]any{}
-			_, err = actSaying(cmd.Context(), s, "decide_memory_conflict", map[string]any{"conflict": args[0], "take": take, "reason": reason}, output,
+			input := map[string]any{"conflict": args[0], "decision": map[bool]string{true: "take", false: "keep"}[take == "mine"], "reason": reason}
+			_, err = actSaying(cmd.Context(), s, "decide_memory_conflict", input, output,
 				func(tx pgx.Tx, traceID string) (bool, error) {
 					var err error
 					decided, err = memory.Decide(cmd.Context(), tx, args[0], memory.Decision{
 						Take: take == "mine", By: admin, Reason: reason, IfRevision: revision, TraceID: traceID,
 					})
-					output["category"], output["key"], output["status"], output["revision"] = decided.Category, decided.Key, decided.Status, decided.Revision
+					input["category"], input["key"] = decided.Category, decided.Key
+					output["status"], output["revision"] = decided.Status, decided.Revision
 					return err == nil, err
 				})
 			if err != nil {

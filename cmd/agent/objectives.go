@@ -14,11 +14,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // admin is who acts from the command line.
-const admin = "admin"
+const admin = activity.Admin
 
 func (c *cli) objectivesCommand() *cobra.Command {
 	return group("objectives", "See what the agent works towards; decide about its proposals; confirm steps",
@@ -30,24 +29,20 @@ func (c *cli) objectivesCommand() *cobra.Command {
 		c.objectivesStatusCommand("resume NAME", "Work on a paused objective again", "resume_objective", objectives.Paused, objectives.Active))
 }
 
-// act changes something as an admin does: the change and its row, under a trace of its own, are one transaction. A
-// change that changed nothing leaves no row.
+// act changes something as an admin does: the change and its row, under a trace of its own, are one transaction. input names the
+// object, and has the reason where there is one. A change that changed nothing leaves no row.
 func act(ctx context.Context, s *session, verb string, input map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
 	return actSaying(ctx, s, verb, input, map[string]any{}, change)
 }
 
 // actSaying is act, and the row says of the change what change has put into output.
 func actSaying(ctx context.Context, s *session, verb string, input, output map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
-	id := trace.New(trace.Operate)
-	err = pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
-		if changed, err = change(tx, string(id)); err != nil || !changed {
-			return err
+	reason, _ := input["reason"].(string)
+	_, err = activity.Record(ctx, s.pool, activity.Act{Name: verb, Reason: reason, Input: input}, func(tx pgx.Tx, traceID string) (any, error) {
+		if changed, err = change(tx, traceID); err != nil || !changed {
+			return activity.Unchanged, err
 		}
-		output["by"] = admin
-		_, err := activity.Note(ctx, tx, activity.Entry{
-			TraceID: string(id), Surface: string(trace.Operate), Agent: s.config.Name, Skill: verb, Input: input,
-		}, activity.Outcome{Output: output})
-		return err
+		return output, nil
 	})
 	return changed, err
 }
@@ -213,7 +208,7 @@ objective is at the revision that agent objectives show has said (0: if it is ne
 			if err != nil {
 				return err
 			}
-			changed, err := act(cmd.Context(), s, "add_objective", map[string]any{"objective": d},
+			changed, err := act(cmd.Context(), s, "add_objective", map[string]any{"objective": d.Name, "definition": d},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					if err := objectiveAt(cmd.Context(), tx, d.Name, revision); err != nil {
 						return false, err
@@ -294,6 +289,7 @@ func (c *cli) objectivesDecideCommand(use, short, verb string, decide func(conte
 
 func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.Command {
 	var based *basis
+	var reason string
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: args(1, 1, "an objective's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -301,7 +297,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 			if err != nil {
 				return objectiveHint(err)
 			}
-			changed, err := act(cmd.Context(), s, verb, map[string]any{"objective": o.Name},
+			changed, err := act(cmd.Context(), s, verb, map[string]any{"objective": o.Name, "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					if err := based.hold(cmd, tx, o.ID); err != nil {
 						return false, err
@@ -315,6 +311,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 		}),
 	}
 	based = basisFlag(cmd, objectives.AtRevision)
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	return cmd
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"html"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -206,11 +207,11 @@ func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T
 	}
 	page = c.get("/audit")
 	const first = 20
-	for i, l := range c.told("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "reason", "origin", "on_behalf_of", "status",
+	for i, l := range c.told("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "object", "reason", "origin", "on_behalf_of", "status",
 		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id", "parent_id", "cause_id", "thread_id") {
 		if i < first {
 			row := c.row(page, fmt.Sprintf(`id="row-%s"`, l["id"]))
-			contains(t, row, l["actor"].(string), l["act"].(string), l["reason"].(string), l["on_behalf_of"].(string))
+			contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)), l["reason"].(string), l["on_behalf_of"].(string))
 		}
 	}
 }

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -8,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -84,6 +87,7 @@ older, from its next pass on, within the hour. The change is recorded. In SQL: s
 
 func (c *cli) retentionRunCommand() *cobra.Command {
 	var o retention.Options
+	var reason string
 	cmd := &cobra.Command{
 		Use: "run [KIND…]", Short: "Take away now what is older than it is to be kept", Args: args(0, 20, "kinds, or nothing for all"),
 		Long: `Make a pass now, as agent serve does every hour, over everything that is old. It may be stopped at any moment and run beside
@@ -93,7 +97,7 @@ others; nobody waits for it. With --dry-run it only counts.`,
 			if len(kinds) > 0 {
 				o.Kinds = kinds
 			}
-			got, err := retention.Run(cmd.Context(), s.pool, o)
+			got, err := retain(cmd.Context(), s, o, reason)
 			if errors.Is(err, retention.ErrInvalid) {
 				return &exitError{exitUsage, hint(err, "see agent retention show")}
 			}
@@ -104,7 +108,22 @@ others; nobody waits for it. With --dry-run it only counts.`,
 		}),
 	}
 	cmd.Flags().BoolVar(&o.DryRun, "dry-run", false, "only count what would go")
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	return cmd
+}
+
+// retain makes a pass, which is recorded unless it only counts.
+func retain(ctx context.Context, s *session, o retention.Options, reason string) (got []retention.Done, err error) {
+	if o.DryRun {
+		return retention.Run(ctx, s.pool, o)
+	}
+	kinds := cmp.Or(strings.Join(o.Kinds, ", "), "all")
+	err = activity.RecordAround(ctx, s.pool, activity.Act{Name: "run_retention", Reason: reason, Input: map[string]any{"kinds": kinds}}, func() (any, error) {
+		var err error
+		got, err = retention.Run(ctx, s.pool, o)
+		return got, err
+	})
+	return got, err
 }
 
 // writeRetention shows what a pass did to a person.

@@ -42,7 +42,7 @@ Every heartbeat does this too. AGENT_SELFHEAL_FAILURES, _WINDOW, _RATE, _RATE_CA
 // heal runs self-heal with a row for each healed skill, in one transaction.
 func heal(ctx context.Context, s *session) (selfheal.Report, error) {
 	var report selfheal.Report
-	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: s.config.Name})
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
 	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
 		var err error
 		if report, err = selfheal.Run(ctx, tx, healPolicy(s.config)); err != nil {

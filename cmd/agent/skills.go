@@ -19,7 +19,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) skillsCommand() *cobra.Command {
@@ -173,37 +172,23 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 
 // switchSkill changes a skill's state and records that as an admin's act, in one transaction, unless hold refuses.
 func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string, hold func(tx pgx.Tx) error) error {
-	var changed bool
 	paused, restored := []string{}, []string{}
-	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
+	verb, output := map[bool]string{true: "enable_skill", false: "disable_skill"}[enable], map[string]any{}
+	changed, err := actSaying(ctx, s, verb, map[string]any{"skill": name, "reason": reason}, output, func(tx pgx.Tx, _ string) (changed bool, err error) {
 		if err := hold(tx); err != nil {
-			return err
+			return false, err
 		}
-		verb := "disable_skill"
 		if enable {
-			verb = "enable_skill"
-			got, err := selfheal.Reenable(ctx, tx, name, "admin", reason)
-			if err != nil {
-				return err
-			}
-			changed, restored = got.Settled, append(restored, got.Automations...)
-		} else {
-			var err error
-			if changed, err = skills.Disable(ctx, tx, name, "admin", reason, map[string]string{"by": "command line"}); err != nil {
-				return err
-			}
-			if paused, err = automations.PausedFor(ctx, tx, name); err != nil {
-				return err
-			}
+			got, err := selfheal.Reenable(ctx, tx, name, admin, reason)
+			restored = append(restored, got.Automations...)
+			output["automations"] = restored
+			return got.Settled, err
 		}
-		if !changed {
-			return nil
+		if changed, err = skills.Disable(ctx, tx, name, admin, reason, map[string]string{"by": "command line"}); err == nil {
+			paused, err = automations.PausedFor(ctx, tx, name)
 		}
-		_, err := activity.Note(ctx, tx, activity.Entry{
-			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: s.config.Name, Skill: verb,
-			Input: map[string]any{"skill": name, "reason": reason},
-		}, activity.Outcome{Output: map[string]any{"automations": append(paused, restored...)}})
-		return err
+		output["automations"] = paused
+		return changed, err
 	})
 	if err != nil {
 		return skillHint(err)

@@ -17,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -25,18 +24,10 @@ import (
 const commandLine = "command line"
 
 // noted makes a change to a thread and records it.
-func noted(ctx context.Context, s *session, skill, purpose, thread string, change func(tx pgx.Tx) (output any, err error)) error {
-	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
-		output, err := change(tx)
-		if err != nil {
-			return err
-		}
-		_, err = activity.Note(ctx, tx, activity.Entry{
-			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: "admin", Skill: skill, Purpose: purpose,
-			Input: map[string]string{"thread_id": thread},
-		}, activity.Outcome{Output: output})
-		return err
-	})
+func noted(ctx context.Context, s *session, skill, purpose, thread string, input map[string]any, change func(tx pgx.Tx) (output any, err error)) error {
+	input["thread_id"] = thread
+	_, err := activity.Record(ctx, s.pool, activity.Act{Name: skill, Reason: purpose, Input: input},
+		func(tx pgx.Tx, _ string) (any, error) { return change(tx) })
 	return threadHint(thread, err)
 }
 
@@ -66,7 +57,7 @@ shown once. It lets one visitor in, or any number until its end, and can be revo
 			}
 			in.ThreadID = args[0]
 			var token threads.Token
-			err := noted(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0], func(tx pgx.Tx) (_ any, err error) {
+			err := noted(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0], map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
 				token, err = threads.Invite(cmd.Context(), tx, in)
 				return map[string]any{"access_id": token.ID}, err
 			})
@@ -105,7 +96,8 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			}
 			called := cmp.Or(name, args[0])
 			var id string
-			err := noted(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], func(tx pgx.Tx) (_ any, err error) {
+			input := map[string]any{string(to.Kind): to.Owner}
+			err := noted(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], input, func(tx pgx.Tx) (_ any, err error) {
 				id, err = threads.Let(cmd.Context(), tx, args[0], to, called, commandLine)
 				return map[string]any{"access_id": id}, err
 			})
@@ -185,7 +177,7 @@ func (c *cli) threadsRevokeCommand() *cobra.Command {
 		Use: "revoke THREAD ACCESS", Short: "Revoke an access to a thread; with a join token goes everybody whom it has let in",
 		Args: args(2, 2, "a thread's id and that of an access"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			err := noted(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0], func(tx pgx.Tx) (any, error) {
+			err := noted(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0], map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
 				return map[string]any{"access_id": args[1]}, threads.Revoke(cmd.Context(), tx, args[0], args[1])
 			})
 			if postgres.IsCode(err, "22P02") {

@@ -13,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) threadsSendCommand() *cobra.Command {
@@ -69,6 +68,14 @@ something is queued, after five more minutes elsewhere. The threads of waiting e
 			if err != nil {
 				return err
 			}
+			names := make([]string, len(freed))
+			for i, f := range freed {
+				names[i] = f.ThreadID
+			}
+			_, err = act(cmd.Context(), s, "clean_threads", map[string]any{"changed": names}, func(pgx.Tx, string) (bool, error) { return len(freed) > 0, nil })
+			if err != nil {
+				return err
+			}
 			for _, f := range freed {
 				if _, err := threads.Flush(cmd.Context(), s.pool, f.ThreadID); err != nil && !errors.Is(err, threads.ErrNotFound) {
 					return err
@@ -87,15 +94,10 @@ something is queued, after five more minutes elsewhere. The threads of waiting e
 
 // sendAsAdmin sends a message of nobody who could hold the thread, and keeps a record of it.
 func sendAsAdmin(ctx context.Context, db postgres.Beginner, o threads.Outgoing) (sent threads.SendResult, err error) {
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
-		if sent, err = threads.SendTx(ctx, tx, o); err != nil {
-			return err
-		}
-		_, err = activity.Note(ctx, tx, activity.Entry{
-			TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: "admin", Skill: "send_message",
-			Purpose: "an admin's own message", Input: map[string]string{"thread_id": o.ThreadID},
-		}, activity.Outcome{Output: map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}})
-		return err
+	a := activity.Act{Name: "send_message", Reason: "an admin's own message", Input: map[string]any{"thread_id": o.ThreadID}}
+	_, err = activity.Record(ctx, db, a, func(tx pgx.Tx, _ string) (_ any, err error) {
+		sent, err = threads.SendTx(ctx, tx, o)
+		return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
 	})
 	return sent, err
 }

@@ -135,7 +135,8 @@ func writeForeign(w io.Writer, heading string, value json.RawMessage) {
 }
 
 func (c *cli) webhooksReplayCommand() *cobra.Command {
-	return &cobra.Command{
+	var reason string
+	cmd := &cobra.Command{
 		Use: "replay ID", Short: "Handle a delivery again that is done, ignored or dead", Args: args(1, 1, "a delivery's id, or the sender's"),
 		Long: `Handle a delivery again, with a new execution and a new trace, by what its endpoint says now. One that is being handled is
 left alone. The work is done by a process that runs agent serve or agent dev.`,
@@ -148,7 +149,7 @@ left alone. The work is done by a process that runs agent serve or agent dev.`,
 			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
 			if err == nil {
 				surface := &webhook.Surface{Pool: s.pool, Engine: engine, Logger: s.log}
-				d, err = surface.Replay(cmd.Context(), d.ID, d.Replays)
+				d, err = surface.Replay(cmd.Context(), d.ID, d.Replays, reason)
 			}
 			if err != nil {
 				return deliveryHint(err)
@@ -160,4 +161,6 @@ left alone. The work is done by a process that runs agent serve or agent dev.`,
 				})
 		}),
 	}
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	return cmd
 }

@@ -8,6 +8,7 @@ import (
 	"io"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -96,18 +97,21 @@ func (c *cli) webhooksSwitchCommand(enable bool) *cobra.Command {
 		}),
 	}
 	cmd.Flags().BoolVar(&target, "target", false, "NAME is a target of outgoing webhooks")
-	if !enable {
-		cmd.Flags().StringVar(&reason, "reason", "disabled from the command line", "why, for the record")
-	}
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
 	return cmd
 }
 
 func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target, enable bool, reason string) error {
-	set, kind, list := webhooks.SetEndpoint, "endpoint", "endpoints"
-	if target {
-		set, kind, list = webhooks.SetTarget, "target", "targets"
+	set, kind, list, verb := webhooks.SetEndpoint, "endpoint", "endpoints", "disable_webhook"
+	if enable {
+		verb = "enable_webhook"
 	}
-	changed, err := set(ctx, s.pool, name, enable, "admin", reason)
+	if target {
+		set, kind, list, verb = webhooks.SetTarget, "target", "targets", verb+"_target"
+	}
+	changed, err := act(ctx, s, verb, map[string]any{kind: name, "reason": reason}, func(tx pgx.Tx, _ string) (bool, error) {
+		return set(ctx, tx, name, enable, admin, reason)
+	})
 	if errors.Is(err, webhooks.ErrNotFound) {
 		return hint(err, "see agent webhooks %s", list)
 	}

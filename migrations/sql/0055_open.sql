@@ -254,7 +254,7 @@ begin
     end if;
     perform pg_sleep(0.005);
   end loop;
-  select x.status, x.claimed_by into e from agent_executions x where x.id = p_id for update;
+  select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
   if not found then
     return null;
   end if;
@@ -267,6 +267,12 @@ begin
    where x.id = p_id;
   if e.claimed_by is not null then
     perform pg_notify('agent_cancel', p_id::text);
+  end if;
+  if p_cancelled_by = 'admin' and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
+    insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
+    values (agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
+            jsonb_build_object('execution', p_id, 'flow', e.flow, 'reason', p_reason),
+            jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
   end if;
   return 'cancelled';
 end $$;

@@ -419,21 +419,41 @@ comment on view agent_failing_skills is 'agent_failing_skills_since, the last 7 
 
 -- Audit ---------------------------------------------------------------------------------------------
 
+create function agent_audit_object(p_input jsonb) returns text language sql immutable parallel safe as $$
+  select coalesce(string_agg(left(v.word || ' ' || v.name, 200), ', ' order by v.place), '')
+    from (values
+      (1, 'decision:', p_input ->> 'decision'), (2, 'approval', p_input ->> 'approval_id'), (3, 'skill', p_input ->> 'skill'),
+      (4, 'automation', p_input ->> 'automation'), (5, 'objective', p_input ->> 'objective'), (6, 'step', p_input ->> 'step'),
+      (7, 'conflict', p_input ->> 'conflict'), (8, 'event', p_input ->> 'event'),
+      (9, case when p_input ? 'category' then 'memory' else 'key' end, concat_ws(' / ', p_input ->> 'category', p_input ->> 'key')),
+      (10, 'lane', p_input ->> 'lane'), (11, 'execution', p_input ->> 'execution'), (12, 'flow', p_input ->> 'flow'),
+      (13, 'endpoint', p_input ->> 'endpoint'), (14, 'target', p_input ->> 'target'), (15, 'delivery', p_input ->> 'delivery_id'),
+      (16, 'message', p_input ->> 'webhook_id'), (17, 'thread', p_input ->> 'thread_id'), (18, 'access', p_input ->> 'access_id'),
+      (19, 'run', p_input ->> 'run'), (20, 'MCP server', p_input ->> 'server'), (21, 'tool', p_input ->> 'tool'),
+      (22, 'session', p_input ->> 'session'), (23, 'command', p_input ->> 'command'),
+      (24, 'rows:', coalesce(p_input ->> 'kinds', p_input ->> 'keep')),
+      (25, 'changed:', case when jsonb_typeof(p_input -> 'changed') = 'array'
+                            then (select string_agg(c, ', ') from jsonb_array_elements_text(p_input -> 'changed') c) end)) v (place, word, name)
+   where v.name <> ''
+$$;
+comment on function agent_audit_object is 'What an act was done to, from the input of its row: each thing with its kind.';
+
 -- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
 create view agent_audit as
   select a.id, a.created_at as at, a.finished_at,
          case
-           when a.agent = 'admin' or a.kind = 'note' and (a.skill_name in ('break_lane', 'decide_approval') or a.execution_id is null and a.surface = 'operate')
+           when a.agent = 'admin' or a.kind = 'note' and (a.skill_name in ('break_lane', 'decide_approval') or a.execution_id is null and a.surface = 'operate' and a.skill_name <> 'mcp_sync')
              then coalesce(nullif(a.input ->> 'by', ''), 'admin')
            when a.skill_name in ('webhook_refused', 'webhook_conflict') then 'sender'
            else a.agent end as actor,
          a.kind, a.skill_name as act,
+         case when a.kind = 'model' then '' else agent_audit_object(a.input) end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
                   case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
                   'for ' || nullif(a.purpose, ''), 'part of ' || p.skill_name, o.what, '') as reason,
          coalesce(o.what, '') as origin,
          case
-           when a.surface = 'operate' then 'admin'
+           when a.surface = 'operate' and a.skill_name not in ('mcp_sync', 'close_approval') or a.agent = 'admin' then 'admin'
            when t.participant <> '' then format('%s in thread %s', t.participant, t.id)
            when t.id is not null then format('visitor in thread %s', t.id)
            when a.surface = 'chat' then 'visitor'
@@ -449,6 +469,6 @@ create view agent_audit as
     left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from agent_cause_of_execution(a.execution_id) c
                         where a.execution_id is not null and c.what is not null offset 0) o on true;
 comment on view agent_audit is
-  'Who did what, when, why, on whose behalf, with what result: every row of the log. Give it a range of ids, a trace or a skill (act), by which there '
+  'Who did what, to which object, when, why, on whose behalf, with what result: every row of the log. Give it a range of ids, a trace or a skill (act), by which there '
   'are indexes. reason is what an admin gave, what a model was called for, or what the act is part of; cause_id the model call that asked for '
   'it; origin what began the run.';

@@ -122,7 +122,7 @@ func TestAKeyThatLeadsNowhereFailsLoudlyAndIsReplayedOnceMended(t *testing.T) {
 		t.Error("half of the delivery was done")
 	}
 	define("issue-{body.issue.number}")
-	replayed, err := w.surface.Replay(t.Context(), d.ID, -1)
+	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -241,7 +241,7 @@ func TestACancelledExecutionLeavesADeliveryThatCanBeReplayed(t *testing.T) {
 	if d = w.until(t, "msg_1", webhooks.Dead); deref(d.ErrorMessage) != "not today" {
 		t.Errorf("error %q", deref(d.ErrorMessage))
 	}
-	if _, err := w.surface.Replay(t.Context(), "msg_1", 0); err != nil {
+	if _, err := w.surface.Replay(t.Context(), "msg_1", 0, ""); err != nil {
 		t.Fatal(err)
 	}
 	w.work(t)

@@ -72,6 +72,8 @@ func Show(ctx context.Context, db postgres.DB, d webhooks.Delivery) (Shown, erro
 type ReplayRequest struct {
 	// Replays is how many replays the caller saw: the request has effect only while it is so.
 	Replays *int `json:"replays,omitempty"`
+	// Reason is kept in the audit.
+	Reason string `json:"reason,omitempty"`
 }
 
 // Replayed is the answer to a replay.
@@ -184,13 +186,13 @@ func pathID(r *http.Request) (string, error) {
 func (s *Surface) ReplayDelivery() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id, err := pathID(r)
-		seen := -1
+		var wanted ReplayRequest
 		if err == nil {
-			seen, err = wantsReplay(w, r)
+			wanted, err = wantsReplay(w, r)
 		}
 		var d webhooks.Delivery
 		if err == nil {
-			d, err = s.Replay(r.Context(), id, seen)
+			d, err = s.Replay(r.Context(), id, wanted.seen(), wanted.Reason)
 		}
 		if err != nil {
 			problem.Write(w, r, told(err), "", s.Logger)
@@ -201,9 +203,11 @@ func (s *Surface) ReplayDelivery() http.Handler {
 	})
 }
 
-// wantsReplay reads how many replays the caller saw; -1 when it does not say.
-func wantsReplay(w http.ResponseWriter, r *http.Request) (int, error) {
-	var wanted ReplayRequest
+// maxReason bounds a reason, in bytes.
+const maxReason = 1000
+
+// wantsReplay reads how many replays the caller saw, and why another is wanted.
+func wantsReplay(w http.ResponseWriter, r *http.Request) (wanted ReplayRequest, err error) {
 	stray := ""
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxShown))
 	if err == nil && len(bytes.TrimSpace(raw)) > 0 {
@@ -211,16 +215,24 @@ func wantsReplay(w http.ResponseWriter, r *http.Request) (int, error) {
 			stray, err = problem.Stray(raw, &wanted)
 		}
 	}
-	if err != nil || stray != "" {
-		return 0, problem.New(http.StatusBadRequest, "the body is no {\"replays\": n}")
+	switch {
+	case err != nil || stray != "":
+		return wanted, problem.New(http.StatusBadRequest, "the body is no {\"replays\": n, \"reason\": \"…\"}")
+	case wanted.Replays != nil && *wanted.Replays < 0:
+		return wanted, problem.New(http.StatusBadRequest,
+			"replays is %d; it is how many replays you saw, 0 or more; leave it out to replay in any case", *wanted.Replays)
+	case len(wanted.Reason) > maxReason || strings.ContainsRune(wanted.Reason, 0):
+		return wanted, problem.New(http.StatusBadRequest, "reason has at most %d bytes of text", maxReason)
 	}
-	if wanted.Replays == nil {
-		return -1, nil
+	return wanted, nil
+}
+
+// seen is how many replays the caller saw; -1 when it does not say.
+func (r ReplayRequest) seen() int {
+	if r.Replays == nil {
+		return -1
 	}
-	if *wanted.Replays < 0 {
-		return 0, problem.New(http.StatusBadRequest, "replays is %d; it is how many replays you saw, 0 or more; leave it out to replay in any case", *wanted.Replays)
-	}
-	return *wanted.Replays, nil
+	return *r.Replays
 }
 
 // told gives the errors of this package their status.

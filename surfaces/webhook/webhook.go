@@ -121,10 +121,11 @@ func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (st
 	return x.ID, webhooks.Link(ctx, tx, d.ID, x.ID)
 }
 
-// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace. seen is how many replays the
+// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace, in which the first row is the
+// act of the admin, with the reason. seen is how many replays the
 // caller saw, so that of two who press the button at once, one succeeds; below 0 leaves that out. webhooks.ErrUnderWay when it is
 // being handled or was replayed meanwhile.
-func (s *Surface) Replay(ctx context.Context, id string, seen int) (webhooks.Delivery, error) {
+func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string) (webhooks.Delivery, error) {
 	var d webhooks.Delivery
 	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
 		first, err := webhooks.Get(ctx, tx, id)
@@ -139,10 +140,12 @@ func (s *Surface) Replay(ctx context.Context, id string, seen int) (webhooks.Del
 			return err
 		}
 		d.ExecutionID = &execution
-		_, err = activity.Note(trace.With(ctx, trace.Span{TraceID: trace.ID(d.LastTraceID), Surface: trace.Webhook}), tx,
-			activity.Entry{Skill: "webhook_replay", Input: map[string]any{
-				"endpoint": d.Endpoint, "delivery_id": d.DeliveryID, "replay": d.Replays, "of_trace": first.LastTraceID,
-			}}, activity.Outcome{})
+		_, err = activity.Record(ctx, tx, activity.Act{
+			Name: "webhook_replay", Reason: reason, TraceID: d.LastTraceID,
+			Input: map[string]any{
+				"endpoint": d.Endpoint, "delivery_id": d.DeliveryID, "delivery": d.ID, "replay": d.Replays, "of_trace": first.LastTraceID,
+			},
+		}, func(pgx.Tx, string) (any, error) { return map[string]string{"execution_id": execution}, nil })
 		return err
 	})
 	if err != nil && !errors.Is(err, webhooks.ErrNotFound) && !errors.Is(err, webhooks.ErrUnderWay) {
