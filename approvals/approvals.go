@@ -30,6 +30,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -68,12 +69,78 @@ type Approval struct {
 	ConsumedAt    *time.Time      `json:"consumed_at"`
 	ExpiresAt     time.Time       `json:"expires_at"`
 	CreatedAt     time.Time       `json:"created_at"`
+	// Who asked: the execution's, empty when it is no longer kept.
+	Surface     string `json:"surface"`
+	Agent       string `json:"agent"`
+	Flow        string `json:"flow"`
+	ThreadID    string `json:"thread_id"`
+	Participant string `json:"participant"` // the visitor in that thread
+}
+
+// Waits reports that an execution waits for the decision, or for its turn to make the call.
+func (a Approval) Waits() bool { return a.Parked && (a.Status == "pending" || a.Status == "approved") }
+
+// AskedBy says who asked, for people; empty when that is no longer known.
+func (a Approval) AskedBy() string {
+	if a.Agent == "" {
+		return ""
+	}
+	said := fmt.Sprintf("%s in %s (surface %s)", a.Agent, a.Flow, a.Surface)
+	switch {
+	case a.Participant != "":
+		said += fmt.Sprintf(" for %s in thread %s", a.Participant, a.ThreadID)
+	case a.Surface == string(trace.Operate):
+		said += " for the admin"
+	case a.ThreadID != "":
+		said += " for the visitor in thread " + a.ThreadID
+	}
+	return said
+}
+
+// DecidedError says why an approval can no longer be decided; it is [ErrDecided].
+type DecidedError struct{ Approval Approval }
+
+func (e *DecidedError) Unwrap() error { return ErrDecided }
+
+func (e *DecidedError) Error() string {
+	a := e.Approval
+	at := func(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") + " UTC" }
+	switch {
+	case a.DecidedAt != nil:
+		was := "approved"
+		if a.Status == "rejected" {
+			was = "rejected"
+		}
+		said := fmt.Sprintf("the approval was decided already: %s by %s at %s", was, a.DecidedBy, at(*a.DecidedAt))
+		if a.Reason != "" {
+			said += ": " + a.Reason
+		}
+		if a.ConsumedAt != nil {
+			said += "; it was used at " + at(*a.ConsumedAt)
+		} else if a.Status == "expired" {
+			said += "; it has expired since"
+		}
+		return said
+	case a.Reason != "":
+		return "the approval is closed: " + a.Reason
+	case a.Status == "expired" && a.Parked:
+		return "the approval is closed: its execution has ended, or it expired at " + at(a.ExpiresAt)
+	case a.Status == "expired":
+		return "the approval expired at " + at(a.ExpiresAt)
+	}
+	return "the approval is for a skill that has changed since"
 }
 
 // columns lists what Approval scans. One whose time is over is expired, whatever its row says.
 const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.skill_revision, a.arguments, a.parked,
 	case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end,
-	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at`
+	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
+	coalesce(w.surface, ''), coalesce(w.agent, ''), coalesce(w.flow, ''), coalesce(w.thread_id, ''), coalesce(w.participant, '')`
+
+// asker joins who asked.
+const asker = ` left join lateral (
+	select x.surface, x.agent, x.flow, x.thread_id, t.participant
+	  from agent_executions x left join agent_threads t on t.id = x.thread_id where x.id = a.execution_id) w on true`
 
 // Request is a call that wants leave.
 type Request struct {
@@ -168,13 +235,20 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	var decided Approval
 	broke := false
 	decide := func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`,
+		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`+asker,
 			postgres.Strict{"id": id, "approve": approve, "by": by, "reason": reason})
 		if decided, err = collectOne(rows, err); err != nil {
 			return err
 		}
+		if !approve {
+			if err := automations.Denied(ctx, tx, id, fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
+				return err
+			}
+		}
 		_, err = activity.Note(ctx, tx, activity.Entry{
-			Skill: "decide_approval", Input: map[string]string{"approval_id": id, "skill": decided.SkillName, "by": by, "reason": reason},
+			Skill: "decide_approval", Input: map[string]string{
+				"approval_id": id, "skill": decided.SkillName, "decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
+			},
 		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
 		return err
 	}
@@ -189,7 +263,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			case broke && now.DecidedBy == by && now.Reason == reason && approve == (now.Status != "rejected"):
 				decided, err = now, nil // by the try whose answer was lost
 			default:
-				err = ErrDecided
+				err = &DecidedError{now}
 			}
 		}
 		broke = broke || postgres.Broken(err)

@@ -13,7 +13,7 @@ import (
 
 // Get reads one approval; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Approval, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a where a.id = @id`, postgres.Strict{"id": id})
+	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a`+asker+` where a.id = @id`, postgres.Strict{"id": id})
 	got, err := collectOne(rows, err)
 	if err != nil {
 		return Approval{}, fmt.Errorf("read approval %s: %w", id, err)
@@ -46,7 +46,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 		f.Limit = 50
 	}
 	rows, err := db.Query(ctx, `
-		select `+columns+` from agent_approvals a
+		select `+columns+` from agent_approvals a`+asker+`
 		 where (@status = ''
 		        or (@status not in ('pending', 'approved', 'expired') and a.status = @status)
 		        or (@status in ('pending', 'approved') and a.status = @status and a.expires_at > clock_timestamp())
@@ -65,7 +65,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 // unchanged, oldest first: what a run that follows through may do.
 func Approved(ctx context.Context, db postgres.DB, limit int) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
-		select `+columns+` from agent_approvals a
+		select `+columns+` from agent_approvals a`+asker+`
 		 where a.status = 'approved' and not a.parked and a.expires_at > clock_timestamp()
 		   and exists (select from agent_skills s
 		                where s.name = a.skill_name and s.revision = a.skill_revision and s.enabled)
@@ -76,7 +76,7 @@ func Approved(ctx context.Context, db postgres.DB, limit int) ([]Approval, error
 // Pending lists what waits for a decision, oldest first.
 func Pending(ctx context.Context, db postgres.DB, limit int) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
-		select `+columns+` from agent_approvals a
+		select `+columns+` from agent_approvals a`+asker+`
 		 where a.status = 'pending' and a.expires_at > clock_timestamp() order by a.id limit @limit`,
 		postgres.Strict{"limit": limit})
 	return collect(rows, err)

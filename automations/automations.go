@@ -133,3 +133,14 @@ type Run struct {
 	CreatedAt    time.Time       `json:"created_at"`
 	FinishedAt   *time.Time      `json:"finished_at"`
 }
+
+// AwaitedApproval is the approval that the run's call waits for; empty when it waits for none.
+func (r Run) AwaitedApproval() string {
+	var output struct {
+		ApprovalID string `json:"approval_id"`
+	}
+	if r.Status != Skipped || json.Unmarshal(r.Output, &output) != nil {
+		return ""
+	}
+	return output.ApprovalID
+}

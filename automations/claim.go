@@ -177,6 +177,32 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	return run, ok, nil
 }
 
+// Settle ends a run that was left as skipped because its call awaits an approval, when that call was made: failure is why it did
+// not work, empty when it did.
+func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
+	_, err := db.Exec(ctx, `
+		update agent_automation_runs
+		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''), finished_at = clock_timestamp()
+		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
+		pgx.StrictNamedArgs{"approval": approvalID, "failure": clip(failure)})
+	if err != nil {
+		return fmt.Errorf("settle the runs of approval %s: %w", approvalID, err)
+	}
+	return nil
+}
+
+// Denied says of a run that was left as skipped because its call awaits an approval why that is not made.
+func Denied(ctx context.Context, db postgres.DB, approvalID, why string) error {
+	_, err := db.Exec(ctx, `
+		update agent_automation_runs set error_message = @why
+		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
+		pgx.StrictNamedArgs{"approval": approvalID, "why": clip(why)})
+	if err != nil {
+		return fmt.Errorf("note the denied approval %s: %w", approvalID, err)
+	}
+	return nil
+}
+
 // Redrive gives a dead run one more attempt, due now; one that was never begun is due as it was. False when it is
 // not dead.
 func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -147,6 +148,7 @@ type approvalOutcome struct {
 	UsedBy, CallStatus, CallError, CallOutput string
 	CallTrace                                 string
 	CallMillis                                *int64
+	AskedBy                                   string `db:"-"`
 }
 
 func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
@@ -173,5 +175,8 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read what came of the decision: %w", err)
 	}
-	return came, nil
+	id, _ := v.About.(string)
+	asked, err := approvals.Get(ctx, room.Pool, id)
+	came.AskedBy = asked.AskedBy()
+	return came, err
 }

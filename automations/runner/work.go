@@ -228,8 +228,8 @@ func paused(run automations.Run, failure error) bool {
 }
 
 // Finish records how a claimed run went, in a step, and returns its status. failure is Work's, or [GivenBack]; the error returned
-// is that of the run, for its row. A run that awaits leave ends as skipped: what is approved is done by the
-// follow-through of a heartbeat.
+// is that of the run, for its row. A run that awaits an approval ends as skipped, and says so: what is approved is done by the
+// follow-through of a heartbeat, which settles the run.
 func Finish(ctx context.Context, a automations.Automation, run automations.Run, output json.RawMessage, failure error, effect *executions.Effect) (string, error) {
 	ended := automations.Result{}
 	if output != nil {
@@ -237,7 +237,7 @@ func Finish(ctx context.Context, a automations.Automation, run automations.Run, 
 	}
 	var waits *executions.StepError
 	if errors.As(failure, &waits) && waits.Class == classPending {
-		ended.Skipped, failure, effect.Status = true, nil, activity.PendingApproval
+		ended.Skipped, ended.Error, failure, effect.Status = true, waits.Message, nil, activity.PendingApproval
 	}
 	if failure != nil {
 		ended.Error, ended.GivenBack = failure.Error(), errors.As(failure, &GivenBack{}) || paused(run, failure)

@@ -77,7 +77,10 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		{"trace", a.TraceID + " (agent trace " + a.TraceID + ")"},
 		{"execution", deref(a.ExecutionID)},
 	}
-	if a.Parked {
+	if asked := a.AskedBy(); asked != "" {
+		lines = append(lines, [2]string{"asked by", asked})
+	}
+	if a.Waits() {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})
 	}
 	if a.DecidedAt != nil {
@@ -123,7 +126,10 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			decided, err := approvals.Decide(cmd.Context(), s.pool, args[0], approve, "admin", reason)
-			if errors.Is(err, approvals.ErrDecided) || errors.Is(err, approvals.ErrNotFound) {
+			if late, ok := errors.AsType[*approvals.DecidedError](err); ok {
+				return hint(err, "see agent approvals show %s", late.Approval.ID)
+			}
+			if errors.Is(err, approvals.ErrNotFound) {
 				return hint(err, "see agent approvals ls --all")
 			}
 			if err != nil {

@@ -242,16 +242,21 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 }
 
 func (c *cli) automationsRedriveCommand() *cobra.Command {
-	return &cobra.Command{
+	var reason string
+	cmd := &cobra.Command{
 		Use: "redrive RUN", Short: "Give a dead run one more attempt, as soon as a process is there", Args: rowID("a run", "agent automations dead"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s, "redrive_automation", map[string]any{"run": args[0]},
+			input := map[string]any{"run": args[0], "reason": reason}
+			changed, err := act(cmd.Context(), s, "redrive_automation", input,
 				func(tx pgx.Tx, _ string) (bool, error) {
 					ok, err := automations.Redrive(cmd.Context(), tx, args[0])
-					if err == nil && ok {
-						err = automations.Announce(cmd.Context(), tx)
+					if err != nil || !ok {
+						return ok, err
 					}
-					return ok, err
+					if input["automation"], err = nameOfRun(cmd.Context(), tx, args[0]); err != nil {
+						return false, err
+					}
+					return true, automations.Announce(cmd.Context(), tx)
 				})
 			if err != nil {
 				return err
@@ -270,6 +275,18 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 			})
 		}),
 	}
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	return cmd
+}
+
+// nameOfRun is the name of the automation of a run.
+func nameOfRun(ctx context.Context, tx pgx.Tx, id string) (string, error) {
+	run, err := automations.GetRun(ctx, tx, id)
+	if err != nil {
+		return "", err
+	}
+	a, err := automations.Get(ctx, tx, run.AutomationID)
+	return a.Name, err
 }
 
 func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error)) *cobra.Command {
@@ -314,4 +331,5 @@ type runSummary struct {
 	ExecutionID string          `json:"execution_id"`
 	TraceID     string          `json:"trace_id"`
 	Result      json.RawMessage `json:"result"`
+	ApprovalID  string          `json:"approval_id"` // of the call that waits for a decision; empty otherwise
 }

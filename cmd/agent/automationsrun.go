@@ -13,21 +13,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 func (c *cli) automationsRunCommand() *cobra.Command {
-	return &cobra.Command{
+	var reason string
+	cmd := &cobra.Command{
 		Use: "run NAME", Short: "Run an automation, now, in this process", Args: args(1, 1, "an automation's name or id"),
 		Long: `Run an automation, now, whatever its trigger, also one that is out of service. The run is claimed like any other: it
 holds the automation's lane; and if this process dies, another finishes it. While the automation runs elsewhere nothing is run: that is
 recorded as skipped, with the holder, and the exit code is 75. Its schedule is not touched.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.runAutomation(cmd.Context(), s, args[0])
+			return c.runAutomation(cmd.Context(), s, args[0], reason)
 		}),
 	}
+	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	return cmd
 }
 
-func (c *cli) runAutomation(ctx context.Context, s *session, name string) error {
+func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string) error {
 	if _, err := builtins.Put(ctx, s.pool); err != nil {
 		return err
 	}
@@ -53,7 +57,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name string) error 
 		return &exitError{exitBusy, hint(fmt.Errorf("skipped: %w", busy), "see agent lanes ls")}
 	}
 	var run automations.Run
-	_, err = act(ctx, s, "run_automation_by_hand", map[string]any{"automation": name}, func(tx pgx.Tx, traceID string) (bool, error) {
+	_, err = act(ctx, s, "run_automation_by_hand", map[string]any{"automation": found.Name, "reason": reason}, func(tx pgx.Tx, traceID string) (bool, error) {
 		var err error
 		run, err = automations.RunByHand(ctx, tx, name, traceID)
 		return err == nil, err
@@ -78,12 +82,19 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	if err != nil {
 		return err
 	}
-	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result}, func(w io.Writer) error {
+	approval := run.AwaitedApproval()
+	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result, approval}, func(w io.Writer) error {
 		said := x.ResultSummary
+		if approval != "" {
+			said = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) %s. The next heartbeat makes an "+
+				"approved call", approval, approval, approval)
+		}
 		if x.Status == executions.Waiting {
 			said = "waits for " + awaited(x) + "; it goes on in a process that runs `agent serve`"
 		}
-		fmt.Fprintf(w, "%s\n", printable(said))
+		if said != "" {
+			fmt.Fprintf(w, "%s\n", printable(said))
+		}
 		_, err := fmt.Fprintf(w, "trace %s\n", x.TraceID)
 		return err
 	})
@@ -91,10 +102,27 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 		return err
 	}
 	if x.Status == executions.Failed || x.Status == executions.Timeout {
-		return &traced{hint(fmt.Errorf("run automation: %s", deref(x.ErrorMessage)), "see agent trace %s", x.TraceID), x.TraceID}
+		failure := fmt.Errorf("run automation: %s", deref(x.ErrorMessage))
+		if skill := disabledSkill(ctx, s, run); skill != "" {
+			return &traced{hint(failure, "agent skills enable %s puts it back into service; see agent trace %s", skill, x.TraceID), x.TraceID}
+		}
+		return &traced{hint(failure, "see agent trace %s", x.TraceID), x.TraceID}
 	}
 	if x.Status == executions.Cancelled {
 		return &exitError{exitInterrupted, nil}
 	}
 	return nil
+}
+
+// disabledSkill is the skill of a run's automation, if it is out of service.
+func disabledSkill(ctx context.Context, s *session, run automations.Run) string {
+	a, err := automations.Get(ctx, s.pool, run.AutomationID)
+	if err != nil || a.SkillName == "" {
+		return ""
+	}
+	skill, err := skills.Get(ctx, s.pool, a.SkillName)
+	if err != nil || skill.Callable() {
+		return ""
+	}
+	return skill.Name
 }

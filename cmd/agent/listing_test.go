@@ -20,7 +20,7 @@ var listings = map[string]struct {
 }{
 	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no trace matches; `agent heartbeat` makes one"},
 	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
-	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT WHY ON BEHALF OF RESULT ERROR COST TRACE", "nothing was done in that time"},
+	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT OBJECT WHY ON BEHALF OF RESULT ERROR COST TRACE", "nothing was done in that time"},
 	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN", "no model was called in that time"},
 	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill was called in that time"},
 	"failing":          {[]string{"activity", "failing"}, "SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no skill failed in that time"},
@@ -259,8 +259,8 @@ func TestApprovals(t *testing.T) {
 	if got := p.must("approvals", "approve", id, "--reason", "known address"); got != "approved "+id+": table_sizes {\"limit\": 3}\n" {
 		t.Errorf("got %q", got)
 	}
-	for _, id := range []string{id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"} {
-		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
+	for id, next := range map[string]string{id: "show " + id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d": "ls --all"} {
+		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals "+next+"\n") {
 			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
 		}
 	}

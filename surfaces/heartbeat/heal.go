@@ -1,6 +1,7 @@
 package heartbeat
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 
@@ -8,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -101,5 +103,15 @@ func (b *beat) useGrant(ctx context.Context, grant approvals.Approval) error {
 	if approvals.IsUsed(err) {
 		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID + " was used by somebody else, or has expired"}
 	}
-	return err
+	if err != nil && !isResult(err) {
+		return err
+	}
+	failure := ""
+	if err != nil {
+		failure = err.Error()
+	}
+	_, unsettled := executions.StepTx(ctx, "settle "+grant.ID, func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
+		return struct{}{}, automations.Settle(ctx, tx, grant.ID, failure)
+	})
+	return cmp.Or(unsettled, err)
 }
