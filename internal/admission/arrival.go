@@ -133,10 +133,11 @@ func (a *arrival) grow() error {
 	if a.length >= 0 && 2*a.got >= a.length && a.got > 0 {
 		return a.join(a.length)
 	}
-	size := max(firstPiece, min(a.got, fullPiece))
+	end := a.most
 	if a.length >= 0 {
-		size = min(size, a.length-a.got)
+		end = a.length
 	}
+	size := min(max(firstPiece, min(a.got, fullPiece)), end-a.got)
 	if err := a.take(size); err != nil {
 		return err
 	}
