@@ -80,3 +80,21 @@ actions:
 		t.Errorf("%d executions, want the first and one fork", n)
 	}
 }
+
+// A whole number stays what it is over a wait, however large, and the flow goes on.
+func TestALargeNumberIsKeptOverAWait(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("numbers", `
+  - {id: take, actionType: set, parameters: {expressions: {id: "input.id"}}}
+  - {id: wait, actionType: wait_for_event, parameters: {key: go}}
+  - {id: say, actionType: send_message, parameters: {message: "{{id}}"}}`))
+	id := w.begin(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
+	until(t, w.pool, id, executions.Waiting)
+	if _, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	until(t, w.pool, id, executions.Completed)
+	if said := value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
+		t.Errorf("it says %s", said)
+	}
+}

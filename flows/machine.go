@@ -6,7 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"strings"
+	"regexp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -97,6 +97,21 @@ type result struct {
 	Seen    []memory.Sight `json:"seen,omitempty"` // what it read of the memory
 }
 
+// UnmarshalJSON keeps whole numbers whole, however large.
+func (r *result) UnmarshalJSON(raw []byte) error {
+	type plain result
+	record := struct {
+		*plain
+		Set json.RawMessage `json:"set"`
+	}{plain: (*plain)(r)}
+	if err := json.Unmarshal(raw, &record); err != nil {
+		return err
+	}
+	set, err := parsed(record.Set)
+	r.Set, _ = set.(map[string]any)
+	return err
+}
+
 // ready is an action with its templates filled in.
 type ready struct {
 	*action
@@ -152,10 +167,13 @@ func (m *machine) agrees(r ready, recorded result) bool {
 	return err == nil && now.Branch == recorded.Branch && asJSON(now.Set) == asJSON(recorded.Set)
 }
 
+// unordered finds calls whose result comes in any order.
+var unordered = regexp.MustCompile(`\b(keys|values)\s*\(`)
+
 // computes reports whether an action's result follows from the variables alone, and always alike: the order of keys and values does not.
 func (a *action) computes() bool {
 	for _, e := range a.exprs {
-		if e != nil && (strings.Contains(e.text, "keys(") || strings.Contains(e.text, "values(")) {
+		if e != nil && unordered.MatchString(e.text) {
 			return false
 		}
 	}
