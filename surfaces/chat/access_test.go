@@ -5,10 +5,12 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"strings"
 	"testing"
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -62,4 +64,33 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 		t.Errorf("attached again: %d %s", got.StatusCode, body)
 	}
 	close(g.pieces)
+}
+
+// Nor does a participant whose access is revoked get an answer by asking for it once more.
+func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Coffee is a plant."))
+	p := w.process(t)
+	hall, _, err := threads.Open(t.Context(), w.pool, threads.Admin, threads.Thread{Name: "hall"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	access, err := threads.Let(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const body = `{"model":"agent","messages":[{"role":"user","content":"coffee"}]}`
+	headers := append(inThread("hall"), "Idempotency-Key", "k1")
+	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK {
+		t.Fatalf("%d %s", r.StatusCode, text)
+	}
+	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK || !strings.Contains(text, "a plant") {
+		t.Errorf("repeated: %d %s", r.StatusCode, text)
+	}
+	if err := threads.Revoke(t.Context(), w.pool, hall.ID, access); err != nil {
+		t.Fatal(err)
+	}
+	if r, text := p.post(t, body, headers...); r.StatusCode == http.StatusOK || strings.Contains(text, "a plant") {
+		t.Errorf("after it was revoked: %d %s", r.StatusCode, text)
+	}
 }

@@ -160,7 +160,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 		}
 	}
 	if !created {
-		return c.repeated(a, x)
+		return c.repeated(ctx, a, x)
 	}
 	b := c.launch(ctx, x, a.place)
 	b.name = a.Name
@@ -241,10 +241,18 @@ func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admiss
 }
 
 // repeated answers a key that was used before.
-func (c *Chat) repeated(a Ask, x executions.Execution) (begun, error) {
+func (c *Chat) repeated(ctx context.Context, a Ask, x executions.Execution) (begun, error) {
 	first, err := inputOf(x)
 	if err != nil {
 		return begun{}, err
+	}
+	if first.isOf(a.principal()) && first.Thread != "" {
+		switch may, err := c.mayHear(ctx, first); {
+		case err != nil:
+			return begun{}, err
+		case !may: // it was revoked since
+			return begun{}, refused(threads.ErrNotFound)
+		}
 	}
 	id := CompletionID(x.ID)
 	switch {

@@ -81,10 +81,12 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 		if err != nil {
 			return nil, err
 		}
-		if status != executions.Cancelled {
-			continue // it has ended just now, or is cancelled as soon as its step has ended
+		if status.Ended() && status != executions.Cancelled {
+			continue // it has ended just now
 		}
-		cut = append(cut, b.ExecutionID)
+		if status == executions.Cancelled { // else as soon as its step has ended
+			cut = append(cut, b.ExecutionID)
+		}
 		if err := c.keepPartial(ctx, tx, a.thread, x.TraceID, b); err != nil {
 			return nil, err
 		}
