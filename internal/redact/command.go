@@ -88,8 +88,11 @@ func (c *command) firstSecret(s, program string) (from, to int) {
 		}
 		if value, ok := c.flagValue(s, i, end); ok {
 			from, to = c.secretPart(s, value, value+wordEnd(s[value:]))
-			if from < to && s[from:to] != Marker {
+			switch {
+			case from < to && s[from:to] != Marker:
 				return from, to
+			case from < to && c.secret != userAndPassword:
+				return 0, 0 // the program takes one, and that is gone
 			}
 		}
 		i = end

@@ -50,7 +50,7 @@ func walkObject(members map[string]any, depth int) map[string]any {
 	return out.members
 }
 
-// hideDescribed removes the value of an object that says its name: {"name": "password", "value": "…"}.
+// hideDescribed removes the text of an object that says its name: {"name": "password", "value": "…"}.
 func hideDescribed(members map[string]any) {
 	how := ordinary
 	for _, member := range [...]string{"name", "Name", "key", "Key"} {
@@ -59,15 +59,15 @@ func hideDescribed(members map[string]any) {
 		}
 	}
 	for _, member := range [...]string{"value", "Value"} {
-		if hide(how, members[member]) {
+		if _, text := members[member].(string); text && hide(how, members[member]) {
 			members[member] = Marker
 		}
 	}
 }
 
-// wordStrength is the strength of a value that may be the name of another one. It is short enough never to be cut.
+// wordStrength is the strength of a value that may be the name of another one: one word, short enough never to be cut.
 func wordStrength(word string) strength {
-	if len(word) > MinLimit/2 || strings.Contains(word, cutPrefix) {
+	if len(word) > MinLimit/2 || strings.Contains(word, cutPrefix) || strings.ContainsAny(word, " \t\n") {
 		return ordinary
 	}
 	return classify(word)
