@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -46,7 +47,21 @@ type tries struct {
 	from        source
 	wrong       int
 	last, until time.Time
-	given       string // digest of the last wrong text; empty where it may count again
+	given       []string // digests of the last wrong texts that count once
+}
+
+// maxGiven is how many wrong texts of a source are told apart from new ones: those of several browsers behind one address.
+const maxGiven = 8
+
+// remember has a wrong text count once.
+func (t *tries) remember(digest string) {
+	if digest == "" {
+		return
+	}
+	if len(t.given) == maxGiven {
+		t.given = slices.Delete(t.given, 0, 1)
+	}
+	t.given = append(t.given, digest)
 }
 
 // lineState is what the log has of a kind.
@@ -89,12 +104,12 @@ func (g *Guard) judge(r *http.Request, kind Kind, given string, right, strong bo
 	now, from := g.now(), source{kind, clientip.Key(r)}
 	e, wait := g.waiting(from, now)
 	switch {
-	case !right && e != nil && given != "" && e.Value.(*tries).given == given:
+	case !right && e != nil && given != "" && slices.Contains(e.Value.(*tries).given, given):
 	case wait > 0:
 		g.report(r, from, e.Value.(*tries).wrong, now)
 		return &Wait{wait}
 	case !right:
-		g.count(r, e, from, now).given = given
+		g.count(r, e, from, now).remember(given)
 	}
 	return nil
 }
