@@ -179,7 +179,10 @@ func (e *Engine) completeCancels(ctx context.Context) error {
 		return fmt.Errorf("list requested cancels: %w", err)
 	}
 	for _, id := range ids {
-		if _, err := e.tryComplete(ctx, id); err != nil && !postgres.IsCode(err, "55P03") {
+		switch _, err := e.tryComplete(ctx, id); {
+		case ctx.Err() != nil, postgres.Broken(err), err != nil && postgres.Code(err) == "":
+			return err
+		case err != nil && !postgres.IsCode(err, "55P03"):
 			e.log.WarnContext(ctx, "requested cancel not completed yet", "execution", id, "error", err)
 		}
 	}

@@ -56,15 +56,31 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 			value, err = write(ctx)
 			continue
 		}
-		select {
-		case e.locked <- struct{}{}:
-			value, err = write(ctx)
-			<-e.locked
-		case <-ctx.Done():
+		if !e.takeTurn(ctx, time.Until(until)) {
 			return value, err
 		}
+		value, err = inTurn(ctx, e, write)
 	}
 	return value, err
+}
+
+// takeTurn waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends first.
+func (e *Engine) takeTurn(ctx context.Context, patience time.Duration) bool {
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case e.locked <- struct{}{}:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return false
+}
+
+// inTurn makes a write, and gives the turn back.
+func inTurn[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
+	defer func() { <-e.locked }()
+	return write(ctx)
 }
 
 // withKey makes a write with a key that another transaction may hold; name is the key's, empty for a write without one.

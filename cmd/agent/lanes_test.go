@@ -305,8 +305,8 @@ func TestLanesRunHearsThatItsLaneIsTakenAway(t *testing.T) {
 	done := make(chan answer, 1)
 	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 60") }()
 	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
-	began := time.Now()
 	p.must("lanes", "release", "pipeline:x")
+	began := time.Now()
 	if got := <-done; got.code == 0 || time.Since(began) > 6*time.Second {
 		t.Errorf("after %s: %+v", time.Since(began), got)
 	}

@@ -13,7 +13,7 @@ import (
 const (
 	// lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
 	lockPause = 20 * time.Millisecond
-	// turnPatience is for how long it waits for others of its key.
+	// turnPatience is for how long it waits for others of its key, unless the lock is kept from them.
 	turnPatience = 10 * time.Second
 )
 
@@ -45,7 +45,7 @@ func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pg
 func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Context) error) error {
 	l := k.join(key)
 	defer k.leave(key, l)
-	timer := time.NewTimer(turnPatience)
+	timer := time.NewTimer(k.patience(l))
 	defer timer.Stop()
 	select {
 	case <-l.turn:
@@ -56,12 +56,28 @@ func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Co
 	}
 	defer func() { l.turn <- struct{}{} }()
 	patience := LockPatience
-	if l.blocked { // who waited behind one that did not get the lock tries once
+	if k.isBlocked(l) { // who waited behind one that did not get the lock tries once
 		patience = 0
 	}
 	err := again(ctx, patience, k.bounded(write))
+	k.mu.Lock()
 	l.blocked = Locked(err)
+	k.mu.Unlock()
 	return err
+}
+
+// patience is for how long a call waits for others of its key: briefly where the lock is kept.
+func (k *KeyedTx) patience(l *line) time.Duration {
+	if k.isBlocked(l) {
+		return LockPatience
+	}
+	return turnPatience
+}
+
+func (k *KeyedTx) isBlocked(l *line) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return l.blocked
 }
 
 // bounded has a write wait for one of the slots.

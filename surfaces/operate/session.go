@@ -176,7 +176,7 @@ func (s *Session) idled(rest int) {
 	s.slot <- struct{}{} // it may be the rest itself that has it still, and a turn gives it back
 	defer func() { <-s.slot }()
 	s.mu.Lock()
-	again := s.rests != rest // a turn has begun since
+	again := s.rests != rest && !s.closed // a turn has begun since
 	s.mu.Unlock()
 	if again {
 		return
