@@ -79,10 +79,10 @@ type Engine struct {
 	desks       desks
 	paused      atomic.Bool // as far as this process knows
 
-	transactions chan struct{} // has room for as many as may be open at once
-	locked       chan struct{} // has room for one write that has met a lock, and is made again
-	keyed        chan struct{} // has room for half as many first tries with keys as there are connections
-	keys         postgres.LockTurns
+	transactions  chan struct{} // has room for as many as may be open at once
+	retrySlot     chan struct{} // has room for one write that has met a lock, and is made again
+	firstTrySlots chan struct{} // has room for half as many first tries with keys as there are connections
+	keyQueue      postgres.KeyQueue
 }
 
 // longestLease bounds how long the executions of a process that has died are left with it.
@@ -109,8 +109,8 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
 		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
 		alarm: make(chan struct{}, 1), crews: map[string]*crew{},
-		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)), locked: make(chan struct{}, 1),
-		keyed: make(chan struct{}, max(1, pool.Config().MaxConns/2)),
+		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)), retrySlot: make(chan struct{}, 1),
+		firstTrySlots: make(chan struct{}, max(1, pool.Config().MaxConns/2)),
 	}
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)

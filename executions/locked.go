@@ -69,7 +69,7 @@ func (e *Engine) takeTurn(ctx context.Context, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
 	select {
-	case e.locked <- struct{}{}:
+	case e.retrySlot <- struct{}{}:
 		return true
 	case <-timer.C:
 	case <-ctx.Done():
@@ -79,7 +79,7 @@ func (e *Engine) takeTurn(ctx context.Context, patience time.Duration) bool {
 
 // inTurn makes a write, and gives the turn back.
 func inTurn[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
-	defer func() { <-e.locked }()
+	defer func() { <-e.retrySlot }()
 	return write(ctx)
 }
 
@@ -93,7 +93,7 @@ func (e *Engine) holdKey(ctx context.Context, name string, write func() error) e
 	if name == "" {
 		return write()
 	}
-	leave, err := e.keys.Take(ctx, name, e.lockPatience(ctx))
+	leave, err := e.keyQueue.Acquire(ctx, name, e.lockPatience(ctx))
 	if err != nil {
 		return err
 	}
@@ -109,12 +109,12 @@ func (e *Engine) tryKey(ctx context.Context, name string, write func(ctx context
 			return struct{}{}, write(ctx)
 		}
 		if tries > 1 {
-			e.keys.Met(name)
+			e.keyQueue.MarkBlocked(name)
 			return struct{}{}, write(ctx)
 		}
 		select {
-		case e.keyed <- struct{}{}:
-			defer func() { <-e.keyed }()
+		case e.firstTrySlots <- struct{}{}:
+			defer func() { <-e.firstTrySlots }()
 			return struct{}{}, write(ctx)
 		case <-ctx.Done():
 			return struct{}{}, context.Cause(ctx)

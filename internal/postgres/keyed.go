@@ -7,32 +7,19 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
-const (
-	// lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
-	lockPause = 20 * time.Millisecond
-	// turnPatience is for how long it waits for others of its key, unless the lock is kept from them.
-	turnPatience = 10 * time.Second
-)
+// lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
+const lockPause = 20 * time.Millisecond
 
-// KeyedTx runs transactions on behalf of strangers, whose connections nobody's lock may take: of each key one at a time
-// in this process, and none waits for a lock with a connection for longer than a moment. When another transaction keeps
-// the lock for a second, the error is the server's: see [Locked]. The zero value is ready.
+// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most LockTimeout while it waits for a
+// lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked] reports. The zero value
+// is ready, and may be used from many goroutines.
 type KeyedTx struct {
-	// Slots bounds how many are under way at once, by its capacity, so that others have the rest of the connections; nil for no bound.
+	// Slots bounds by its capacity how many are under way at once, so that others have the rest of the connections; nil for no bound.
 	Slots chan struct{}
 
-	mu    sync.Mutex
-	lines map[string]*line
-}
-
-// line is who waits for a key.
-type line struct {
-	turn    chan struct{} // holds a value while nobody has the key
-	n       int
-	blocked bool // the last one did not get its lock
+	queue KeyQueue
 }
 
 // Do is [InTx] for a key. fn may be called several times: each time in a new transaction, when the one before was
@@ -43,81 +30,31 @@ func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pg
 
 // Try is Do for a write that bounds its waits for locks itself, by LockTimeout, and changes nothing when it fails.
 func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Context) error) error {
-	l := k.join(key)
-	defer k.leave(key, l)
-	timer := time.NewTimer(k.patience(l))
-	defer timer.Stop()
+	release, err := k.queue.Acquire(ctx, key, LockPatience)
+	if err != nil {
+		return err
+	}
+	defer release()
+	return again(ctx, LockPatience, func(ctx context.Context) error {
+		err := k.bounded(ctx, write)
+		if Locked(err) {
+			k.queue.MarkBlocked(key)
+		}
+		return err
+	})
+}
+
+// bounded makes a write in one of the slots.
+func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) error) error {
+	if k.Slots == nil {
+		return write(ctx)
+	}
 	select {
-	case <-l.turn:
-	case <-timer.C:
-		return &pgconn.PgError{Severity: "ERROR", Code: codeLocked, Message: "other requests wait for the same lock"}
+	case k.Slots <- struct{}{}:
+		defer func() { <-k.Slots }()
+		return write(ctx)
 	case <-ctx.Done():
 		return context.Cause(ctx)
-	}
-	defer func() { l.turn <- struct{}{} }()
-	patience := LockPatience
-	if k.isBlocked(l) { // who waited behind one that did not get the lock tries once
-		patience = 0
-	}
-	err := again(ctx, patience, k.bounded(write))
-	k.mu.Lock()
-	l.blocked = Locked(err)
-	k.mu.Unlock()
-	return err
-}
-
-// patience is for how long a call waits for others of its key: briefly where the lock is kept.
-func (k *KeyedTx) patience(l *line) time.Duration {
-	if k.isBlocked(l) {
-		return LockPatience
-	}
-	return turnPatience
-}
-
-func (k *KeyedTx) isBlocked(l *line) bool {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return l.blocked
-}
-
-// bounded has a write wait for one of the slots.
-func (k *KeyedTx) bounded(write func(ctx context.Context) error) func(ctx context.Context) error {
-	if k.Slots == nil {
-		return write
-	}
-	return func(ctx context.Context) error {
-		select {
-		case k.Slots <- struct{}{}:
-			defer func() { <-k.Slots }()
-			return write(ctx)
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-	}
-}
-
-// join waits in the line of a key.
-func (k *KeyedTx) join(key string) *line {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	l := k.lines[key]
-	if l == nil {
-		l = &line{turn: make(chan struct{}, 1)}
-		l.turn <- struct{}{}
-		if k.lines == nil {
-			k.lines = map[string]*line{}
-		}
-		k.lines[key] = l
-	}
-	l.n++
-	return l
-}
-
-func (k *KeyedTx) leave(key string, l *line) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if l.n--; l.n == 0 {
-		delete(k.lines, key)
 	}
 }
 
@@ -138,4 +75,52 @@ func again(ctx context.Context, patience time.Duration, write func(ctx context.C
 			return err
 		}
 	}
+}
+
+// KeyQueue lets one goroutine at a time write what a key names, so that of many that wait for a lock one asks the database. The zero
+// value is ready.
+type KeyQueue struct {
+	keys    KeyedMutex[string]
+	mu      sync.Mutex
+	blocked map[string]bool // keys whose writer has met a lock
+}
+
+// Acquire returns when the caller has the key, which release gives back. Behind a writer that has met a lock it fails with a
+// LockedError after patience; behind others it waits until ctx ends.
+func (q *KeyQueue) Acquire(ctx context.Context, key string, patience time.Duration) (release func(), err error) {
+	for {
+		bounded, cancel := context.WithTimeout(ctx, patience)
+		unlock, err := q.keys.Lock(bounded, key)
+		cancel()
+		switch {
+		case err == nil:
+			return func() { q.mark(key, false); unlock() }, nil
+		case ctx.Err() != nil:
+			return nil, err
+		case q.isBlocked(key):
+			return nil, &LockedError{What: "what another request waits for"} // the key may be a secret
+		}
+	}
+}
+
+// MarkBlocked notes that the caller, who has the key, has met a lock.
+func (q *KeyQueue) MarkBlocked(key string) { q.mark(key, true) }
+
+func (q *KeyQueue) mark(key string, blocked bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if !blocked {
+		delete(q.blocked, key)
+		return
+	}
+	if q.blocked == nil {
+		q.blocked = map[string]bool{}
+	}
+	q.blocked[key] = true
+}
+
+func (q *KeyQueue) isBlocked(key string) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.blocked[key]
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -90,52 +89,4 @@ func InTxWithin(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) erro
 		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{BeginQuery: "begin isolation level read committed; set local lock_timeout = '" + LockTimeout + "'"}, fn)
 	}
 	return pgx.BeginFunc(ctx, db, fn)
-}
-
-// LockTurns lets one goroutine at a time write what is named alike, so that of many that wait for a lock one asks the database. The zero value
-// is ready.
-type LockTurns struct {
-	names KeyedMutex[string]
-	mu    sync.Mutex
-	held  map[string]bool // names whose writer has met a lock
-}
-
-// Take returns when it is the caller's turn for what, which ends with leave. Who waits behind a writer that has met a lock gets a LockedError after
-// patience; behind others it waits for as long as ctx.
-func (t *LockTurns) Take(ctx context.Context, what string, patience time.Duration) (leave func(), err error) {
-	for {
-		bounded, cancel := context.WithTimeout(ctx, patience)
-		unlock, err := t.names.Lock(bounded, what)
-		cancel()
-		switch {
-		case err == nil:
-			return func() { t.note(what, false); unlock() }, nil
-		case ctx.Err() != nil:
-			return nil, err
-		case t.isHeld(what):
-			return nil, &LockedError{What: what}
-		}
-	}
-}
-
-// Met notes that the caller, whose turn it is, has met a lock.
-func (t *LockTurns) Met(what string) { t.note(what, true) }
-
-func (t *LockTurns) note(what string, held bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if !held {
-		delete(t.held, what)
-		return
-	}
-	if t.held == nil {
-		t.held = map[string]bool{}
-	}
-	t.held[what] = true
-}
-
-func (t *LockTurns) isHeld(what string) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.held[what]
 }
