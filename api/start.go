@@ -153,32 +153,15 @@ func (s *server) startExecution(r request) (answer, error) {
 	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
 }
 
-// start starts an execution: as an admin's act, or as the child of one that asked for it. The key that an open transaction of somebody
-// else holds is waited for a while.
+// start starts an execution, by the admin, or for the parent that asks for a child. It waits for a moment for an idempotency key that
+// an open transaction holds.
 func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
+	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
 	if spec.ParentID != "" {
-		x, _, err = s.engine.Start(executions.WithLockPatience(ctx, postgres.LockPatience), s.pool, spec)
-		return x, err
+		x, _, err = s.engine.Start(ctx, s.pool, spec)
+	} else {
+		x, _, err = s.engine.StartByAdmin(ctx, spec, reason)
 	}
-	act := activity.Act{
-		Name: "start_execution", Reason: reason, Within: spec.DedupeKey != "", Input: map[string]any{"flow": spec.Flow, "thread_id": spec.ThreadID},
-	}
-	record := func(ctx context.Context) error {
-		_, err := activity.Record(ctx, s.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
-			var created bool
-			if x, created, err = s.engine.StartTx(ctx, tx, spec); err != nil || !created {
-				return activity.Unchanged, err
-			}
-			return begunExecution(x), nil
-		})
-		return err
-	}
-	if !act.Within {
-		err = record(ctx)
-		return x, err
-	}
-	what := fmt.Sprintf("idempotency key %.300q", spec.DedupeKey)
-	err = postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, record), what, "agent_executions")
 	return x, err
 }
 

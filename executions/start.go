@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -71,6 +72,29 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 	}
 	if err != nil {
 		return Execution{}, false, err
+	}
+	return got, created, nil
+}
+
+// StartByAdmin is Start in the engine's pool, recorded in its transaction as an act of the admin. reason may be empty.
+func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got Execution, created bool, err error) {
+	act := activity.Act{
+		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
+	}
+	err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
+		_, err := activity.Record(ctx, e.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
+			if got, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
+				return activity.Unchanged, err
+			}
+			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID}, nil
+		})
+		return err
+	})
+	if err != nil {
+		return Execution{}, false, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
+	}
+	if created && e.works() {
+		e.Look()
 	}
 	return got, created, nil
 }

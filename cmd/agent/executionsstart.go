@@ -99,21 +99,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 			return err
 		}
 	}
-	var x executions.Execution
-	output := map[string]any{}
-	act := activity.Act{Name: "start_execution", Reason: b.reason, Within: b.spec.DedupeKey != "", Input: map[string]any{"flow": b.spec.Flow, "thread_id": b.spec.ThreadID}}
-	created := false
-	what := fmt.Sprintf("idempotency key %.300q", b.spec.DedupeKey)
-	err = within(ctx, s, what, act.Within, func(ctx context.Context) error {
-		_, err := activity.Record(ctx, s.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
-			if x, created, err = a.engine.StartTx(ctx, tx, b.spec); err != nil || !created {
-				return activity.Unchanged, err
-			}
-			output["execution_id"], output["trace_id"] = x.ID, x.TraceID
-			return output, nil
-		})
-		return err
-	}, "agent_executions")
+	x, created, err := a.engine.StartByAdmin(executions.WithLockPatience(ctx, postgres.LockPatience), b.spec, b.reason)
 	if err != nil {
 		return err
 	}
@@ -128,14 +114,6 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
 		return err
 	})
-}
-
-// within makes a write that bounds its waits for locks; a lock of somebody else's open transaction is waited for a while, and explained.
-func within(ctx context.Context, s *session, what string, bounded bool, write func(ctx context.Context) error, tables ...string) error {
-	if !bounded {
-		return write(ctx)
-	}
-	return postgres.ExplainLock(ctx, s.pool, new(postgres.KeyedTx).Try(ctx, what, write), what, tables...)
 }
 
 // openThread makes sure that the flow may speak in its thread, and lets the chat key in that is named.
@@ -313,7 +291,7 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 		what = fmt.Sprintf("event id %.300q", id)
 	}
 	raised := activity.Act{Name: "raise_event", Within: true, Input: map[string]any{"event": event, "key": key, "id": id}}
-	err = within(ctx, s, what, true, func(ctx context.Context) error {
+	err = new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) error {
 		_, err := activity.Record(ctx, s.pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
 			if event == "MESSAGE_RECEIVED" {
 				got, err = receiveMessage(ctx, a, tx, key, data, id)
@@ -324,7 +302,8 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 			return output, err
 		})
 		return err
-	}, "agent_events", "agent_executions", "agent_threads", "agent_locks")
+	})
+	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
 	if postgres.IsCode(err, "22023", "22P02") {
 		return &exitError{exitUsage, err}
 	}
