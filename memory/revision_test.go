@@ -207,6 +207,18 @@ func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
 	}
 }
 
+func TestALateValueIsKeptOnceHoweverOftenItComes(t *testing.T) {
+	pool := pgtest.DB(t)
+	id := late(t, pool, "k")
+	for _, value := range []string{"late", "later"} {
+		note := memory.Note{Key: "k", Value: value, Revision: 1, TraceID: "hb_2"}
+		again, err := memory.KeepConflict(t.Context(), pool, note, refused(t, pool, note), "")
+		if err != nil || (again == id) != (value == "late") {
+			t.Errorf("%s: %s after %s, %v", value, again, id, err)
+		}
+	}
+}
+
 func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	pool := pgtest.DB(t)
 	id := late(t, pool, "k")

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -186,5 +187,57 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
 	if !postgres.IsCode(err, "23514") {
 		t.Errorf("less than the least: %v", err)
+	}
+}
+
+// A pass takes away what it may beside rows that a client has locked, and the next one comes back to those.
+func TestAPassGoesOnBesideLockedRows(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	random(t, pool, rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0)))
+	noteCauses(t, pool)
+	policy := map[string]string{
+		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d", "deliveries": "1d",
+		"outbox": "1d", "budgets": "31d", "hour_counts": "35d",
+	}
+	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
+		t.Fatal(err)
+	}
+	want := read(t, pool)
+	had := want.keys()
+	want.take(policy)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tables := []string{"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals", "agent_webhook_deliveries"}
+	for _, table := range tables {
+		if _, err := tx.Exec(t.Context(), "select from "+table+" order by id limit 3 for update"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	soon, stop := context.WithTimeout(t.Context(), time.Minute)
+	defer stop()
+	if _, err := retention.Run(soon, pool, retention.Options{Anew: true}); err != nil {
+		t.Fatalf("beside locked rows: %v", err)
+	}
+	beside := read(t, pool).keys()
+	for kind, ids := range want.keys() {
+		if gone := slices.DeleteFunc(slices.Clone(ids), func(id string) bool { return slices.Contains(beside[kind], id) }); len(gone) > 0 {
+			t.Errorf("%s that stay are gone: %v", kind, gone)
+		}
+	}
+	if len(beside["executions"]) >= len(had["executions"]) {
+		t.Errorf("all %d executions are left", len(beside["executions"]))
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
+		t.Errorf("afterwards, want -, got +:\n%s", diff)
 	}
 }

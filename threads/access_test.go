@@ -162,3 +162,23 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 		}
 	}
 }
+
+// Of a thread that an earlier release began, without an owner, a webhook endpoint is let into those that webhooks spoke in.
+func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for thread, surface := range map[string]string{"of webhooks": "wh", "of a flow": "fl"} {
+		_, err := db.Exec(t.Context(), `
+			with thread as (insert into agent_threads (id, channel, owner_kind) values ($1, 'chat', '') returning id),
+			run as (insert into agent_executions (trace_id, surface, agent, flow) values (agent_trace_id($2), 'flow', 'a', 'greet') returning id)
+			insert into agent_messages (thread_id, seq, turn, role, content, status, tokens, execution_id)
+			select t.id, 1, 1, 'assistant', 'Hello.', 'sent', 1, r.id from thread t, run r`, thread, surface)
+		if err != nil {
+			t.Fatal(err)
+		}
+		id, known, err := threads.Resolve(t.Context(), db, threads.Principal{Kind: threads.ByWebhook, Owner: "shop"}, thread)
+		if err != nil || known != (surface == "wh") || known && id != thread {
+			t.Errorf("%s: %s, %t, %v", thread, id, known, err)
+		}
+	}
+}

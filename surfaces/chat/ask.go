@@ -333,7 +333,7 @@ func refused(err error) error {
 	case errors.Is(err, threads.ErrTaken):
 		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another X-Thread-Id, or without one.")
 	case postgres.Locked(err):
-		r := broken(http.StatusServiceUnavailable, "thread_busy", "This thread is busy: another transaction has it locked. Please send the message again.")
+		r := broken(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it locked. Please send the message again.")
 		r.RetryAfter = retrySoon
 		return r
 	case errors.Is(err, threads.ErrInvalid):

@@ -21,7 +21,7 @@
 // stores a sentence that says when the limit ends, and its client gets that as the error insufficient_quota.
 //
 // A message is stored by one short transaction. It waits for locks of others without a connection, and for a second at most:
-// then it is refused as thread_busy, 503, and nothing is stored. So one thread that somebody has locked takes no
+// then it is refused as thread_locked, 503, and nothing is stored. So one thread that somebody has locked takes no
 // connections from the visitors of others. Turns use the connections of the engine.
 //
 // A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it

@@ -293,6 +293,50 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 	}
 }
 
+// A turn that another transaction has locked is cancelled when that ends, and what it had said is kept when the next message comes.
+func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t, reply, modeltest.Text("Then tea."))
+	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt })
+	stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	receive(t, g.asked)
+	send(t, g.pieces, "Coffee is")
+	for text := ""; text == ""; {
+		chunk, err := stream.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		text = chunk.Choices[0].Delta.Content
+	}
+	tx, err := w.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := tx.Exec(t.Context(), `select from agent_executions for no key update`); err != nil {
+		t.Fatal(err)
+	}
+	answer := make(chan string, 1)
+	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`) == 1
+	}, "what was said is kept while the turn is locked")
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := receive(t, answer); got != "Then tea." {
+		t.Errorf("answer %q", got)
+	}
+	if status := value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
+		t.Errorf("executions: %s", status)
+	}
+	_ = stream.Close()
+}
+
 func TestAnAnswerIsAttachedTo(t *testing.T) {
 	t.Parallel()
 	for name, elsewhere := range map[string]bool{"in one process": false, "in another process": true} {
@@ -385,7 +429,7 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 				t.Fatal(err)
 			}
 			got, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("held")...)
-			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_busy" || got.Header.Get("Retry-After") == "" {
+			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_locked" || got.Header.Get("Retry-After") == "" {
 				t.Errorf("%d %v %s", got.StatusCode, got.Header, body)
 			}
 			if answer := p.answerTo(t, "other", "three"); answer != "Second." {
