@@ -31,8 +31,8 @@ type unchanged struct{}
 // Recorded says where the row of an act is.
 type Recorded struct{ TraceID, ActivityID string }
 
-// Record makes an admin's change and writes its row, in one transaction and under a trace of its own. change gets that trace and
-// returns the output of the row.
+// Record makes an admin's change and writes its row, in one transaction and under a trace of its own. change gets that
+// trace and returns the output of the row.
 func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error)) (Recorded, error) {
 	r := Recorded{TraceID: cmp.Or(a.TraceID, string(trace.New(trace.Operate)))}
 	inTx := postgres.InTx
@@ -50,7 +50,8 @@ func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx
 	return r, err
 }
 
-// RecordAround is [Record] for work that is more than one transaction: the row is open while it lasts, and has its error.
+// RecordAround is [Record] for work that is more than one transaction: the row is open while it lasts, and has its
+// error.
 func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (output any, err error)) error {
 	e := a.entry(string(trace.New(trace.Operate)))
 	id, err := Open(ctx, db, e)

@@ -8,8 +8,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Audited is a line of the view agent_audit: who did what, to which object, when, why, on whose behalf, with what result. Times are UTC, and texts
-// are cut at 300 characters.
+// Audited is a line of the view agent_audit: who did what, to which object, when, why, on whose behalf, with what
+// result. Times are UTC, and texts are cut at 300 characters.
 type Audited struct {
 	ID          string     `json:"id"`
 	At          time.Time  `json:"at"`

@@ -156,7 +156,7 @@ func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
 	group.Wait()
 }
 
-// silent opens a connection that announces a large body of which nothing follows, and returns the status of the answer:
+// silent opens a connection, announces a large body, sends none of it, and returns the status of the answer:
 // 100 where the body is waited for.
 func silent(t *testing.T, address, header string, length int64) int {
 	t.Helper()

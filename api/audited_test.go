@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// unaudited are the changing routes of which the audit has no row of their own, and why.
+// unaudited lists the changing routes without an audit row, with the reason.
 var unaudited = map[string]string{
 	"POST /v1/events":                            "the event is kept, with who raised it; systems raise many",
 	"POST /v1/executions/{id}/replay":            "changes nothing",

@@ -123,8 +123,8 @@ func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 	}
 }
 
-// An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs in: nothing is
-// held against the address.
+// An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs
+// in: nothing is held against the address.
 func TestAnOldCookieCostsNothing(t *testing.T) {
 	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
 		t.Run(name, func(t *testing.T) {

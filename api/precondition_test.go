@@ -49,7 +49,7 @@ func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
 				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
 			}
 			if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what); n != 0 {
-				t.Errorf("what was refused is recorded %d times", n)
+				t.Errorf("the refusal is recorded %d times", n)
 			}
 			for _, bad := range [][2]string{{"If-Match", strings.Trim(now, `"`)}, {"If-Match", `"0"`}, {"If-Match", ""}, {"If-None-Match", "*"}, {"If-None-Match", now}} {
 				if code, said := act(m.then, bad[0], bad[1]); code != 400 {

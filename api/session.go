@@ -23,7 +23,7 @@ import (
 // A browser that has logged in has a cookie in the place of the token: a random id, when the login ends, and the HMAC
 // of both under a key that is derived from the admin token. So it holds over restarts and at every process that has the
 // same token, and another token ends it. A logout writes the id down until the login would have ended (agent_logouts).
-// Only a cookie that is signed right is looked up there, so that nobody else costs a query.
+// Only a cookie with a valid signature is looked up there. No other cookie costs a query.
 
 const (
 	sessionCookie = "lanekeeper_session"
@@ -86,7 +86,7 @@ func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	}
 }
 
-// of is the request's login; nil without one that holds. An old cookie is as good as none.
+// of returns the request's login; nil without a valid one. An expired cookie counts as none.
 func (s *sessions) of(r *http.Request) (*login, error) {
 	l, err := s.signed(r)
 	if l == nil || err != nil {

@@ -153,8 +153,8 @@ func (s *server) startExecution(r request) (answer, error) {
 	return answer{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
 }
 
-// start starts an execution, by the admin, or for the parent that asks for a child. It waits for a moment for an idempotency key that
-// an open transaction holds.
+// start starts an execution, by the admin, or for the parent that asks for a child. It waits for a moment for an
+// idempotency key that an open transaction holds.
 func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
 	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
 	if spec.ParentID != "" {

@@ -177,8 +177,8 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	return run, ok, nil
 }
 
-// Settle ends a run that was left as skipped because its call awaits an approval, when that call was made: failure is why it did
-// not work, empty when it did.
+// Settle ends a run that was left as skipped because its call awaits an approval, when that call was made: failure is
+// why it did not work, empty when it did.
 func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs

@@ -22,7 +22,7 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 
 // Enable puts an automation into service, whoever took it out. False when it is in service already;
 // [ErrNotFound] when there is none, [ErrProposal] when nobody has accepted it yet, [ErrSkillDisabled] while its skill is
-// disabled. Besides an error nothing has changed.
+// disabled. On error nothing is changed.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a

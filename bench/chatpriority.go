@@ -282,7 +282,8 @@ func (b *chatBench) visit(ctx context.Context, how way, n int, mu *sync.Mutex, r
 	return nil
 }
 
-// say sends a message as a client does, and streams the answer to its end; it returns the turn's trace and when text first came.
+// say sends a message as a client does, and streams the answer to its end; it returns the turn's trace and when text
+// first came.
 func (b *chatBench) say(ctx context.Context, thread, words string, began time.Time) (turn string, first time.Duration, err error) {
 	body, err := json.Marshal(map[string]any{
 		"model": chat.Alias, "stream": true, "metadata": map[string]string{"thread_id": thread}, "messages": []map[string]string{{"role": "user", "content": words}},

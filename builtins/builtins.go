@@ -12,12 +12,12 @@
 //	skill_list             what skills there are, and their state
 //	recent_activity        what it did last, and how that went (package activity)
 //
-// Each is for the agent itself (scope internal). None changes what anybody may do: trust, scope, handler and
-// enabled are not among what they write, and nothing here approves or accepts. Each is idempotent: it reads, or
-// what it writes has a key, and a call that is made again after a crash finds its own work. What the caller got
-// wrong has the class invalid_params and is no failure of the skill. A write to a memory or an objective's note that somebody else
-// has changed answers with both values, and writes nothing ([IsConflict]); what a run has read is kept by who calls ([Sights], [Guarded]). An
-// answer leaves out what would make it too long for a model and says how much that was.
+// Each is for the agent itself (scope internal). None changes what anybody may do: trust, scope, handler and enabled
+// are not among what they write, and nothing here approves or accepts. Each is idempotent: it reads, or what it writes
+// has a key, and a call that is made again after a crash finds its own work. What the caller got wrong has the class
+// invalid_params and is no failure of the skill. A write to a memory or an objective's note that somebody else has
+// changed answers with both values, and writes nothing ([IsConflict]); what a run has read is kept by who calls
+// ([Sights], [Guarded]). An answer leaves out what would make it too long for a model and says how much that was.
 //
 // [New] is the code, for [skills.Options]; [Put] is the rows, for the database. They are two because a row
 // outlives the process, and because a workspace may replace a row: Put never touches one of another source,

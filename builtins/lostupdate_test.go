@@ -441,9 +441,9 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 	return registry, all
 }
 
-// TestNoUpdateIsLostInAnyOrder plays two runs, whose processes are lost, and two admins in random orders against a model: nobody
-// overwrites what they have not read, nobody is refused without need, and every refusal shows what is there. An order has a
-// database to itself while it is played, so its number is enough to play it again.
+// TestNoUpdateIsLostInAnyOrder plays two runs, whose processes are lost, and two admins in random orders against a
+// model: nobody overwrites what they have not read, nobody is refused without need, and every refusal shows what is
+// there. An order has a database to itself while it is played, so its number is enough to play it again.
 func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 	t.Parallel()
 	const tables = 4

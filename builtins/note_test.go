@@ -137,7 +137,7 @@ func TestANoteThatWasCutWasNotRead(t *testing.T) {
 	n := newNoter(t, pool)
 	n.call("objectives_list", map[string]any{})
 	if said := n.note("short"); said["error"] != "conflict" {
-		t.Errorf("a note of which a part was shown was replaced: %v", said)
+		t.Errorf("a partly shown note was replaced: %v", said)
 	}
 	n = newNoter(t, pool)
 	n.call("objectives_list", map[string]any{"objective": "tidy"})

@@ -50,9 +50,9 @@ type objectiveUpdateArgs struct {
 	Revision  float64  `json:"revision"`
 }
 
-// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance). A note replaces the one
-// that the caller has read; where others have changed the objective since, nothing is written, and the answer has both. A call that is made
-// again after a crash finds its own note.
+// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance). A
+// note replaces the one that the caller has read; where others have changed the objective since, nothing is written,
+// and the answer has both. A call that is made again after a crash finds its own note.
 func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args objectiveUpdateArgs) (any, error) {
 	if args.Note == "" && len(args.AddSteps) == 0 {
 		return nil, refuse("say what to change: note or add_steps")

@@ -16,8 +16,8 @@ const anyRevision = -1
 // ClassConflict is the class of a write that did not take place, because the key has changed since the run read it.
 const ClassConflict = "conflict"
 
-// readRevision is the revision of a [memory.Note], or of an objective's note, for that of a call's arguments, where 0, or none, says that
-// there must be none.
+// readRevision is the revision of a [memory.Note], or of an objective's note, for that of a call's arguments, where 0,
+// or none, says that there must be none.
 func readRevision(said float64) int {
 	switch revision := int(said); revision {
 	case 0:
@@ -142,8 +142,8 @@ func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}
 }
 
-// Guarded are the arguments of a call with the revision that its run has read of what it writes, whatever the caller says of it. nil for
-// seen leaves them as they are: nobody keeps what was read.
+// Guarded are the arguments of a call with the revision that its run has read of what it writes, whatever the caller
+// says of it. nil for seen leaves them as they are: nobody keeps what was read.
 func Guarded(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
 	if seen == nil || !guards(s) {
 		return args

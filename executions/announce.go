@@ -49,9 +49,9 @@ type ended struct {
 	Freed       int
 }
 
-// endedIn adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run says so.
-// As part of the batch it holds nothing up, whatever becomes of this process. A sweep ends executions in transactions within its own: what is
-// visible and in progress is of one of them.
+// endedIn adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run
+// says so. As part of the batch it holds nothing up, whatever becomes of this process. A sweep ends executions in
+// transactions within its own: what is visible and in progress is of one of them.
 func endedIn(b *pgx.Batch, into *[]ended) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)

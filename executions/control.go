@@ -51,8 +51,8 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 	})
 }
 
-// CancelTx is Cancel in a transaction of the caller's. It tries once: of an execution that another transaction has locked the
-// cancel is requested when the caller's transaction commits.
+// CancelTx is Cancel in a transaction of the caller's. It tries once: of an execution that another transaction has
+// locked the cancel is requested when the caller's transaction commits.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
 	var status *string
 	err := tx.QueryRow(ctx, cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
@@ -168,7 +168,8 @@ func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err err
 	return done, nil
 }
 
-// completeCancels completes all that are requested and can be. Each is a transaction: one that cannot delays no other, and no sweep.
+// completeCancels completes all that are requested and can be. Each is a transaction: one that cannot delays no other,
+// and no sweep.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
 	if err != nil {
@@ -195,11 +196,12 @@ type Delivered struct {
 	Resumed []string `json:"resumed"` // executions whose wait it ended
 }
 
-// Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first
-// that will. id, where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its own: in a
-// process that runs executions that is one statement, which also claims what it woke where this process has a worker free for it, so that it
-// goes on at once; events of other callers at the same time share the commit. An id or a wait that an open transaction holds is waited for
-// as WithLockPatience says. In a transaction, workers hear of it when that commits.
+// Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first that will. id,
+// where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its
+// own: in a process that runs executions that is one statement, which also claims what it woke where this process has a
+// worker free for it, so that it goes on at once; events of other callers at the same time share the commit. An id or a
+// wait that an open transaction holds is waited for as WithLockPatience says. In a transaction, workers hear of it when
+// that commits.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")

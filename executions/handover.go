@@ -21,7 +21,8 @@ type occurrence struct {
 	raiser     string // see raiser
 }
 
-// lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database gives to one event at a time.
+// lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database
+// gives to one event at a time.
 func (o occurrence) lockName() string {
 	if o.id == nil {
 		return fmt.Sprintf("the wait for %s %.300q", o.event, o.key)

@@ -11,14 +11,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// lockPatience is how long a statement that a client's open transaction may hold up waits for a lock, and holds its connection. Functions of
-// the database have the same setting.
+// lockPatience is how long a statement that a client's open transaction may hold up waits for a lock, and holds its
+// connection. Functions of the database have the same setting.
 const lockPatience = postgres.LockTimeout
 
 type lockPatienceKey struct{}
 
-// WithLockPatience bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for as long as a worker's
-// lease lasts without it. Then they fail with a postgres.LockedError, and nothing has changed. Between two tries they hold no connection.
+// WithLockPatience bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for
+// as long as a worker's lease lasts without it. Then they fail with a postgres.LockedError, and nothing has changed.
+// Between two tries they hold no connection.
 func WithLockPatience(ctx context.Context, patience time.Duration) context.Context {
 	return context.WithValue(ctx, lockPatienceKey{}, patience)
 }
@@ -41,9 +42,9 @@ const longestLocked = 200 * time.Millisecond
 // freeRetries is how many retries of a write need no turn: a lock that others hold for a moment is free by then.
 const freeRetries = 3
 
-// retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says. Between two tries it
-// holds no connection. Writes that go on meeting a lock take turns and hold one connection among all of them: a transaction that somebody
-// has left open delays nobody else's work.
+// retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says.
+// Between two tries it holds no connection. Writes that go on meeting a lock take turns and hold one connection among
+// all of them: a transaction that somebody has left open delays nobody else's work.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	until := time.Now().Add(e.lockPatience(ctx))
 	value, err := write(ctx)
@@ -88,7 +89,8 @@ func (e *Engine) withKey(ctx context.Context, name string, write func(ctx contex
 	return e.holdKey(ctx, name, func() error { return e.tryKey(ctx, name, write) })
 }
 
-// holdKey calls write when no other call of this process writes with the key: of many that wait for it, one asks the database.
+// holdKey calls write when no other call of this process writes with the key: of many that wait for it, one asks the
+// database.
 func (e *Engine) holdKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
 		return write()

@@ -65,8 +65,9 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// undisturbed fails where the slowest take longer than 100 ms, which is what is promised, and four times as long as they did by themselves: a machine on
-// which much else runs is slow in both measurements. What it is about would cost as much as the transaction is open.
+// undisturbed fails where the slowest take longer than 100 ms, which is what is promised, and four times as long as
+// they did by themselves: a machine on which much else runs is slow in both measurements. What it is about would cost
+// as much as the transaction is open.
 func undisturbed(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
 	const promised, tries = 100 * time.Millisecond, 3

@@ -77,8 +77,8 @@ func tooLate[T any](ctx context.Context, r *run, s spec) (T, error) {
 	return keep(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
-// Changed ends the run, because a step's record belongs to another input than the code now has, and returns the error that says so. A
-// step that depends on more than its [Input] finds that out by itself.
+// Changed ends the run, because a step's record belongs to another input than the code now has, and returns the error
+// that says so. A step that depends on more than its [Input] finds that out by itself.
 func Changed(ctx context.Context, step string) error {
 	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
 	if r, _ := runOf(ctx); r != nil {

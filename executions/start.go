@@ -49,9 +49,10 @@ type Spec struct {
 	ProgressSeconds int
 }
 
-// Start inserts a pending execution together with its wake-up, in one transaction of db. With a pool for db, whichever it is, the engine
-// uses its own; in a process that runs executions that is one statement, and its workers look at once. The second return value is false when the
-// dedupe key was taken; then the execution is the earlier one. A key that an open transaction holds is waited for as WithLockPatience says.
+// Start inserts a pending execution together with its wake-up, in one transaction of db. With a pool for db, whichever
+// it is, the engine uses its own; in a process that runs executions that is one statement, and its workers look at
+// once. The second return value is false when the dedupe key was taken; then the execution is the earlier one. A key
+// that an open transaction holds is waited for as WithLockPatience says.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
 	switch {
 	case !isPool(db):

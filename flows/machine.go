@@ -138,7 +138,7 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	if err != nil {
 		return nil, err
 	}
-	if recorded && !m.agrees(r, got) {
+	if recorded && !m.sameResult(r, got) {
 		return nil, executions.Changed(ctx, a.key)
 	}
 	m.seen.Add(got.Seen...)
@@ -151,9 +151,9 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	return m.follow(ctx, r, got)
 }
 
-// agrees reports whether a recorded action computes the same from the variables of now. A fork with another input may keep a record
-// that it contradicts: what an expression reads is not in the action's own input.
-func (m *machine) agrees(r ready, recorded result) bool {
+// sameResult recomputes a recorded action and reports whether the result is the recorded one. Expressions read variables
+// that the action's fingerprint does not cover, and a fork with another input may keep such a record.
+func (m *machine) sameResult(r ready, recorded result) bool {
 	if recorded.Skipped || !r.computes() {
 		return true
 	}
@@ -170,7 +170,8 @@ func (m *machine) agrees(r ready, recorded result) bool {
 // unordered finds calls whose result comes in any order.
 var unordered = regexp.MustCompile(`\b(keys|values)\s*\(`)
 
-// computes reports whether an action's result follows from the variables alone, and always alike: the order of keys and values does not.
+// computes reports whether an action's result follows from the variables alone, and always alike: the order of keys and
+// values does not.
 func (a *action) computes() bool {
 	for _, e := range a.exprs {
 		if e != nil && unordered.MatchString(e.text) {

@@ -64,9 +64,8 @@ const conflictColumns = `
 		  from agent_memory_conflicts c
 		  left join agent_memory m on m.category = c.category and m.key = c.key and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
-// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id: that of an open one with the same value,
-// where there is one. [ErrConflictsFull] when 1,000 are
-// undecided. executionID may be empty.
+// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id: that of an open one
+// with the same value, where there is one. [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
 func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
 	found := Entry{}
 	if c.Theirs != nil {

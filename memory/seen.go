@@ -48,7 +48,8 @@ func SightsIn(answer []byte, upto int) []Sight {
 	return found
 }
 
-// ShownIn are the values in an answer's list, and its "theirs", that end within the first upto bytes of the answer, a JSON object.
+// ShownIn are the values in an answer's list, and its "theirs", that end within the first upto bytes of the answer, a
+// JSON object.
 func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	var found []json.RawMessage
 	decoder := json.NewDecoder(bytes.NewReader(answer))

@@ -126,9 +126,10 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 	return tag.RowsAffected() > 0, nil
 }
 
-// SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the
-// caller has read, or [Unread]: then there must be no note. With [ErrConflict], which tells that it is otherwise, the objective is
-// returned as it is. 0 replaces whatever is there. It is [ErrNotActive] for an objective that is not worked on or proposed.
+// SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
+// has read, or [Unread]: then there must be no note. With [ErrConflict], which tells that it is otherwise, the
+// objective is returned as it is. 0 replaces whatever is there. It is [ErrNotActive] for an objective that is not
+// worked on or proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)

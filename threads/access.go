@@ -158,8 +158,8 @@ func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, err
 // AccessChannel has a notification for each access that was revoked, with the id of the thread.
 const AccessChannel = "agent_thread_access"
 
-// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNoAccess] when the thread has no such
-// access, [ErrNotFound] when there is no such thread. Who hears the thread is told on [AccessChannel].
+// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNoAccess] when the thread
+// has no such access, [ErrNotFound] when there is no such thread. Who hears the thread is told on [AccessChannel].
 func Revoke(ctx context.Context, db postgres.DB, thread, id string) error {
 	tag, err := db.Exec(ctx, `
 		with revoked as (delete from agent_thread_access where id = @id and thread_id = @thread returning thread_id)

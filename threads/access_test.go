@@ -163,7 +163,8 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	}
 }
 
-// Of a thread that an earlier release began, without an owner, a webhook endpoint is let into those that webhooks spoke in.
+// Of a thread that an earlier release began, without an owner, a webhook endpoint is let into those that webhooks spoke
+// in.
 func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

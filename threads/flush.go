@@ -15,8 +15,8 @@ import (
 const flushed = 100
 
 // Flush sends what is queued in a thread and may leave now, in its order, and says how many messages that was. It is
-// called whenever a thread changes hands; the sweep of the executions does it, too. A thread that another transaction has locked is an error with
-// SQLSTATE 55P03, and left to the sweep.
+// called whenever a thread changes hands; the sweep of the executions does it, too. A thread that another transaction
+// has locked is an error with SQLSTATE 55P03, and left to the sweep.
 func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	all := 0
 	for {

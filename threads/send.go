@@ -78,8 +78,8 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 }
 
 // SendTx is Send in a transaction of the caller's, for the claim that o names or for nobody. A claim that is over is an
-// error with SQLSTATE LK001; an unknown channel or target one with 22023. It waits for postgres.LockTimeout at most for a thread that another
-// transaction has locked, and is an error with 55P03 then: try again in another transaction.
+// error with SQLSTATE LK001; an unknown channel or target one with 22023. It waits for postgres.LockTimeout at most for
+// a thread that another transaction has locked, and is an error with 55P03 then: try again in another transaction.
 func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	content := postgres.Text(o.Content)
 	if strings.TrimSpace(content) == "" {

@@ -33,8 +33,8 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) 
 }
 
 // Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
-// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems]. What changed is
-// recorded as an admin's act.
+// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems].
+// What changed is recorded as an admin's act.
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
 	var diff Diff
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {

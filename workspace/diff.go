@@ -44,8 +44,8 @@ type Change struct {
 	New   json.RawMessage `json:"new"`
 }
 
-// byAdmin are the changes that would overwrite what an admin has declared in the database, as agent objectives add does. To take
-// over what says the same, and to add steps, overwrites nothing.
+// byAdmin are the changes that would overwrite what an admin has declared in the database, as agent objectives add
+// does. To take over what says the same, and to add steps, overwrites nothing.
 func (i Item) byAdmin() (lost []Change) {
 	admins := slices.ContainsFunc(i.Changes, func(c Change) bool { return c.Field == "source" && string(c.Old) == `"admin"` })
 	if !admins {

@@ -227,9 +227,9 @@ func paused(run automations.Run, failure error) bool {
 	return run.Cause != automations.Manual && errors.As(failure, &step) && step.Class == classDisabled
 }
 
-// Finish records how a claimed run went, in a step, and returns its status. failure is Work's, or [GivenBack]; the error returned
-// is that of the run, for its row. A run that awaits an approval ends as skipped, and says so: what is approved is done by the
-// follow-through of a heartbeat, which settles the run.
+// Finish records how a claimed run went, in a step, and returns its status. failure is Work's, or [GivenBack]; the
+// error returned is that of the run, for its row. A run that awaits an approval ends as
+// skipped, with that as its error. The follow-through of a heartbeat makes the approved call and settles the run.
 func Finish(ctx context.Context, a automations.Automation, run automations.Run, output json.RawMessage, failure error, effect *executions.Effect) (string, error) {
 	ended := automations.Result{}
 	if output != nil {

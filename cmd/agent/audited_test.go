@@ -36,7 +36,7 @@ goal: Tidy up.
 steps: [look]
 `
 
-// unaudited are the commands of which the audit has no row of their own, and why.
+// unaudited lists the commands without an audit row, with the reason.
 var unaudited = map[string]string{
 	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads", "why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
 	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
@@ -52,7 +52,8 @@ var unaudited = map[string]string{
 	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row", "mcp accept": "has a row; see the tests of quarantine",
 }
 
-// auditedCommands are the others, in an order in which each changes something: with the object that the audit names, and the reason.
+// auditedCommands are the others, in an order in which each changes something: with the object that the audit names,
+// and the reason.
 func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
 	one := func(sql string, args ...any) (id string) {
 		t.Helper()

@@ -81,7 +81,8 @@ func keepLate(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	return id
 }
 
-// TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown sends the forms of pages that were opened before somebody else wrote.
+// TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown sends the forms of pages that were opened before somebody else
+// wrote.
 func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
 	t.Parallel()
 	database := pgtest.URL(t)

@@ -35,7 +35,8 @@ func (h *hall) heldOpen(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request from many connections until stop is called, which returns the answers by status, and one of 503.
+// flood repeats a request from many connections until stop is called, which returns the answers by status, and one of
+// 503.
 func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup

@@ -29,8 +29,8 @@ func (c *cli) objectivesCommand() *cobra.Command {
 		c.objectivesStatusCommand("resume NAME", "Work on a paused objective again", "resume_objective", objectives.Paused, objectives.Active))
 }
 
-// act changes something as an admin does: the change and its row, under a trace of its own, are one transaction. input names the
-// object, and has the reason where there is one. A change that changed nothing leaves no row.
+// act changes something as an admin does: the change and its row, under a trace of its own, are one transaction. input
+// names the object, and has the reason where there is one. A change that changed nothing leaves no row.
 func act(ctx context.Context, s *session, verb string, input map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
 	return actSaying(ctx, s, verb, input, map[string]any{}, change)
 }

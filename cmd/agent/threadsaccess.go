@@ -120,8 +120,8 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 	return cmd
 }
 
-// canBeLetIn refuses a participant that is not there, as far as that is known here: flows of other programs are not, nor are the keys of
-// a server elsewhere.
+// canBeLetIn refuses a participant that is not there, as far as that is known here: flows of other programs are not,
+// nor are the keys of a server elsewhere.
 func canBeLetIn(ctx context.Context, s *session, to threads.Principal) error {
 	switch keys := slices.Sorted(maps.Keys(s.config.ChatKeys)); {
 	case to.Kind == threads.ByWebhook:

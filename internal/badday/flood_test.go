@@ -17,11 +17,9 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/fstest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
 const (
@@ -47,13 +45,7 @@ actions:
 func TestStrangersStopNobody(t *testing.T) {
 	const chatKey = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(signedEndpoint)}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := workspace.Apply(t.Context(), admin(t, url), files); err != nil {
-		t.Fatal(err)
-	}
+	declare(t, url, signedEndpoint)
 	for name, c := range map[string]struct{ path, header string }{
 		"no endpoint":      {"/webhooks/nothing", ""},
 		"signed endpoint":  {"/webhooks/signed", "X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nX-GitHub-Delivery: 1\r\n"},

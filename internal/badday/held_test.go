@@ -12,6 +12,8 @@ import (
 	"testing/fstest"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -26,12 +28,10 @@ actions:
     key: "{body.key}"
 `
 
-// TestAHeldThreadStopsNobodyElse: while a transaction has a thread's row, who writes into it is told to come again, and
-// other visitors, webhooks, readiness and the admin go on.
-func TestAHeldThreadStopsNobodyElse(t *testing.T) {
-	const key = "a-long-random-text-of-the-chat"
-	url := pgtest.URL(t)
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(bearerEndpoint)}})
+// declare applies a workspace of one document, and returns an admin's pool of the database.
+func declare(t *testing.T, url, document string) *pgxpool.Pool {
+	t.Helper()
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(document)}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,6 +39,15 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	if _, err := workspace.Apply(t.Context(), pool, files); err != nil {
 		t.Fatal(err)
 	}
+	return pool
+}
+
+// TestAHeldThreadStopsNobodyElse: while a transaction has a thread's row, who writes into it is told to come again, and
+// other visitors, webhooks, readiness and the admin go on.
+func TestAHeldThreadStopsNobodyElse(t *testing.T) {
+	const key = "a-long-random-text-of-the-chat"
+	url := pgtest.URL(t)
+	pool := declare(t, url, bearerEndpoint)
 	a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+key, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
 	eventually(t, "the process is ready", func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
 	say := func(ctx context.Context, thread string) answer {

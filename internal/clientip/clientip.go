@@ -95,8 +95,8 @@ func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
 }
 
 // Handler serves requests whose context has the address that [Of] and [Key] return. A request that a handler makes of
-// another one keeps its address. A forwarded address that is not believed is logged, at most once in [logEvery]: the peer
-// may be a proxy that nobody has listed.
+// another one keeps its address. A forwarded address that is not believed is logged, at most once in [logEvery]: the
+// peer may be a proxy that nobody has listed.
 func (t Trusted) Handler(next http.Handler, log *slog.Logger) http.Handler {
 	var logged atomic.Int64
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

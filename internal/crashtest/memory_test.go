@@ -25,10 +25,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command line add words to one
-// memory, each to what it has read, while the processes die at random moments. In the end every word whose writer heard, or was recorded
-// as having heard, that it was written is in the value, once. What a heartbeat noted is there, or in a conflict that was recorded, unless
-// its execution was given up.
+// TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command
+// line add words to one memory, each to what it has read, while the processes die at random moments. In the end every
+// word whose writer heard, or was recorded as having heard, that it was written is in the value, once. What a heartbeat
+// noted is there, or in a conflict that was recorded, unless its execution was given up.
 func TestNoMemoryIsLostWhateverDies(t *testing.T) {
 	t.Parallel()
 	rounds, moments := 1, 20
@@ -374,7 +374,8 @@ type toolAnswer struct {
 	Revision int     `json:"revision"`
 }
 
-// think is the model. What it says depends only on what it is shown, and on the key of the request, which is the same when it is asked again.
+// think is the model. What it says depends only on what it is shown, and on the key of the request, which is the same
+// when it is asked again.
 func (x *words) think(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
 		return x.pursue(request, req)
@@ -436,7 +437,8 @@ func answered(req openai.ChatCompletionRequest) *toolAnswer {
 	return &said
 }
 
-// pursue is the model of a heartbeat: it notes a word, and thinks until somebody else has written. So the note comes too late, mostly.
+// pursue is the model of a heartbeat: it notes a word, and thinks until somebody else has written. So the note comes
+// too late, mostly.
 func (x *words) pursue(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	key, over := x.subject()
 	said := 0

@@ -15,7 +15,8 @@
 //   - The memory is bounded. An address that is pushed out begins again; no address has to wait for another's tries.
 //   - Wrong tries are logged, at most one line per kind and logEvery. A line says how many had none.
 //
-// [Weak] is what a secret has to pass at the start of the program, and a bearer token of a webhook before it is compared.
+// [Weak] is what a secret has to pass at the start of the program, and a bearer token of a webhook before it is
+// compared.
 package credentials
 
 import (

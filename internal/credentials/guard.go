@@ -50,7 +50,8 @@ type tries struct {
 	given       []string // digests of the last wrong texts that count once
 }
 
-// maxGiven is how many wrong texts of a source are told apart from new ones: those of several browsers behind one address.
+// maxGiven is how many wrong texts of a source are told apart from new ones: those of several browsers behind one
+// address.
 const maxGiven = 8
 
 // remember has a wrong text count once.

@@ -12,11 +12,12 @@ import (
 // lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
 const lockPause = 20 * time.Millisecond
 
-// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most LockTimeout while it waits for a
-// lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked] reports. The zero value
-// is ready, and may be used from many goroutines.
+// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most LockTimeout while it
+// waits for a lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked]
+// reports. The zero value is ready, and may be used from many goroutines.
 type KeyedTx struct {
-	// Slots bounds by its capacity how many are under way at once, so that others have the rest of the connections; nil for no bound.
+	// Slots bounds by its capacity how many are under way at once, so that others have the rest of the connections; nil
+	// for no bound.
 	Slots chan struct{}
 
 	queue KeyQueue
@@ -77,16 +78,16 @@ func again(ctx context.Context, patience time.Duration, write func(ctx context.C
 	}
 }
 
-// KeyQueue lets one goroutine at a time write what a key names, so that of many that wait for a lock one asks the database. The zero
-// value is ready.
+// KeyQueue lets one goroutine at a time write what a key names, so that of many that wait for a lock one asks the
+// database. The zero value is ready.
 type KeyQueue struct {
 	keys    KeyedMutex[string]
 	mu      sync.Mutex
 	blocked map[string]bool // keys whose writer has met a lock
 }
 
-// Acquire returns when the caller has the key, which release gives back. Behind a writer that has met a lock it fails with a
-// LockedError after patience; behind others it waits until ctx ends.
+// Acquire returns when the caller has the key, which release gives back. Behind a writer that has met a lock it fails
+// with a LockedError after patience; behind others it waits until ctx ends.
 func (q *KeyQueue) Acquire(ctx context.Context, key string, patience time.Duration) (release func(), err error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, patience)

@@ -13,7 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// While one transaction keeps a lock, those of a key that want it have one connection between them, now and then, and give up.
+// While one transaction keeps a lock, those of a key that want it have one connection between them, now and then, and
+// give up.
 func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)

@@ -16,7 +16,8 @@ type turn struct {
 	users int
 }
 
-// Lock returns when the caller has the key; the caller gives it back with the returned function. When ctx ends first, it returns its cause.
+// Lock returns when the caller has the key; the caller gives it back with the returned function. When ctx ends first,
+// it returns its cause.
 func (m *KeyedMutex[K]) Lock(ctx context.Context, key K) (unlock func(), err error) {
 	mine := m.join(key)
 	select {

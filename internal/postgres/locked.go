@@ -42,8 +42,8 @@ func Locked(err error) bool {
 	return locked || IsCode(err, codeLocked)
 }
 
-// ExplainLock makes a LockedError of an error that reports a lock, with the transactions that write to one of tables and have been open for
-// longest. Other errors stay as they are.
+// ExplainLock makes a LockedError of an error that reports a lock, with the transactions that write to one of tables
+// and have been open for longest. Other errors stay as they are.
 func ExplainLock(ctx context.Context, db DB, err error, what string, tables ...string) error {
 	if !Locked(err) {
 		return err
@@ -55,7 +55,8 @@ func ExplainLock(ctx context.Context, db DB, err error, what string, tables ...s
 	return &LockedError{What: what, Holders: holders, cause: err}
 }
 
-// OpenTransactions names up to three transactions of others that have been open for longest and write to one of tables, or lock its rows.
+// OpenTransactions names up to three transactions of others that have been open for longest and write to one of tables,
+// or lock its rows.
 func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, error) {
 	var open string
 	err := db.QueryRow(ctx, `
@@ -83,7 +84,8 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 	return open, nil
 }
 
-// InTxWithin is InTx whose waits for locks are bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that transaction sets its own bound.
+// InTxWithin is InTx whose waits for locks are bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that
+// transaction sets its own bound.
 func InTxWithin(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 	if b, ok := db.(txBeginner); ok {
 		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{BeginQuery: "begin isolation level read committed; set local lock_timeout = '" + LockTimeout + "'"}, fn)

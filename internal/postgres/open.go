@@ -60,9 +60,9 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 	return pool, nil
 }
 
-// Reserve returns another pool to the database of pool, which was made by [Open], with at most n connections that nobody takes who has
-// only that one. Where no pooler is in between, its statements wait for a lock for a second at most, unless they say otherwise, and fail with
-// SQLSTATE 55P03 then. It opens no connection yet. The caller closes it.
+// Reserve returns another pool to the database of pool, which was made by [Open], with at most n connections that
+// nobody takes who has only that one. Where no pooler is in between, its statements wait for a lock for a second at
+// most, unless they say otherwise, and fail with SQLSTATE 55P03 then. It opens no connection yet. The caller closes it.
 func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
@@ -99,9 +99,9 @@ func Pooled(pool *pgxpool.Pool) bool {
 	return ok && g.pooled
 }
 
-// cutsPassword reports whether an @ stands behind the user information of a URL, which ends at the first @, as in libpq,
-// or before a slash. Then a password had an @ or a slash in it, and errors would name a piece of it as the host or as
-// the database.
+// cutsPassword reports whether an @ stands behind the user information of a URL, which ends at the first @, as in
+// libpq, or before a slash. Then a password had an @ or a slash in it, and errors would name a piece of it as the host
+// or as the database.
 func cutsPassword(url string) bool {
 	scheme, rest, found := strings.Cut(url, "://")
 	if !found || !strings.HasPrefix(scheme, "postgres") {

@@ -42,9 +42,9 @@ var countingWords = [...]string{
 	"input", "output", "cached", "reasoning", "fencing", "cost", "price", "rate", "expires", "expiry", "ttl", "per", "details", "used",
 }
 
-// Key reports whether a value under this name is taken for a secret. Letter case, accents, invisible characters, dashes,
-// underscores, dots and spaces do not matter. Names that count tokens (token_usage, max_tokens)
-// and fencing tokens are not secret.
+// Key reports whether a value under this name is taken for a secret. Letter case, accents, invisible characters,
+// dashes, underscores, dots and spaces do not matter. Names that count tokens (token_usage, max_tokens) and fencing
+// tokens are not secret.
 func Key(name string) bool { return classify(name) != ordinary }
 
 // Hides reports whether a value under this name is taken for a secret. Unlike [Key] it looks at

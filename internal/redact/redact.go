@@ -22,8 +22,8 @@
 //   - What is cut says how much was cut. Removal comes before cutting, so no cut saves half a secret.
 //   - Doing it twice with the same limit changes nothing more.
 //
-// What it cannot know: a secret that looks like ordinary text under an ordinary name, one whose shape is that of an id or
-// of a hash, or one that is encoded (base64, percent) and has no telling name.
+// What it cannot know: a secret that looks like ordinary text under an ordinary name, one whose shape is that of an id
+// or of a hash, or one that is encoded (base64, percent) and has no telling name.
 //
 // Everything here is safe for concurrent use.
 package redact

@@ -230,8 +230,9 @@ func TestSampling(t *testing.T) {
 	}
 }
 
-// TestAnEndThatIsWrittenSlowlyIsSent: its event gets its id when the exporter can see that it is being written. Here the server is
-// slow to write the last step while the exporter passes. The end waits for no lock: that is bounded, and who writes an end tries again then.
+// TestAnEndThatIsWrittenSlowlyIsSent: its event gets its id when the exporter can see that it is being written. Here
+// the server is slow to write the last step while the exporter passes. The end waits for no lock: that is bounded, and
+// who writes an end tries again then.
 func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)

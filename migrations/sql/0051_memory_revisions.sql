@@ -28,8 +28,9 @@ begin
   return null;
 end $$;
 
--- What an insert returns was made before agent_memory_began has run. This is the revision that the new row will have: no other
--- session can delete the key any more, and a volatile function sees the deletion that the insert has waited for.
+-- What an insert returns was made before agent_memory_began has run. This is the revision that the new row will have:
+-- no other session can delete the key any more, and a volatile function sees the deletion that the insert has waited
+-- for.
 create function agent_memory_revision(in_category text, in_key text, in_revision int) returns int language sql volatile as $$
   select greatest(in_revision, 1 + coalesce((
     select g.revision from agent_memory_forgotten g where g.category = in_category and g.key = in_key), 0))

@@ -1,10 +1,10 @@
 -- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
 -- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
 --
--- Locks: a skill's row before its automations' rows. Inserting an automation, or giving it another skill, locks the skill, so either
--- that sees that the skill is disabled, or the disabling sees the automation. Any other update reads the skill after it has locked
--- the automation's row. A change of the skill locks the rows of all its automations before it looks which are enabled: an update
--- that is under way is waited for, and seen.
+-- Locks: a skill's row before its automations' rows. Inserting an automation, or giving it another skill, locks the
+-- skill, so either that sees that the skill is disabled, or the disabling sees the automation. Any other update reads
+-- the skill after it has locked the automation's row. A change of the skill locks the rows of all its automations
+-- before it looks which are enabled: an update that is under way is waited for, and seen.
 
 create function pause_agent_automations() returns trigger language plpgsql as $$
 begin

@@ -1,8 +1,9 @@
 -- What a client has locked in an open transaction delays what concerns it, and nothing else.
 --
--- The sweep, the pruning and the flush of queued messages walk through rows of many owners in one transaction. They waited for a lane, or for another
--- row that follows from an end, for as long as a client had it locked: no timer fired meanwhile, in any process. Now they pass over what is
--- locked and come back to it. Lanes are tried without waiting. Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
+-- The sweep, the pruning and the flush of queued messages walk through rows of many owners in one transaction. They
+-- waited for a lane, or for another row that follows from an end, for as long as a client had it locked: no timer fired
+-- meanwhile, in any process. Now they pass over what is locked and come back to it. Lanes are tried without waiting.
+-- Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
 
 create function agent_with_free_lanes(p_ids uuid[]) returns uuid[]
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
@@ -130,7 +131,7 @@ begin
       held := held + 1;
     end;
   end loop;
-  -- Ends that nobody has told the parent of: before timers, because who has ended was not too late.
+  -- Ends that nobody has told the parent of: before timers, so that a child that has ended does not count as timed out.
   for e in
     select t.child, array(select x.id from agent_executions x
                            where x.waiting_for = 'agent' and x.waiting_key = t.child::text and (x.status = 'waiting') is true) as parents

@@ -1,4 +1,5 @@
--- An execution whose cancel is requested is not claimed: whoever had it locked when the cancel came may have left it ready.
+-- An execution whose cancel is requested is not claimed: whoever had it locked when the cancel came may have left it
+-- ready.
 
 create or replace function claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean)
@@ -60,7 +61,8 @@ begin
     ids := ids || c.id;
     exit when cardinality(ids) >= p_limit;
   end loop;
-  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over: the caller asks again soon.
+  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over: the caller asks again
+  -- soon.
   if cardinality(ids) < p_limit then
     perform set_config('lanekeeper.missed', 'yes', true)
        from unnest(kinds, surfaces) t (flow, surface)

@@ -16,7 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// A participant whose access is revoked hears no more: the stream ends while the answer is made, and cannot be attached to.
+// A participant whose access is revoked hears no more: the stream ends while the answer is made, and cannot be attached
+// to.
 func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()

@@ -247,7 +247,7 @@ func (c *Chat) repeated(ctx context.Context, a Ask, x executions.Execution) (beg
 		return begun{}, err
 	}
 	if first.isOf(a.principal()) && first.Thread != "" {
-		switch may, err := c.mayHear(ctx, first); {
+		switch may, err := c.hasAccess(ctx, first); {
 		case err != nil:
 			return begun{}, err
 		case !may: // it was revoked since

@@ -20,9 +20,9 @@
 // connection ends that has waited too long for an admin's approval. A turn that the limit of a day keeps from answering
 // stores a sentence that says when the limit ends, and its client gets that as the error insufficient_quota.
 //
-// A message is stored by one short transaction. It waits for locks of others without a connection, and for a second at most:
-// then it is refused as thread_locked, 503, and nothing is stored. So one thread that somebody has locked takes no
-// connections from the visitors of others. Turns use the connections of the engine.
+// A message is stored by one short transaction. It waits for locks of others without a connection, and for a second at
+// most: then it is refused as thread_locked, 503, and nothing is stored. So one thread that somebody has locked takes
+// no connections from the visitors of others. Turns use the connections of the engine.
 //
 // A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
 // ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits

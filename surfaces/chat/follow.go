@@ -16,8 +16,8 @@ import (
 // pollEvery is how often a turn that goes on in another process is looked after.
 const pollEvery = 200 * time.Millisecond
 
-// auditEvery is how often a stream looks whether its visitor was shut out, where no notification says so.
-const auditEvery = 15 * time.Second
+// accessCheckInterval is the pause between two checks of a stream's access, for revocations without a notification.
+const accessCheckInterval = 15 * time.Second
 
 // notice is how a connection ends that has waited too long for an admin. It is not part of the conversation.
 const notice = "An admin has to approve a step before I can go on. The answer will come into this conversation when that is done."
@@ -40,10 +40,10 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 	defer idle.Stop()
 	poll := time.NewTicker(pollEvery)
 	defer poll.Stop()
-	audit := time.NewTicker(auditEvery)
-	defer audit.Stop()
-	revoked, hush := f.revocations()
-	defer hush()
+	check := time.NewTicker(accessCheckInterval)
+	defer check.Stop()
+	revoked, unsubscribe := f.revocations()
+	defer unsubscribe()
 	var leave <-chan time.Time
 	for {
 		v := f.feed.look(f.show != nil)
@@ -67,11 +67,11 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 			return answer{}, f.left(ctx)
 		case <-v.changed:
 		case <-revoked:
-			if err := f.stillIn(ctx); err != nil {
+			if err := f.checkAccess(ctx); err != nil {
 				return answer{}, err
 			}
-		case <-audit.C:
-			if err := f.stillIn(ctx); err != nil {
+		case <-check.C:
+			if err := f.checkAccess(ctx); err != nil {
 				return answer{}, err
 			}
 		case <-leave:
@@ -96,20 +96,20 @@ func (f *follower) revocations() (<-chan string, func()) {
 	return f.Listener.SubscribeTo(threads.AccessChannel, func(thread string) bool { return thread == f.in.Thread })
 }
 
-// stillIn refuses a visitor whose access to the thread was revoked. A database that does not answer cuts nobody off.
-func (f *follower) stillIn(ctx context.Context) error {
+// checkAccess refuses a visitor whose access to the thread was revoked. A database that does not answer cuts nobody off.
+func (f *follower) checkAccess(ctx context.Context) error {
 	if f.in.Thread == "" {
 		return nil
 	}
-	in, err := f.mayHear(ctx, f.in)
+	in, err := f.hasAccess(ctx, f.in)
 	if err == nil && !in {
 		return refused(threads.ErrNotFound)
 	}
 	return nil
 }
 
-// mayHear reports whether who asked still may read the thread.
-func (c *Chat) mayHear(ctx context.Context, in input) (bool, error) {
+// hasAccess reports whether the asker may still read the thread.
+func (c *Chat) hasAccess(ctx context.Context, in input) (bool, error) {
 	id, known, err := threads.Resolve(ctx, c.Front, in.principal(), in.name())
 	return known && id == in.Thread, err
 }

@@ -248,7 +248,7 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isOf(who) || x.ThreadID == nil {
 		return executions.Execution{}, input{}, missing
 	}
-	switch may, err := c.mayHear(ctx, in); {
+	switch may, err := c.hasAccess(ctx, in); {
 	case err != nil:
 		return executions.Execution{}, input{}, err
 	case !may:

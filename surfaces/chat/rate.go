@@ -68,9 +68,9 @@ func (l *limits) take(name string, share int) time.Duration {
 	return wait
 }
 
-// allow refuses a visitor who sends too much. The visitor is the key with the token that the request brings, else with the
-// user that it names, else with its address. A client may make up any token and any user. So the address has a bound as
-// well, for many, which comes first.
+// allow refuses a visitor who sends too much. The visitor is the key with the token that the request brings, else with
+// the user that it names, else with its address. A client may make up any token and any user. So the address has a
+// bound as well, for many, which comes first.
 func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	address := c.Address(r)
 	who := "\x00" + user

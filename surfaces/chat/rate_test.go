@@ -32,7 +32,8 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 	}
 }
 
-// Visitors with a token are counted by it, whatever address they share; what an address may make up is bounded all the same.
+// Visitors with a token are counted by it, whatever address they share; what an address may make up is bounded all the
+// same.
 func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)

@@ -293,7 +293,8 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 	}
 }
 
-// A turn that another transaction has locked is cancelled when that ends, and what it had said is kept when the next message comes.
+// A turn that another transaction has locked is cancelled when that ends, and what it had said is kept when the next
+// message comes.
 func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()

@@ -156,9 +156,9 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 	}, executions.Input(m))
 }
 
-// known is the entry that a note meets without a conflict, although the model has not read it: one of the same value, or one that an
-// earlier heartbeat wrote and nobody has changed since. Heartbeats follow one another, so that is the agent's own older fact. Nil: there
-// is a conflict, or none is needed.
+// known is the entry that a note meets without a conflict, although the model has not read it: one of the same value,
+// or one that an earlier heartbeat wrote and nobody has changed since. Heartbeats follow one another, so that is the
+// agent's own older fact. Nil: there is a conflict, or none is needed.
 func known(err error, note memories.Note) *memories.Entry {
 	conflict, ok := errors.AsType[*memories.ConflictError](err)
 	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {

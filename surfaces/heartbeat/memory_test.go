@@ -145,7 +145,8 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 	}
 }
 
-// The facts that heartbeats note again and again are theirs: nobody is asked to decide between a heartbeat and the one before it.
+// The facts that heartbeats note again and again are theirs: nobody is asked to decide between a heartbeat and the one
+// before it.
 func TestANoteReplacesThatOfAnEarlierHeartbeat(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {

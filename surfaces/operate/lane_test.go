@@ -59,7 +59,8 @@ func TestAnIdleSessionFreesTheLane(t *testing.T) {
 	}
 }
 
-// However short it is, the end of a session's idle time frees its lane, also in the moment in which the session has come to rest.
+// However short it is, the end of a session's idle time frees its lane, also in the moment in which the session has
+// come to rest.
 func TestASessionThatIsIdleAtOnceFreesTheLane(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

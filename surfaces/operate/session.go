@@ -28,16 +28,16 @@ type Session struct {
 	slot chan struct{} // has a token while a turn is taken or the lane is being freed
 	look chan struct{} // has room for one: look at the turn now
 
-	mu     sync.Mutex
-	keep   bool // hold the lane between turns
-	lease  *lanes.Lease
-	end    context.CancelCauseFunc // of the lease's context
-	next   trace.ID                // of the next turn: the lease is held in its name
-	idle   *time.Timer
-	rests  int  // of the idle timer: one that was set for an earlier rest has no effect
-	turns  bool // who has the slot takes a turn, or holds the lane
-	closed bool
-	lent   bool // the lane was left to a turn that another process went on with
+	mu             sync.Mutex
+	keep           bool // hold the lane between turns
+	lease          *lanes.Lease
+	end            context.CancelCauseFunc // of the lease's context
+	next           trace.ID                // of the next turn: the lease is held in its name
+	idle           *time.Timer
+	idleGeneration int  // of the idle timer: a timer of an earlier generation has no effect
+	turnActive     bool // a turn has the slot, from begin to rest
+	closed         bool
+	lent           bool // the lane was left to a turn that another process went on with
 }
 
 // ID is the session's id, and its thread's.
@@ -107,7 +107,8 @@ func (s *Session) Close(ctx context.Context) error {
 	}
 }
 
-// begin waits for the session's turn to be taken. Without wait it waits for the lane to be freed, which takes a moment, and not for a turn.
+// begin waits for the session's turn to be taken. Without wait it waits for the lane to be freed, which takes a moment,
+// and not for a turn.
 func (s *Session) begin(ctx context.Context, wait bool) error {
 	var look <-chan time.Time
 	if !wait {
@@ -139,23 +140,23 @@ func (s *Session) begin(ctx context.Context, wait bool) error {
 func (s *Session) takesTurn(turns bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.turns = turns
+	s.turnActive = turns
 }
 
 func (s *Session) takingTurn() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.turns
+	return s.turnActive
 }
 
 // rest ends what begin began: the lane is kept for a while, or freed.
 func (s *Session) rest(ctx context.Context) {
 	s.mu.Lock()
-	s.turns = false
+	s.turnActive = false
 	stay := s.keep && !s.closed && s.lease != nil && s.lease.Context().Err() == nil
 	if stay {
-		s.rests++
-		rest := s.rests
+		s.idleGeneration++
+		rest := s.idleGeneration
 		s.idle = time.AfterFunc(s.o.Idle, func() { s.idled(rest) })
 	}
 	s.mu.Unlock()
@@ -176,7 +177,7 @@ func (s *Session) idled(rest int) {
 	s.slot <- struct{}{} // it may be the rest itself that has it still, and a turn gives it back
 	defer func() { <-s.slot }()
 	s.mu.Lock()
-	again := s.rests != rest && !s.closed // a turn has begun since
+	again := s.idleGeneration != rest && !s.closed // a turn has begun since
 	s.mu.Unlock()
 	if again {
 		return
@@ -205,7 +206,7 @@ func (s *Session) held() *lanes.Lease {
 // enter takes the lane for the session if it does not hold it. The caller has the slot.
 func (s *Session) enter(ctx context.Context, wait bool) error {
 	s.mu.Lock()
-	s.rests++
+	s.idleGeneration++
 	if s.idle != nil {
 		s.idle.Stop()
 	}

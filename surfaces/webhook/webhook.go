@@ -41,9 +41,9 @@ import (
 // Flow is the name under which the handling of deliveries is registered with the engine.
 const Flow = "webhook"
 
-// Surface receives deliveries and acts on them. Pool, Engine and Logger are required, and Loop for endpoints with a prompt.
-// It is safe for concurrent use. Bearer tokens are compared and slowed down as all secrets are (internal/credentials); an endpoint whose
-// token is too weak takes nothing.
+// Surface receives deliveries and acts on them. Pool, Engine and Logger are required, and Loop for endpoints with a
+// prompt. It is safe for concurrent use. Bearer tokens are compared and slowed down as all secrets are
+// (internal/credentials); an endpoint whose token is too weak takes nothing.
 type Surface struct {
 	Pool   *pgxpool.Pool
 	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
@@ -121,10 +121,10 @@ func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (st
 	return x.ID, webhooks.Link(ctx, tx, d.ID, x.ID)
 }
 
-// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace, in which the first row is the
-// act of the admin, with the reason. seen is how many replays the
-// caller saw, so that of two who press the button at once, one succeeds; below 0 leaves that out. webhooks.ErrUnderWay when it is
-// being handled or was replayed meanwhile.
+// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace, in which the
+// first row is the act of the admin, with the reason. seen is how many replays the caller saw, so that of two who press
+// the button at once, one succeeds; below 0 leaves that out. webhooks.ErrUnderWay when it is being handled or was
+// replayed meanwhile.
 func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string) (webhooks.Delivery, error) {
 	var d webhooks.Delivery
 	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
