@@ -78,6 +78,9 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace) (Diff, error) {
 	if err := checkFlows(ctx, tx, w); err != nil {
 		return Diff{}, err
 	}
+	if err := checkAgents(ctx, tx, w); err != nil {
+		return Diff{}, err
+	}
 	if err := checkTargets(ctx, tx, w); err != nil {
 		return Diff{}, err
 	}

@@ -46,9 +46,9 @@ func load(fsys fs.FS, dir string) (Workspace, error) {
 	if len(files) == 0 {
 		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file", filepath.Join(dir, "."))
 	}
-	l := &loader{first: make(map[string]Position)}
+	l := &loader{fsys: fsys, first: make(map[string]Position)}
 	for _, name := range files {
-		l.file(fsys, name, filepath.Join(dir, filepath.FromSlash(name)))
+		l.file(name, filepath.Join(dir, filepath.FromSlash(name)))
 	}
 	if err := l.problems.err(); err != nil {
 		return Workspace{}, err
@@ -84,14 +84,17 @@ func find(fsys fs.FS) ([]string, error) {
 
 // loader gathers documents and problems.
 type loader struct {
+	fsys      fs.FS
+	name      string // of the file that is read
 	workspace Workspace
 	problems  Problems
 	first     map[string]Position // where "kind name" was declared
 }
 
 // file reads the documents of one file; shown is its name in positions.
-func (l *loader) file(fsys fs.FS, name, shown string) {
-	raw, err := read(fsys, name)
+func (l *loader) file(name, shown string) {
+	l.name = name
+	raw, err := read(l.fsys, name)
 	if err != nil {
 		l.problems.add(Position{File: shown}, "%s", err)
 		return

@@ -28,7 +28,7 @@ func tables(w Workspace) []matcher {
 			notFound: skills.ErrNotFound, remove: skills.Remove,
 			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
 		},
-		mcpServers(w),
+		mcpServers(w), agentTable(w),
 		table[objectives.Definition, objective]{
 			kind: "objective", documents: w.Objectives, name: func(d objectives.Definition) string { return d.Name },
 			get: getObjective,

@@ -1,0 +1,145 @@
+package agents
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Settings are what the installation says where a document says nothing, and the agent that there is without any.
+type Settings struct {
+	Name          string // AGENT_NAME
+	Model         string // AGENT_MODEL
+	Effort        string // AGENT_REASONING_EFFORT
+	Timezone      string // AGENT_TIMEZONE
+	HeartbeatCron string // AGENT_HEARTBEAT_CRON
+	Limits        Limits
+}
+
+// Directory finds agents. Its methods read the database each time, so what is applied holds from the next turn on. It
+// is safe for concurrent use. The zero value is an installation without settings.
+type Directory struct {
+	Settings Settings
+}
+
+// List returns the agents in service, the default first, then by name; without declared ones, the installation's own.
+func (d *Directory) List(ctx context.Context, db postgres.DB) ([]Agent, error) {
+	rows, err := current(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	if len(rows) == 0 {
+		return []Agent{d.undeclared()}, nil
+	}
+	all := make([]Agent, len(rows))
+	for i, r := range rows {
+		all[i] = d.fill(r)
+	}
+	return all, nil
+}
+
+// Default returns the agent that acts where nobody names one.
+func (d *Directory) Default(ctx context.Context, db postgres.DB) (Agent, error) {
+	all, err := d.List(ctx, db)
+	if err != nil {
+		return Agent{}, err
+	}
+	return all[0], nil
+}
+
+// Find returns the agent of a name, the default one for "" and [Alias]; [ErrNotFound] when there is none.
+func (d *Directory) Find(ctx context.Context, db postgres.DB, name string) (Agent, error) {
+	all, err := d.List(ctx, db)
+	if err != nil {
+		return Agent{}, err
+	}
+	if name == "" || name == Alias {
+		return all[0], nil
+	}
+	for _, a := range all {
+		if a.Name == name {
+			return a, nil
+		}
+	}
+	return Agent{}, fmt.Errorf("find agent %q: %w", name, ErrNotFound)
+}
+
+// Acting returns the agent on whose behalf an execution acts, by the name on its row: the default agent for a name that
+// is no agent's.
+func (d *Directory) Acting(ctx context.Context, db postgres.DB, name string) (Agent, error) {
+	all, err := d.List(ctx, db)
+	if err != nil {
+		return Agent{}, err
+	}
+	i := slices.IndexFunc(all, func(a Agent) bool { return a.Name == name })
+	return all[max(i, 0)], nil
+}
+
+// Version returns one version of an agent, of a removed one, too. Version 0 is the installation's own agent.
+func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, number int) (Agent, error) {
+	if number == 0 {
+		return d.undeclared(), nil
+	}
+	r, err := version(ctx, db, name, number)
+	if err != nil {
+		return Agent{}, err
+	}
+	return d.fill(r), nil
+}
+
+// Reachable lists the agents that a chat key reaches: those that name it, or the default one when none does.
+func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) ([]Agent, error) {
+	all, err := d.List(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	bound := slices.ContainsFunc(all, func(a Agent) bool { return slices.Contains(a.Keys, key) })
+	return slices.DeleteFunc(all, func(a Agent) bool { return !a.reachedBy(key, bound) }), nil
+}
+
+// undeclared is the installation itself as an agent.
+func (d *Directory) undeclared() Agent {
+	a := d.fill(row{Definition: Definition{Name: cmp.Or(d.Settings.Name, Alias), Default: true}})
+	a.declared = Definition{}
+	return a
+}
+
+// fill fills in what a document leaves out.
+func (d *Directory) fill(r row) Agent {
+	a := Agent{
+		Definition: r.Definition, Version: r.Version, Source: r.Source, CreatedAt: r.CreatedAt, declared: r.Definition,
+	}
+	a.Model = cmp.Or(a.Model, d.Settings.Model)
+	if a.Temperature == nil {
+		a.Effort = cmp.Or(a.Effort, d.Settings.Effort)
+	}
+	a.Timezone = cmp.Or(a.Timezone, d.Settings.Timezone, "UTC")
+	a.Memory = cmp.Or(a.Memory, MemoryShared)
+	if a.Heartbeat == nil && a.Default {
+		a.Heartbeat = &Heartbeat{}
+	}
+	if a.Heartbeat != nil {
+		a.Heartbeat = &Heartbeat{Cron: cmp.Or(a.Heartbeat.Cron, d.Settings.HeartbeatCron), Prompt: a.Heartbeat.Prompt}
+	}
+	a.Limits = a.Limits.within(d.Settings.Limits)
+	return a
+}
+
+// within is the tighter of two limits, field by field.
+func (l Limits) within(outer Limits) Limits {
+	return Limits{
+		Iterations: tighter(l.Iterations, outer.Iterations), Tokens: tighter(l.Tokens, outer.Tokens),
+		CostUSD: tighter(l.CostUSD, outer.CostUSD), DayUSD: tighter(l.DayUSD, outer.DayUSD),
+	}
+}
+
+// tighter is the smaller of two bounds, of which 0 is none.
+func tighter[N int | float64](a, b N) N {
+	if a == 0 || b == 0 {
+		return a + b
+	}
+	return min(a, b)
+}

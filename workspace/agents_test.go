@@ -1,0 +1,80 @@
+package workspace_test
+
+import (
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	dir := fstest.MapFS{
+		"agents/sales.yaml": {Data: []byte("kind: agent\nname: sales\ninstructions_file: sales.md\nmemory: own\nkeys: [web]\n")},
+		"agents/sales.md":   {Data: []byte("You are Nora of {{Tienda}} Sol.\n")},
+	}
+	apply := func() {
+		t.Helper()
+		w, err := workspace.Load(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := workspace.Apply(t.Context(), pool, w); err != nil {
+			t.Fatal(err)
+		}
+	}
+	apply()
+	apply()
+	d := &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
+	a, err := d.Find(t.Context(), pool, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.Name != "sales" || a.Version != 1 || !a.Default || a.Instructions != "You are Nora of {{Tienda}} Sol." || a.Timezone != "Europe/Madrid" {
+		t.Errorf("the agent is %+v", a)
+	}
+	dir["agents/sales.md"].Data = []byte("You are Nora.")
+	apply()
+	if a, err = d.Find(t.Context(), pool, agents.Alias); err != nil || a.Version != 2 {
+		t.Errorf("version %d, %v after a change of the file alone", a.Version, err)
+	}
+	if old, err := d.Version(t.Context(), pool, "sales", 1); err != nil || !strings.Contains(old.Instructions, "Tienda") {
+		t.Errorf("version 1 reads %q, %v", old.Instructions, err)
+	}
+}
+
+func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, c := range map[string]struct{ text, want string }{
+		"two defaults":     {"kind: agent\nname: a\ndefault: true\n---\nkind: agent\nname: b\ndefault: true\n", "the agents a, b all are the default"},
+		"no default":       {"kind: agent\nname: a\n---\nkind: agent\nname: b\n", "one of the 2 agents must have default: true"},
+		"unknown delegate": {"kind: agent\nname: sales\ndefault: true\ndelegates: [biling]\n---\nkind: agent\nname: billing\n", `f.yaml:4:13: delegates[0]: unknown agent "biling"; did you mean "billing"?`},
+		"unknown skill":    {"kind: agent\nname: a\nskills: [no_such]\n", `f.yaml:3:10: skills[0]: there is no skill "no_such"`},
+		"unknown key":      {"kind: agent\nname: a\ninstruction: hi\n", `did you mean "instructions"?`},
+		"outside file":     {"kind: agent\nname: a\ninstructions_file: ../x.md\n", `f.yaml:3:20: instructions_file: "../x.md" is outside the workspace`},
+		"missing file":     {"kind: agent\nname: a\ninstructions_file: x.md\n", "f.yaml:3:20: instructions_file: cannot be read"},
+		"two texts":        {"kind: agent\nname: a\ninstructions: x\ninstructions_file: x.md\n", "instructions_file: there are instructions, too"},
+		"unknown zone":     {"kind: agent\nname: a\ntimezone: Europe/Madird\n", "f.yaml:3:11: timezone:"},
+		"wrong cron":       {"kind: agent\nname: a\nheartbeat: {cron: 99 * * * *}\n", "heartbeat.cron:"},
+		"no language":      {"kind: agent\nname: a\nlanguages: [spanish!]\n", "languages[0]:"},
+		"wrong pin":        {"kind: agent\nname: a\npinned: [returns]\n", `pinned[0]: "returns" is not category/key`},
+		"negative limit":   {"kind: agent\nname: a\nlimits: {cost_usd: -1}\n", "limits.cost_usd:"},
+		"name taken":       {"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n", "share one namespace"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte(c.text)}})
+			if err == nil {
+				_, err = workspace.Plan(t.Context(), pool, w)
+			}
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("said %v, want %q", err, c.want)
+			}
+		})
+	}
+}
