@@ -130,7 +130,7 @@ func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 func applied(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.DB(t)
-	if _, err := workspace.Apply(t.Context(), pool, caretaker(t)); err != nil {
+	if _, err := workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	return pool

@@ -26,7 +26,7 @@ func withStatements(t *testing.T) (*pgxpool.Pool, string) {
 		t.Skip("this server does not offer pg_stat_statements, or has loaded it itself")
 	}
 	newCaller(t, pool).exec(`create schema "My Stats"`, `create extension pg_stat_statements schema "My Stats"`)
-	if _, err := workspace.Apply(t.Context(), pool, caretaker(t)); err != nil {
+	if _, err := workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	return pool, url

@@ -23,7 +23,7 @@ func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := workspace.Apply(t.Context(), pool, w); err != nil {
+		if _, err := workspace.Apply(t.Context(), pool, w, pruning); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -70,7 +70,7 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 			t.Parallel()
 			w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte(c.text)}})
 			if err == nil {
-				_, err = workspace.Plan(t.Context(), pool, w)
+				_, err = workspace.Plan(t.Context(), pool, w, pruning)
 			}
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("said %v, want %q", err, c.want)

@@ -16,12 +16,21 @@ import (
 // errPlanned rolls a plan back.
 var errPlanned = errors.New("only planned")
 
+// Options are what a caller of [Apply] decides. The zero value removes nothing.
+type Options struct {
+	// Prune reports whether to remove a row that an earlier apply declared and no file declares now. Nil keeps all.
+	Prune func(Item) bool
+}
+
+// All is the [Options.Prune] that makes the database match the files alone.
+func All(Item) bool { return true }
+
 // Plan tells what [Apply] would do now. It writes nothing, but needs a database that could be written to.
-func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
+func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = match(ctx, tx, w); err != nil {
+		if diff, err = match(ctx, tx, w, o); err != nil {
 			return err
 		}
 		return errPlanned
@@ -34,15 +43,17 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) 
 
 // Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
 // exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems].
-// What changed is recorded as an admin's act.
-func Apply(ctx context.Context, db postgres.Beginner, w Workspace) (Diff, error) {
+// What changed, and what was removed of it, is recorded as an admin's act.
+func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = match(ctx, tx, w); err != nil || diff.Empty() {
+		if diff, err = match(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
 		}
-		_, err = activity.Record(ctx, tx, activity.Act{Name: "apply_workspace", Input: map[string]any{"changed": diff.names()}}, func(pgx.Tx, string) (any, error) {
+		input := map[string]any{"changed": diff.names(), "pruned": names(diff.Of(Remove))}
+		act := activity.Act{Name: "apply_workspace", Input: input}
+		_, err = activity.Record(ctx, tx, act, func(pgx.Tx, string) (any, error) {
 			return map[string][]Item{"items": diff.changed()}, nil
 		})
 		return err
@@ -62,14 +73,14 @@ func wrap(what string, err error) error {
 }
 
 // match makes what tx sees match w.
-func match(ctx context.Context, tx pgx.Tx, w Workspace) (Diff, error) {
+func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
 	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
 	if err != nil {
 		return Diff{}, fmt.Errorf("lock workspace: %w", err)
 	}
 	diff := Diff{Items: []Item{}}
 	for _, t := range tables(w) {
-		items, err := t.match(ctx, tx)
+		items, err := t.match(ctx, tx, o)
 		if err != nil {
 			return Diff{}, err
 		}
@@ -99,7 +110,7 @@ type table[D, R any] struct {
 	declared  []string // the JSON names of the row's fields that a document decides
 }
 
-func (t table[D, R]) match(ctx context.Context, tx pgx.Tx) ([]Item, error) {
+func (t table[D, R]) match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error) {
 	var items []Item
 	var problems Problems
 	keep := []string{}
@@ -117,14 +128,43 @@ func (t table[D, R]) match(ctx context.Context, tx pgx.Tx) ([]Item, error) {
 	if err := problems.err(); err != nil {
 		return nil, err
 	}
-	removed, err := t.remove(ctx, tx, Source, keep)
+	undeclared, err := t.prune(ctx, tx, keep, o)
+	return append(items, undeclared...), err
+}
+
+// prune removes the rows that no file declares, except those that are to be kept.
+func (t table[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string, o Options) ([]Item, error) {
+	found, err := t.undeclared(ctx, tx, declared)
 	if err != nil {
 		return nil, err
 	}
-	for _, name := range removed {
-		items = append(items, Item{Kind: t.kind, Name: name, Action: Remove})
+	items := make([]Item, len(found))
+	keep := slices.Clone(declared)
+	for i, name := range found {
+		items[i] = Item{Kind: t.kind, Name: name, Action: Remove}
+		if o.Prune == nil || !o.Prune(items[i]) {
+			items[i].Action = Keep
+			keep = append(keep, name)
+		}
 	}
-	return items, nil
+	if len(keep) == len(declared)+len(found) {
+		return items, nil
+	}
+	_, err = t.remove(ctx, tx, Source, keep)
+	return items, err
+}
+
+// undeclared lists the rows of a workspace that no file declares: it removes them and undoes that.
+func (t table[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []string) ([]string, error) {
+	inner, err := tx.Begin(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("look for undeclared %s rows: %w", t.kind, err)
+	}
+	found, err := t.remove(ctx, inner, Source, declared)
+	if undone := inner.Rollback(ctx); err == nil && undone != nil {
+		err = fmt.Errorf("look for undeclared %s rows: %w", t.kind, undone)
+	}
+	return found, err
 }
 
 // write writes one document and says what that changed.

@@ -49,9 +49,12 @@ review_every: 24h
 steps: [first, second]
 `
 
+// pruning removes what no file declares.
+var pruning = workspace.Options{Prune: workspace.All}
+
 func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
 	t.Helper()
-	diff, err := workspace.Apply(t.Context(), pool, w)
+	diff, err := workspace.Apply(t.Context(), pool, w, pruning)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +129,7 @@ func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", everything))
 	before := versions(t, pool)
 	next := load(t, "a.yaml", strings.ReplaceAll(everything, "the first", "the best")+"---\n"+good)
-	planned, err := workspace.Plan(t.Context(), pool, next)
+	planned, err := workspace.Plan(t.Context(), pool, next, pruning)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,6 +205,38 @@ func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
 	}
 }
 
+func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", everything))
+	before := versions(t, pool)
+	kept, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), workspace.Options{})
+	want := []string{
+		"create skill a", "keep skill one", "keep skill two", "keep objective plan", "keep automation often",
+	}
+	if diff := cmp.Diff(want, actions(kept)); diff != "" || err != nil || kept.Empty() {
+		t.Error(diff, err)
+	}
+	exec(t, pool, `delete from agent_skills where name = 'a'`)
+	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
+		t.Errorf("kept rows were written: %s", diff)
+	}
+	one := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "often" }}
+	diff, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), one)
+	want[4] = "remove automation often"
+	if diff := cmp.Diff(want, actions(diff)); diff != "" || err != nil {
+		t.Error(diff, err)
+	}
+	got := query(t, pool, `
+		select input->>'pruned' from agent_activity where skill_name = 'apply_workspace' order by id desc limit 1`)
+	if got != `["automation often"]` {
+		t.Errorf("the audit row says that %s were pruned", got)
+	}
+	again, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), workspace.Options{})
+	if err != nil || !again.Empty() || again.Count(workspace.Keep) != 3 {
+		t.Errorf("a further apply did %v, %v", actions(again), err)
+	}
+}
+
 func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
@@ -242,10 +277,9 @@ func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
 		t.Fatal(err)
 	}
 	changed := strings.ReplaceAll(everything, "select 1 as one", "select 2 as one")
-	for name, act := range map[string]func(context.Context, postgres.Beginner, workspace.Workspace) (workspace.Diff, error){
-		"apply": workspace.Apply, "plan": workspace.Plan,
-	} {
-		_, err := act(t.Context(), pool, load(t, "all.yaml", changed))
+	type act func(context.Context, postgres.Beginner, workspace.Workspace, workspace.Options) (workspace.Diff, error)
+	for name, act := range map[string]act{"apply": workspace.Apply, "plan": workspace.Plan} {
+		_, err := act(t.Context(), pool, load(t, "all.yaml", changed), workspace.Options{})
 		problems, refused := errors.AsType[workspace.Problems](err)
 		if !refused || len(problems) != 1 || problems[0].Line == 0 {
 			t.Fatalf("%s: %v", name, err)
@@ -294,8 +328,8 @@ func TestApplyChecksWhatAutomationsCall(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := load(t, "a.yaml", strings.Replace(everything, c.old, c.with, 1))
-			_, planned := workspace.Plan(t.Context(), pool, w)
-			_, applied := workspace.Apply(t.Context(), pool, w)
+			_, planned := workspace.Plan(t.Context(), pool, w, pruning)
+			_, applied := workspace.Apply(t.Context(), pool, w, pruning)
 			for _, err := range []error{planned, applied} {
 				if !errors.As(err, new(workspace.Problems)) || err.Error() != c.want {
 					t.Errorf("error is %v\nwant %s", err, c.want)
@@ -316,7 +350,8 @@ func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", everything)
 	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
-	if _, err := workspace.Apply(t.Context(), pool, w); err == nil || !strings.Contains(err.Error(), "review_every") {
+	_, err := workspace.Apply(t.Context(), pool, w, pruning)
+	if err == nil || !strings.Contains(err.Error(), "review_every") {
 		t.Errorf("error is %v", err)
 	}
 	if rows := versions(t, pool); len(rows) != 0 {
@@ -335,7 +370,7 @@ func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
 				w = other
 			}
 			group.Go(func() error {
-				_, err := workspace.Apply(ctx, pool, w)
+				_, err := workspace.Apply(ctx, pool, w, pruning)
 				return err
 			})
 		}
@@ -356,13 +391,13 @@ func TestApplyStopsWithItsContext(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer tx.Rollback(context.WithoutCancel(t.Context()))
-	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", good)); err != nil {
+	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", good), pruning); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		_, err := workspace.Apply(ctx, pool, load(t, "a.yaml", everything))
+		_, err := workspace.Apply(ctx, pool, load(t, "a.yaml", everything), pruning)
 		done <- err
 	}()
 	cancel()

@@ -21,6 +21,7 @@ const (
 	Create    Action = "create"
 	Update    Action = "update"
 	Remove    Action = "remove"
+	Keep      Action = "keep" // no file declares the row, and it was not to be removed
 	Unchanged Action = "unchanged"
 )
 
@@ -64,40 +65,41 @@ func (i Item) refusal(lost []Change) string {
 		"there, and apply that; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
 }
 
-// Empty reports whether the database matched already.
-func (d Diff) Empty() bool { return d.Count(Unchanged) == len(d.Items) }
+// Empty reports whether nothing was changed. Rows that no file declares may have been kept.
+func (d Diff) Empty() bool { return len(d.changed()) == 0 }
 
 // Count is the number of items with an action.
-func (d Diff) Count(a Action) int {
-	n := 0
-	for _, item := range d.Items {
-		if item.Action == a {
-			n++
-		}
-	}
-	return n
+func (d Diff) Count(a Action) int { return len(d.Of(a)) }
+
+// Of lists the items with an action.
+func (d Diff) Of(a Action) []Item {
+	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool { return item.Action != a })
 }
 
 // changed are the rows that are not as they were.
 func (d Diff) changed() []Item {
-	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool { return item.Action == Unchanged })
+	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool {
+		return item.Action == Unchanged || item.Action == Keep
+	})
 }
 
 // names are the kind and name of each row that is not as it was.
-func (d Diff) names() []string {
-	changed := d.changed()
-	names := make([]string, len(changed))
-	for i, item := range changed {
-		names[i] = item.Kind + " " + item.Name
+func (d Diff) names() []string { return names(d.changed()) }
+
+// names are the kind and name of each item.
+func names(items []Item) []string {
+	all := make([]string, len(items))
+	for i, item := range items {
+		all[i] = item.Kind + " " + item.Name
 	}
-	return names
+	return all
 }
 
-// WriteText writes the diff for people: a line for each row that is created (+), updated (~, its fields below) or
-// removed (-), then the numbers.
+// WriteText writes the diff for people: a line for each row that is created (+), updated (~, its fields below),
+// removed (-) or kept although no file declares it (=), then the numbers.
 func (d Diff) WriteText(w io.Writer) error {
 	out := bufio.NewWriter(w)
-	marks := map[Action]string{Create: "+", Update: "~", Remove: "-"}
+	marks := map[Action]string{Create: "+", Update: "~", Remove: "-", Keep: "="}
 	for _, item := range d.Items {
 		if item.Action == Unchanged {
 			continue
@@ -107,8 +109,12 @@ func (d Diff) WriteText(w io.Writer) error {
 			change.write(out)
 		}
 	}
-	fmt.Fprintf(out, "%d to create, %d to update, %d to remove, %d unchanged\n",
+	fmt.Fprintf(out, "%d to create, %d to update, %d to remove, %d unchanged",
 		d.Count(Create), d.Count(Update), d.Count(Remove), d.Count(Unchanged))
+	if kept := d.Count(Keep); kept > 0 {
+		fmt.Fprintf(out, ", %d kept", kept)
+	}
+	fmt.Fprintln(out)
 	return out.Flush()
 }
 

@@ -40,7 +40,7 @@ func TestFlowsAreApplied(t *testing.T) {
 		t.Errorf("applied again: %v", actions(second))
 	}
 	changed := load(t, "a.yaml", strings.Replace(onboarding, "Hola", "Buenos días", 1))
-	diff, err := workspace.Plan(t.Context(), pool, changed)
+	diff, err := workspace.Plan(t.Context(), pool, changed, pruning)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +123,7 @@ actions: [{actionType: end}]
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows, w.Reserved = []string{"billing", "collector"}, []string{"heartbeat"}
-	_, err := workspace.Apply(t.Context(), pool, w)
+	_, err := workspace.Apply(t.Context(), pool, w, pruning)
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
 a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
 a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
@@ -161,7 +161,7 @@ name: look
 description: Look.
 handler: "sql: select 1 as n"
 `
-	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", text))
+	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", text), pruning)
 	want := `a.yaml:6:13: actions[0].parameters.name: there is no skill "lookk"; did you mean "look"?
 a.yaml:11:72: actions[1].parameters.then[0].parameters.skills[1]: there is no skill "tell"
 a.yaml:16:48: actions[2].timeoutActions[0].parameters.name: there is no skill "nothing_like_it"`

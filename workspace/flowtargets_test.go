@@ -35,7 +35,7 @@ actions:
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows = []string{"heartbeat"}
-	_, err := workspace.Apply(t.Context(), pool, w)
+	_, err := workspace.Apply(t.Context(), pool, w, pruning)
 	want := `a.yaml:7:10: handler: unknown flow "onboardin"; did you mean "onboarding"?
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
 a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are heartbeat, onboarding`

@@ -27,7 +27,7 @@ headers:
 	}
 	pool := pgtest.DB(t)
 	for _, want := range []workspace.Action{workspace.Create, workspace.Unchanged} {
-		diff, err := workspace.Apply(t.Context(), pool, w)
+		diff, err := workspace.Apply(t.Context(), pool, w, pruning)
 		if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != want || diff.Items[0].Kind != "mcp_server" {
 			t.Errorf("the diff is %+v, %v; want %s", diff, err, want)
 		}
@@ -36,7 +36,8 @@ headers:
 	if err != nil || got.Headers["Authorization"] != "Bearer ${WEATHER_TOKEN}" || got.Trust != "approve" || got.Source != workspace.Source {
 		t.Errorf("the server is %+v, %v", got, err)
 	}
-	if diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}); err != nil || len(diff.Items) != 1 || diff.Items[0].Action != workspace.Remove {
+	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruning)
+	if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != workspace.Remove {
 		t.Errorf("an empty workspace: %+v, %v", diff, err)
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 // matcher is a kind whose table is about to be made to match.
 type matcher interface {
-	match(ctx context.Context, tx pgx.Tx) ([]Item, error)
+	match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error)
 }
 
 // tables lists the kinds in the order in which they are applied.

@@ -1,10 +1,15 @@
 package main
 
 import (
+	"bytes"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+
+	"github.com/creack/pty"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
@@ -53,7 +58,7 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 	changed := folder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
 	contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
 	two := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
-	contains(t, p.must("apply", two), "- skill one\n", "+ skill two\n", "applied\n")
+	contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
 	if got := p.run("apply", folder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
 		t.Errorf("a folder without files: exit %d, stderr %q", got.code, got.err)
 	}
@@ -61,6 +66,63 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 		t.Errorf("a folder without a name: exit %d, stderr %q", got.code, got.err)
 	}
 	contains(t, p.must("skills", "ls"), "two")
+}
+
+// A wrong folder removes nothing: what it does not declare is kept and listed. --prune or a person's yes removes it.
+func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	wrong := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
+	p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
+	says := "kept, though no file declares it: skill one; agent apply " + wrong + " --prune removes it\n"
+	contains(t, p.must("apply", wrong),
+		"+ skill two\n", "= skill one\n", "0 to remove, 0 unchanged, 1 kept\n", "applied\n", says)
+	if got := p.must("apply", wrong); got != "nothing to change: the database matches all 1 of "+wrong+"\n"+says {
+		t.Errorf("applied again: %q", got)
+	}
+	var got diff
+	p.mustJSON(&got, "apply", wrong)
+	if len(got.Items) != 2 || got.Items[1].Action != "keep" {
+		t.Errorf("as JSON: %+v", got)
+	}
+	contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "this was a dry run")
+	for answer, removed := range map[string]bool{"\n": false, "no\n": false, "\x04": false, "YES\n": true} {
+		screen := p.onTerminal(t, answer, "apply", wrong)
+		contains(t, screen, "An earlier apply declared this, and no file of "+wrong+" declares it now:",
+			"- skill one", "Remove 1 row? [y/N]")
+		if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") == removed {
+			t.Errorf("after %q:\n%s\n%s", answer, screen, listed)
+		}
+		p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
+	}
+	contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
+	if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") {
+		t.Errorf("it is still there:\n%s", listed)
+	}
+}
+
+// onTerminal runs a command on a terminal at which a person types, and returns what the screen shows.
+func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
+	t.Helper()
+	screen, tty, err := pty.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer screen.Close()
+	if _, err := screen.WriteString(typed); err != nil {
+		t.Fatal(err)
+	}
+	var shown bytes.Buffer
+	var group sync.WaitGroup
+	group.Go(func() { _, _ = io.Copy(&shown, screen) }) // ends when the other side is closed
+	code := run(t.Context(), args, p.environ, tty, tty, tty)
+	if err := tty.Close(); err != nil {
+		t.Fatal(err)
+	}
+	group.Wait()
+	if code != 0 {
+		t.Errorf("agent %v on a terminal: exit %d:\n%s", args, code, shown.String())
+	}
+	return shown.String()
 }
 
 // Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.

@@ -131,7 +131,7 @@ func (c *cli) perform(ctx context.Context, s *session, listener net.Listener, st
 	if files.GoFlows, err = c.goFlows(ctx, s); err != nil {
 		return err
 	}
-	if _, err := applyFiles(ctx, s.pool, files); err != nil {
+	if _, err := applyFiles(ctx, s.pool, files, workspace.Options{}); err != nil {
 		return err
 	}
 	model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})

@@ -31,6 +31,7 @@ import (
 // devOptions are the flags of agent dev.
 type devOptions struct {
 	ephemeral bool
+	prune     bool
 	dir       string
 }
 
@@ -44,8 +45,9 @@ func (c *cli) devCommand() *cobra.Command {
 Without DATABASE_URL it runs its own PostgreSQL and keeps the data in .agent in this folder; --ephemeral throws
 it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies
 WORKSPACE (a folder of YAML files; the caretaker example when not given), runs a first heartbeat, prints its story,
-and serves until ^C. Settings are also read from .env, and it says which: never one that names a program, nor a URL for a key that
-is from elsewhere.`,
+and serves until ^C. It removes what another WORKSPACE brought only with --prune, or after a yes on the terminal.
+Settings are also read from .env, and it says which: never one that names a program, nor a URL for a key that is from
+elsewhere.`,
 		Args: args(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
@@ -55,6 +57,7 @@ is from elsewhere.`,
 		},
 	}
 	cmd.Flags().BoolVar(&opts.ephemeral, "ephemeral", false, "keep no data: a new database that is removed at the end")
+	pruneFlag(cmd.Flags(), &opts.prune)
 	return cmd
 }
 
@@ -153,7 +156,11 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 		return err
 	}
 	files.GoFlows = names
-	diff, err := applyFiles(ctx, s.pool, files)
+	decided, err := c.decideRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune})
+	if err != nil {
+		return err
+	}
+	diff, err := applyFiles(ctx, s.pool, files, decided)
 	if err != nil {
 		return err
 	}
@@ -192,17 +199,23 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 
 // sayApplied tells what the workspace brought: in a line when all of it is new.
 func (c *cli) sayApplied(diff workspace.Diff, opts devOptions) error {
+	defer func() { fmt.Fprint(c.err, keptText(diff, strings.TrimSpace("agent dev "+opts.dir))) }()
 	if diff.Empty() {
 		return nil
 	}
-	if diff.Count(workspace.Create) < len(diff.Items) {
+	created := diff.Of(workspace.Create)
+	if len(created)+diff.Count(workspace.Keep) < len(diff.Items) {
 		return diff.WriteText(c.err)
 	}
-	var parts []string
-	for _, kind := range []string{"skill", "objective", "automation", "webhook", "webhook_target", "mcp_server"} {
-		if n := len(slices.DeleteFunc(slices.Clone(diff.Items), func(i workspace.Item) bool { return i.Kind != kind })); n > 0 {
-			parts = append(parts, fmt.Sprintf("%d %s", n, plural(kind, n)))
+	var kinds, parts []string
+	counts := make(map[string]int)
+	for _, item := range created {
+		if counts[item.Kind]++; counts[item.Kind] == 1 {
+			kinds = append(kinds, item.Kind)
 		}
+	}
+	for _, kind := range kinds {
+		parts = append(parts, fmt.Sprintf("%d %s", counts[kind], plural(kind, counts[kind])))
 	}
 	c.say("applied %s: %s", cmp.Or(opts.dir, "the caretaker example"), strings.Join(parts, ", "))
 	return nil

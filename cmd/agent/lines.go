@@ -57,3 +57,15 @@ func readLines(in io.Reader) (lines <-chan string, failed func() error, stop fun
 	}
 	return out, failed, func() { close(ended) }
 }
+
+// readLine reads one line and nothing behind it.
+func readLine(in io.Reader) string {
+	var line []byte
+	for char := make([]byte, 1); len(line) < longestLine; {
+		if n, err := in.Read(char); n == 0 || err != nil || char[0] == '\n' {
+			break
+		}
+		line = append(line, char[0])
+	}
+	return string(line)
+}

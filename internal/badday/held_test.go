@@ -36,7 +36,7 @@ func declare(t *testing.T, url, document string) *pgxpool.Pool {
 		t.Fatal(err)
 	}
 	pool := admin(t, url)
-	if _, err := workspace.Apply(t.Context(), pool, files); err != nil {
+	if _, err := workspace.Apply(t.Context(), pool, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	return pool

@@ -216,7 +216,7 @@ func apply(t *testing.T, url string) {
 	if err != nil {
 		t.Fatal(fmt.Errorf("the workspace of the test: %w", err))
 	}
-	if _, err := workspace.Apply(t.Context(), admin(t, url), files); err != nil {
+	if _, err := workspace.Apply(t.Context(), admin(t, url), files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 }

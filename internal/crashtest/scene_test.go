@@ -94,7 +94,7 @@ func newStage(t testing.TB, database, declared string) *scene {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := workspace.Apply(t.Context(), s.db, files); err != nil {
+	if _, err := workspace.Apply(t.Context(), s.db, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	return s

@@ -65,7 +65,7 @@ func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := workspace.Apply(t.Context(), w.db, files); err != nil {
+	if _, err := workspace.Apply(t.Context(), w.db, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	return w
