@@ -18,10 +18,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// request is what is read of a chat completion request. Everything else is ignored: tools and tool_choice
-// (the agent's tools are its own), temperature, stop, response_format, store and whatever comes next. n
-// must be 1, because a turn has one answer.
+// request is what is read of a chat completion request. n must be 1, because a turn has one answer. Parameters that no
+// documentation knows are ignored.
 type request struct {
+	parameters
 	Model         json.RawMessage `json:"model"`
 	Messages      history         `json:"messages"`
 	Stream        *bool           `json:"stream"`
@@ -104,6 +104,9 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 		return Ask{}, c.noModel(model)
 	case req.N != nil && *req.N != 1:
 		return Ask{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
+	}
+	if err := req.refuse(); err != nil {
+		return Ask{}, err
 	}
 	user, ok := text(req.User)
 	if !ok {
