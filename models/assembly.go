@@ -5,15 +5,15 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
 // answer is what one attempt brought.
 type answer struct {
-	message openai.ChatCompletionMessage
-	finish  openai.FinishReason
+	message Message
+	finish  FinishReason
 	model   string
 	usage   Usage
 }
@@ -22,20 +22,44 @@ type answer struct {
 type chunk struct {
 	Model   string `json:"model"`
 	Choices []struct {
-		Index   int                 `json:"index"`
-		Delta   *part               `json:"delta"`
-		Message *part               `json:"message"`
-		Finish  openai.FinishReason `json:"finish_reason"`
+		Index   int          `json:"index"`
+		Delta   *part        `json:"delta"`
+		Message *part        `json:"message"`
+		Finish  FinishReason `json:"finish_reason"`
 	} `json:"choices"`
 	Usage *wireUsage      `json:"usage"`
 	Error json.RawMessage `json:"error"`
 }
 
 type part struct {
-	Content   words      `json:"content"`
-	Reasoning string     `json:"reasoning_content"`
-	Refusal   string     `json:"refusal"`
-	Calls     []fragment `json:"tool_calls"`
+	Content words      `json:"content"`
+	Refusal string     `json:"refusal"`
+	Calls   []fragment `json:"tool_calls"`
+
+	reasoning   string
+	reasoningAs string // the member that it came in
+	opaque      map[string]json.RawMessage
+}
+
+func (p *part) UnmarshalJSON(raw []byte) error {
+	type plain part
+	if err := json.Unmarshal(raw, (*plain)(p)); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &p.opaque); err != nil {
+		return err
+	}
+	for _, name := range reasoningNames {
+		var text words
+		if json.Unmarshal(p.opaque[name], &text) == nil && text != "" {
+			p.reasoning, p.reasoningAs = string(text), name
+			break
+		}
+	}
+	maps.DeleteFunc(p.opaque, func(name string, _ json.RawMessage) bool {
+		return !slices.Contains(opaqueMembers, name)
+	})
+	return nil
 }
 
 type wireUsage struct {
@@ -74,7 +98,9 @@ type assembly struct {
 	reasoning strings.Builder
 	refusal   strings.Builder
 	calls     calls
-	finish    openai.FinishReason
+	thoughtAs string // the member that the reasoning came in
+	opaque    gathered
+	finish    FinishReason
 	model     string
 	usage     Usage
 	cut       bool // the server had more to say, which may have been the usage
@@ -106,7 +132,11 @@ func (a *assembly) add(raw []byte) (text string, err error) {
 
 func (a *assembly) addPart(p *part) {
 	a.text.WriteString(string(p.Content))
-	a.reasoning.WriteString(p.Reasoning)
+	a.reasoning.WriteString(p.reasoning)
+	a.thoughtAs = cmp.Or(a.thoughtAs, p.reasoningAs)
+	for name, piece := range p.opaque {
+		a.opaque.add(name, piece)
+	}
 	a.refusal.WriteString(p.Refusal)
 	for _, f := range p.Calls {
 		a.calls.add(f)
@@ -153,22 +183,18 @@ func (a *assembly) beyond(maxTokens int) bool {
 }
 
 // answer is the assembled whole. Ids that the server left out are derived from the request.
-func (a *assembly) answer(req Request) answer {
+func (a *assembly) answer(req Request, origin string) answer {
 	finish := a.finish
-	called := a.calls.finished(req, finish == openai.FinishReasonLength)
-	if len(called) > 0 && finish != openai.FinishReasonLength && finish != openai.FinishReasonContentFilter {
-		finish = openai.FinishReasonToolCalls
+	called := a.calls.finished(req, origin, finish == FinishLength)
+	if len(called) > 0 && finish != FinishLength && finish != FinishContentFilter {
+		finish = FinishToolCalls
 	}
-	return answer{
-		message: openai.ChatCompletionMessage{
-			Role:             openai.ChatMessageRoleAssistant,
-			Content:          a.text.String(),
-			Refusal:          a.refusal.String(),
-			ReasoningContent: a.reasoning.String(),
-			ToolCalls:        called,
-		},
-		finish: cmp.Or(finish, openai.FinishReasonStop),
-		model:  a.model,
-		usage:  a.usage,
+	m := Message{
+		Role: RoleAssistant, Content: a.text.String(), Refusal: a.refusal.String(), Reasoning: a.reasoning.String(),
+		ToolCalls: called,
 	}
+	if members := a.opaque.texts(); members != nil || a.thoughtAs != "" {
+		m.Opaque = &Opaque{Origin: origin, Digest: m.digest(), ReasoningAs: a.thoughtAs, Members: members}
+	}
+	return answer{message: m, finish: cmp.Or(finish, FinishStop), model: a.model, usage: a.usage}
 }

@@ -7,10 +7,9 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
 // fragment is a tool call, or a part of one.
@@ -21,6 +20,20 @@ type fragment struct {
 		Name      string    `json:"name"`
 		Arguments arguments `json:"arguments"`
 	} `json:"function"`
+
+	opaque map[string]json.RawMessage
+}
+
+func (f *fragment) UnmarshalJSON(raw []byte) error {
+	type plain fragment
+	if err := json.Unmarshal(raw, (*plain)(f)); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &f.opaque); err != nil {
+		return err
+	}
+	maps.DeleteFunc(f.opaque, func(name string, _ json.RawMessage) bool { return slices.Contains(callMembers, name) })
+	return nil
 }
 
 // arguments are text that should be JSON. Some servers send the JSON itself.
@@ -43,6 +56,7 @@ type collected struct {
 	index     int // -1 when the server gives none
 	id, name  string
 	arguments strings.Builder
+	opaque    gathered
 }
 
 // add finds the call that a fragment continues, or begins one.
@@ -61,6 +75,9 @@ func (c *calls) add(f fragment) {
 		call.id = f.ID
 	}
 	call.arguments.WriteString(string(f.Function.Arguments))
+	for name, piece := range f.opaque {
+		call.opaque.add(name, piece)
+	}
 }
 
 // continued is the call that f is a further fragment of; nil when it begins one. An index decides, without it
@@ -99,8 +116,8 @@ func (call *collected) another(f fragment) bool {
 // of its own: a missing or repeated one is replaced by a hash of the request and the call's place in the answer,
 // so that the same answer to the same request always has the same ids. In an answer that was cut short, a call
 // without arguments is one of which they are missing.
-func (c *calls) finished(req Request, cut bool) []openai.ToolCall {
-	var out []openai.ToolCall
+func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
+	var out []ToolCall
 	seen := map[string]bool{}
 	slices.SortStableFunc(c.list, func(a, b *collected) int { return cmp.Compare(a.index, b.index) })
 	for place, call := range c.list {
@@ -111,10 +128,15 @@ func (c *calls) finished(req Request, cut bool) []openai.ToolCall {
 			call.id = derivedID(req, place, call.name)
 		}
 		seen[call.id] = true
-		done := openai.ToolCall{ID: call.id, Type: openai.ToolTypeFunction}
-		done.Function.Name = cmp.Or(call.name, "unnamed") // no tool; servers refuse a history with an empty name
-		done.Function.Arguments = cmp.Or(call.arguments.String(), "{}")
-		out = append(out, done)
+		made := ToolCall{
+			ID:        call.id,
+			Name:      cmp.Or(call.name, "unnamed"), // no tool; servers refuse a history with an empty name
+			Arguments: cmp.Or(call.arguments.String(), "{}"),
+		}
+		if members := call.opaque.texts(); members != nil {
+			made.Opaque = &Opaque{Origin: origin, Digest: made.digest(), Members: members}
+		}
+		out = append(out, made)
 	}
 	return out
 }

@@ -37,7 +37,7 @@ func client(t *testing.T, server *modeltest.Server, change ...func(*models.Confi
 }
 
 func ask(text string) models.Request {
-	return models.Request{Messages: []openai.ChatCompletionMessage{{Role: openai.ChatMessageRoleUser, Content: text}}}
+	return models.Request{Messages: []models.Message{{Role: models.RoleUser, Content: text}}}
 }
 
 func complete(t *testing.T, c *models.Client, req models.Request) models.Response {
@@ -66,7 +66,8 @@ func TestCompleteReturnsTheTextItShowed(t *testing.T) {
 	if cost := (800*0.15 + 200*0.075 + 500*0.60) / 1e6; !resp.Priced || resp.CostUSD != cost {
 		t.Errorf("cost = %v (priced %v), want %v", resp.CostUSD, resp.Priced, cost)
 	}
-	if resp.FinishReason != openai.FinishReasonStop || resp.Model != "gpt-4o-mini" || resp.Attempts != 1 || resp.Duration <= 0 {
+	if resp.FinishReason != models.FinishStop || resp.Model != "gpt-4o-mini" || resp.Attempts != 1 ||
+		resp.Duration <= 0 {
 		t.Errorf("response = %+v", resp)
 	}
 }
@@ -75,7 +76,7 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Text("ok"))
 	zero := float32(0)
 	req := ask("hi")
-	req.Messages = append(req.Messages, openai.ChatCompletionMessage{Role: openai.ChatMessageRoleTool, ToolCallID: "call_1"})
+	req.Messages = append(req.Messages, models.Message{Role: models.RoleTool, ToolCallID: "call_1"})
 	req.MaxTokens, req.Temperature, req.IdempotencyKey = 77, &zero, "exec-1/step-2"
 	c := client(t, server)
 	complete(t, c, req)
@@ -116,16 +117,16 @@ func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := modeltest.New(t, modeltest.Text("ok"))
 			req := ask("hi")
-			made := openai.ToolCall{ID: "call_1", Type: openai.ToolTypeFunction, Function: openai.FunctionCall{Name: test.called, Arguments: test.arguments}}
+			made := models.ToolCall{ID: "call_1", Name: test.called, Arguments: test.arguments}
 			req.Messages = append(req.Messages,
-				openai.ChatCompletionMessage{Role: openai.ChatMessageRoleAssistant, ToolCalls: []openai.ToolCall{made}},
-				openai.ChatCompletionMessage{Role: openai.ChatMessageRoleTool, ToolCallID: "call_1", Name: test.called, Content: "no"})
+				models.Message{Role: models.RoleAssistant, ToolCalls: []models.ToolCall{made}},
+				models.Message{Role: models.RoleTool, ToolCallID: "call_1", Name: test.called, Content: "no"})
 			complete(t, client(t, server), req)
 			sent := server.Requests()[0].Messages
 			if got := sent[1].ToolCalls[0].Function; got.Name != test.name || got.Arguments != test.sent || sent[2].Name != test.name {
 				t.Errorf("sent %+v and the answer of %q, want %q with %s", got, sent[2].Name, test.name, test.sent)
 			}
-			if kept := req.Messages[1].ToolCalls[0].Function; kept.Name != test.called || kept.Arguments != test.arguments {
+			if kept := req.Messages[1].ToolCalls[0]; kept.Name != test.called || kept.Arguments != test.arguments {
 				t.Errorf("the caller's own message was changed to %+v", kept)
 			}
 		})
@@ -189,7 +190,7 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 			var got []want
 			ids := map[string]bool{}
 			for _, call := range resp.Message.ToolCalls {
-				got = append(got, want{call.Function.Name, call.Function.Arguments})
+				got = append(got, want{call.Name, call.Arguments})
 				ids[call.ID] = true
 			}
 			if diff := cmp.Diff(test.want, got); diff != "" {
@@ -198,7 +199,7 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 			if ids[""] || len(ids) != len(got) {
 				t.Errorf("ids are missing or repeated: %v", ids)
 			}
-			if resp.FinishReason != openai.FinishReasonToolCalls {
+			if resp.FinishReason != models.FinishToolCalls {
 				t.Errorf("finish reason = %q", resp.FinishReason)
 			}
 		})
@@ -356,7 +357,7 @@ func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text("fine"))
 	c := client(t, server)
 	req := ask(strings.Repeat("some ordinary words ", 50))
-	req.Tools = []openai.Tool{{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{Name: "f", Parameters: json.RawMessage(`{}`)}}}
+	req.Tools = []models.Tool{{Name: "f", Parameters: json.RawMessage(`{}`)}}
 	req.MaxTokens = 100
 	quote := c.Quote(req)
 	tokens, cost := quote.PromptTokens+quote.AnswerTokens, quote.PromptUSD+float64(quote.AnswerTokens)*quote.TokenUSD

@@ -2,8 +2,6 @@ package models
 
 import (
 	"encoding/json"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
 const (
@@ -47,7 +45,7 @@ func (c *Client) Quote(req Request) Quote {
 }
 
 // EstimateTokens is about what messages come to as a prompt: a token for every four bytes, four for each message.
-func EstimateTokens(messages []openai.ChatCompletionMessage) int {
+func EstimateTokens(messages []Message) int {
 	return estimatePrompt(Request{Messages: messages})
 }
 
@@ -105,18 +103,18 @@ func size(req Request) (all extent, parts int) {
 }
 
 // measure is a message's extent.
-func measure(m openai.ChatCompletionMessage) (e extent) {
-	for _, text := range []string{m.Content, m.Refusal, m.ReasoningContent, m.Name, m.ToolCallID} {
+func measure(m Message) (e extent) {
+	for _, text := range []string{m.Content, m.Refusal, m.Reasoning, m.Name, m.ToolCallID} {
 		e.add(text)
 	}
 	for _, call := range m.ToolCalls {
 		e.add(call.ID)
-		e.add(call.Function.Name)
-		e.add(call.Function.Arguments)
+		e.add(call.Name)
+		e.add(call.Arguments)
 	}
-	for _, p := range m.MultiContent {
+	for _, p := range m.Parts {
 		e.add(p.Text)
-		if p.ImageURL != nil {
+		if p.Image != nil {
 			e.images++
 		}
 	}

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/offline"
 )
@@ -23,17 +21,14 @@ func Example() {
 		return
 	}
 	resp, err := client.Complete(context.Background(), models.Request{
-		Messages: []openai.ChatCompletionMessage{{Role: openai.ChatMessageRoleUser, Content: "How large are the tables?"}},
-		Tools: []openai.Tool{{
-			Type: openai.ToolTypeFunction,
-			Function: &openai.FunctionDefinition{
-				Name:        "table_sizes",
-				Description: "List tables by size",
-				Parameters: map[string]any{
-					"type":       "object",
-					"properties": map[string]any{"limit": map[string]any{"type": "integer", "default": 5}},
-					"required":   []string{"limit"},
-				},
+		Messages: []models.Message{{Role: models.RoleUser, Content: "How large are the tables?"}},
+		Tools: []models.Tool{{
+			Name:        "table_sizes",
+			Description: "List tables by size",
+			Parameters: map[string]any{
+				"type":       "object",
+				"properties": map[string]any{"limit": map[string]any{"type": "integer", "default": 5}},
+				"required":   []string{"limit"},
 			},
 		}},
 	})
@@ -41,7 +36,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	call := resp.Message.ToolCalls[0].Function
+	call := resp.Message.ToolCalls[0]
 	fmt.Println(resp.FinishReason, call.Name, call.Arguments, resp.Priced, resp.CostUSD)
 	// Output: tool_calls table_sizes {"limit":5} true 0
 }

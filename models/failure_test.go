@@ -11,8 +11,6 @@ import (
 	"testing"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -190,13 +188,15 @@ func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
 	}
 }
 
-func TestModelThatCannotDoItIsToldAtOnce(t *testing.T) {
-	server := modeltest.New(t)
-	req := ask("hi")
-	req.Model = openai.GPT6Astra
-	req.Tools = []openai.Tool{{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{Name: "f"}}}
-	_, err := client(t, server).Complete(t.Context(), req)
-	if err == nil || !strings.Contains(err.Error(), "Responses API") || len(server.Requests()) != 0 {
-		t.Errorf("err = %v after %d requests", err, len(server.Requests()))
+func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
+	for _, model := range []string{"gpt-6-astra", "gpt-6.1-sol", "gpt-6-sol", "gpt-6-luna", "gpt-5.6-sol", "o3"} {
+		server := modeltest.New(t, modeltest.ToolCall("f", "{}"))
+		req := ask("hi")
+		req.Model, req.MaxTokens, req.Temperature = model, 100, new(float32(0.5))
+		req.Tools = []models.Tool{{Name: "f"}}
+		resp, err := client(t, server).Complete(t.Context(), req)
+		if err != nil || len(resp.Message.ToolCalls) != 1 || server.Requests()[0].Model != model {
+			t.Errorf("%s: err = %v, %+v", model, err, resp.Message)
+		}
 	}
 }

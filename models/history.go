@@ -3,8 +3,6 @@ package models
 import (
 	"encoding/json"
 	"regexp"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
 // longestName is how long a tool's name may be.
@@ -14,15 +12,15 @@ var notInNames = regexp.MustCompile(`[^a-zA-Z0-9_-]`)
 
 // acceptable is a history as servers take it. A model may call a tool by a name that no tool can have
 // (multi_tool_use.parallel), or with arguments that are no object; it is told so, but the request that tells it
-// carries the call, and would be refused for it. A message without content loses the field in go-openai, which is
-// refused in the answer of a tool.
-func acceptable(history []openai.ChatCompletionMessage) []openai.ChatCompletionMessage {
-	messages := make([]openai.ChatCompletionMessage, len(history))
+// carries the call, and would be refused for it. Without content a message is refused,
+// above all the answer of a tool.
+func acceptable(history []Message) []Message {
+	messages := make([]Message, len(history))
 	for i, m := range history {
-		if m.Content == "" && len(m.MultiContent) == 0 && len(m.ToolCalls) == 0 {
+		if m.Content == "" && len(m.Parts) == 0 && len(m.ToolCalls) == 0 {
 			m.Content = "(empty)"
 		}
-		if m.Role == openai.ChatMessageRoleTool && m.Name != "" {
+		if m.Role == RoleTool && m.Name != "" {
 			m.Name = possibleName(m.Name)
 		}
 		m.ToolCalls = possibleCalls(m.ToolCalls)
@@ -32,15 +30,15 @@ func acceptable(history []openai.ChatCompletionMessage) []openai.ChatCompletionM
 }
 
 // possibleCalls leaves calls that are in order as they are.
-func possibleCalls(made []openai.ToolCall) []openai.ToolCall {
+func possibleCalls(made []ToolCall) []ToolCall {
 	if len(made) == 0 {
 		return nil
 	}
-	calls := make([]openai.ToolCall, len(made))
+	calls := make([]ToolCall, len(made))
 	for i, c := range made {
-		c.Function.Name = possibleName(c.Function.Name)
-		if !isObject(c.Function.Arguments) {
-			c.Function.Arguments = "{}"
+		c.Name = possibleName(c.Name)
+		if !isObject(c.Arguments) {
+			c.Arguments = "{}"
 		}
 		calls[i] = c
 	}

@@ -36,7 +36,7 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	var shown strings.Builder
 	req.OnDelta = func(text string) { shown.WriteString(text) }
 	resp := complete(t, client(t, server), req)
-	if resp.FinishReason != openai.FinishReasonLength || resp.Attempts != 1 {
+	if resp.FinishReason != models.FinishLength || resp.Attempts != 1 {
 		t.Errorf("finish reason %q after %d attempts", resp.FinishReason, resp.Attempts)
 	}
 	if n := resp.Usage.CompletionTokens; !resp.Usage.Estimated || n <= 50 || n > 1000 {
@@ -57,19 +57,21 @@ func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text(text).WithUsage(10, 42, 0))
 	req := ask("talk")
 	req.MaxTokens = 50
-	if resp := complete(t, client(t, server), req); resp.FinishReason != openai.FinishReasonStop || resp.Message.Content != text {
+	resp := complete(t, client(t, server), req)
+	if resp.FinishReason != models.FinishStop || resp.Message.Content != text {
 		t.Errorf("finish reason %q, %d bytes", resp.FinishReason, len(resp.Message.Content))
 	}
 }
 
 func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
-	reply := modeltest.ToolCall("drop_all", "").WithFinish(openai.FinishReasonLength)
+	reply := modeltest.ToolCall("drop_all", "").WithFinish(models.FinishLength)
 	server := modeltest.New(t, reply, modeltest.ToolCall("probe", ""))
 	c := client(t, server)
-	if resp := complete(t, c, ask("go")); len(resp.Message.ToolCalls) != 0 || resp.FinishReason != openai.FinishReasonLength {
+	if resp := complete(t, c, ask("go")); len(resp.Message.ToolCalls) != 0 || resp.FinishReason != models.FinishLength {
 		t.Errorf("response is %+v", resp)
 	}
-	if resp := complete(t, c, ask("go")); len(resp.Message.ToolCalls) != 1 || resp.Message.ToolCalls[0].Function.Arguments != "{}" {
+	resp := complete(t, c, ask("go"))
+	if len(resp.Message.ToolCalls) != 1 || resp.Message.ToolCalls[0].Arguments != "{}" {
 		t.Errorf("a whole call without arguments is %+v", resp.Message.ToolCalls)
 	}
 }

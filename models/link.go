@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptrace"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -29,11 +30,13 @@ var (
 )
 
 // link is the connection of one attempt: what go-openai sends passes through here, and so does what comes back.
-// It sets the header go-openai has no place for, reads refusals itself (with the headers go-openai drops),
-// filters event streams, accepts a whole document where a stream was asked for, and ends silence.
+// It sends a body of our own, because go-openai has no place for some of its members, and sets headers. It reads
+// refusals itself (with the headers go-openai drops), filters event streams, accepts a whole document where a stream
+// was asked for, and ends silence.
 type link struct {
 	config Config
 	key    string // idempotency key
+	out    string // the body to send in place of go-openai's
 	idle   *time.Timer
 	sent   atomic.Bool // the request may have left
 
@@ -44,8 +47,8 @@ type link struct {
 }
 
 // newLink starts to listen for silence; giveUp cancels the attempt.
-func newLink(config Config, idempotencyKey string, giveUp context.CancelCauseFunc) *link {
-	l := &link{config: config, key: idempotencyKey}
+func newLink(config Config, idempotencyKey, body string, giveUp context.CancelCauseFunc) *link {
+	l := &link{config: config, key: idempotencyKey, out: body}
 	l.idle = time.AfterFunc(config.IdleTimeout, func() {
 		giveUp(&idleError{config.IdleTimeout})
 	})
@@ -79,7 +82,10 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 	ctx := httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{
 		GotConn: func(httptrace.GotConnInfo) { l.sent.Store(true) },
 	})
-	resp, err := l.config.HTTPClient.Do(req.WithContext(ctx))
+	req = req.WithContext(ctx)
+	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.out)), int64(len(l.out))
+	req.GetBody = nil // a request is never sent twice in here
+	resp, err := l.config.HTTPClient.Do(req)
 	if err != nil {
 		return nil, err
 	}

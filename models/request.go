@@ -4,18 +4,15 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"math"
 	"strings"
 	"time"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
 // Request is one turn to be completed.
 type Request struct {
 	Model       string // the client's when empty
-	Messages    []openai.ChatCompletionMessage
-	Tools       []openai.Tool
+	Messages    []Message
+	Tools       []Tool
 	MaxTokens   int      // upper bound of the answer; the server's own when zero
 	Temperature *float32 // the server's own when nil
 	// IdempotencyKey is sent as the header of that name with every attempt.
@@ -32,9 +29,9 @@ type Request struct {
 
 // Response is a whole answer.
 type Response struct {
-	Message      openai.ChatCompletionMessage // role assistant
-	FinishReason openai.FinishReason          // tool_calls whenever there are any, unless the answer was cut short
-	Model        string                       // as the server names it
+	Message      Message      // role assistant
+	FinishReason FinishReason // tool_calls whenever there are any, unless the answer was cut short
+	Model        string       // as the server names it
 	Usage        Usage
 	CostUSD      float64
 	Priced       bool          // false when the price table does not know the model
@@ -78,29 +75,6 @@ func (c *Client) complete(req Request) Request {
 	}
 	req.Messages = acceptable(req.Messages)
 	return req
-}
-
-// wire is the request in the form that the server is known to understand.
-func (c *Client) wire(req Request, d dialect) openai.ChatCompletionRequest {
-	w := openai.ChatCompletionRequest{
-		Model:           req.Model,
-		Messages:        req.Messages,
-		Tools:           req.Tools,
-		ReasoningEffort: c.config.ReasoningEffort,
-	}
-	if !d.noStream && !d.noUsage {
-		w.StreamOptions = &openai.StreamOptions{IncludeUsage: true}
-	}
-	if d.newLimit || wantsNewLimit(req.Model) {
-		w.MaxCompletionTokens = req.MaxTokens
-	} else {
-		w.MaxTokens = req.MaxTokens //nolint:staticcheck // most servers know no other name
-	}
-	if req.Temperature != nil {
-		// go-openai leaves out a zero; the smallest number is one that servers read as zero.
-		w.Temperature = max(*req.Temperature, math.SmallestNonzeroFloat32)
-	}
-	return w
 }
 
 // wantsNewLimit knows OpenAI's models that refuse max_tokens.

@@ -75,7 +75,11 @@ func (r *run) try(ctx context.Context, d dialect) (answer, *Error) {
 	r.sent++
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	link := newLink(r.client.config, r.req.IdempotencyKey, cancel)
+	body, err := r.client.chatBody(r.req, d)
+	if err != nil {
+		return answer{}, &Error{Message: "encode request: " + err.Error(), cause: err}
+	}
+	link := newLink(r.client.config, r.req.IdempotencyKey, body, cancel)
 	defer link.close()
 
 	exchange := r.stream
@@ -83,7 +87,7 @@ func (r *run) try(ctx context.Context, d dialect) (answer, *Error) {
 		exchange = r.whole
 	}
 	parts := &assembly{}
-	err := exchange(ctx, link, r.client.wire(r.req, d), parts)
+	err = exchange(ctx, link, parts)
 	if err == nil && parts.finish == "" && parts.empty() {
 		err = errNoAnswer
 	}
@@ -93,12 +97,12 @@ func (r *run) try(ctx context.Context, d dialect) (answer, *Error) {
 	}
 	reports := r.client.reportsUsage(parts.usage != (Usage{}))
 	r.unknown = parts.usage == (Usage{}) && (reports || parts.cut)
-	return parts.answer(r.req), nil
+	return parts.answer(r.req, r.client.origin(r.req.Model)), nil
 }
 
 // stream assembles the answer from its chunks.
-func (r *run) stream(ctx context.Context, link *link, req openai.ChatCompletionRequest, parts *assembly) error {
-	stream, err := r.client.api(link).CreateChatCompletionStream(ctx, req)
+func (r *run) stream(ctx context.Context, link *link, parts *assembly) error {
+	stream, err := r.client.api(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
 	if err != nil {
 		return err
 	}
@@ -120,15 +124,15 @@ func (r *run) stream(ctx context.Context, link *link, req openai.ChatCompletionR
 		case !whole && parts.beyond(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(ctx, "model ignored its limit, answer cut", slog.String("model", r.req.Model),
 				slog.Int("max_tokens", r.req.MaxTokens), slog.Int("bytes", parts.size()))
-			parts.finish, parts.cut = openai.FinishReasonLength, true
+			parts.finish, parts.cut = FinishLength, true
 			return nil
 		}
 	}
 }
 
 // whole gets the answer in one piece, from servers that do not stream.
-func (r *run) whole(ctx context.Context, link *link, req openai.ChatCompletionRequest, parts *assembly) error {
-	if _, err := r.client.api(link).CreateChatCompletion(ctx, req); err != nil {
+func (r *run) whole(ctx context.Context, link *link, parts *assembly) error {
+	if _, err := r.client.api(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{}); err != nil {
 		return err
 	}
 	return r.take(parts, link.document)

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
+	"github.com/lanekeeper/lanekeeper/models"
 )
 
 // A model that makes the same call again and again is told after sameTold of them; sameMost are the last.
@@ -30,22 +30,22 @@ type call struct {
 	began time.Time
 }
 
-func newCall(c openai.ToolCall) *call {
-	args := json.RawMessage(c.Function.Arguments)
-	if len(strings.TrimSpace(c.Function.Arguments)) == 0 {
+func newCall(c models.ToolCall) *call {
+	args := json.RawMessage(c.Arguments)
+	if len(strings.TrimSpace(c.Arguments)) == 0 {
 		args = json.RawMessage("{}")
 	}
-	return &call{id: c.ID, name: c.Function.Name, args: args}
+	return &call{id: c.ID, name: c.Name, args: args}
 }
 
 // sendable is a reply as it goes back to the model with the next request: arguments that are no JSON become
 // an empty object, because servers refuse a history that holds them. What was wrong with them is said in
 // the correction.
-func sendable(m openai.ChatCompletionMessage) openai.ChatCompletionMessage {
+func sendable(m models.Message) models.Message {
 	calls := slices.Clone(m.ToolCalls)
 	for i := range calls {
-		if !json.Valid([]byte(calls[i].Function.Arguments)) {
-			calls[i].Function.Arguments = "{}"
+		if !json.Valid([]byte(calls[i].Arguments)) {
+			calls[i].Arguments = "{}"
 		}
 	}
 	m.ToolCalls = calls
@@ -55,7 +55,7 @@ func sendable(m openai.ChatCompletionMessage) openai.ChatCompletionMessage {
 // act makes the calls of one reply: first those that need no leave, then, when every approval is asked for,
 // the others as they are decided. Every call gets its tool reply, in the reply's order; then come the
 // corrections.
-func (w *turn) act(ctx context.Context, made []openai.ToolCall) error {
+func (w *turn) act(ctx context.Context, made []models.ToolCall) error {
 	calls := make([]*call, len(made))
 	w.made = calls
 	for i := range made {
@@ -92,8 +92,8 @@ func (w *turn) act(ctx context.Context, made []openai.ToolCall) error {
 func (w *turn) hear(calls []*call) (valid bool) {
 	var told []string
 	for _, c := range calls {
-		w.messages = append(w.messages, openai.ChatCompletionMessage{
-			Role: openai.ChatMessageRoleTool, ToolCallID: c.id, Name: c.name, Content: c.result,
+		w.messages = append(w.messages, models.Message{
+			Role: models.RoleTool, ToolCallID: c.id, Name: c.name, Content: c.result,
 		})
 		w.fresh++
 		valid = valid || c.correction == ""
@@ -104,7 +104,7 @@ func (w *turn) hear(calls []*call) (valid bool) {
 		}
 	}
 	for _, text := range told {
-		w.say(openai.ChatMessageRoleSystem, text)
+		w.say(models.RoleSystem, text)
 	}
 	return valid
 }

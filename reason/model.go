@@ -7,8 +7,6 @@ import (
 	"slices"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -17,12 +15,12 @@ import (
 
 // reply is what is recorded of a model call.
 type reply struct {
-	Message openai.ChatCompletionMessage `json:"message"`
-	Usage   models.Usage                 `json:"usage"` // with what lost attempts may have used, which is Unknown, too
-	Unknown *unknownSpend                `json:"unknown,omitempty"`
-	CostUSD float64                      `json:"cost_usd"`
-	Spent   time.Duration                `json:"spent_ns"` // of the turn's time, when the answer had come
-	Cut     string                       `json:"cut,omitempty"`
+	Message models.Message `json:"message"`
+	Usage   models.Usage   `json:"usage"` // with what lost attempts may have used, which is Unknown, too
+	Unknown *unknownSpend  `json:"unknown,omitempty"`
+	CostUSD float64        `json:"cost_usd"`
+	Spent   time.Duration  `json:"spent_ns"` // of the turn's time, when the answer had come
+	Cut     string         `json:"cut,omitempty"`
 	// Activity is the row of the call: what its answer asks for was caused by it.
 	Activity string `json:"activity_id,omitempty"`
 }
@@ -36,9 +34,9 @@ type unknownSpend struct {
 // asked is what a model call's row shows: the messages it was the first to see, and the tools' names.
 // The rows of a turn together are its whole transcript.
 type asked struct {
-	Messages []openai.ChatCompletionMessage `json:"messages"`
-	Earlier  int                            `json:"earlier_messages"`
-	Tools    []string                       `json:"tools"`
+	Messages []models.Message `json:"messages"`
+	Earlier  int              `json:"earlier_messages"`
+	Tools    []string         `json:"tools"`
 }
 
 // modelCall is one call of the model.
@@ -61,7 +59,10 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 	}
 	got, err := w.consult(ctx, modelCall{
 		purpose: w.Purpose,
-		shown:   asked{Messages: w.messages[len(w.messages)-fresh:], Earlier: len(w.messages) - fresh, Tools: w.names()},
+		shown: asked{
+			Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh,
+			Tools: w.names(),
+		},
 		request: models.Request{Messages: w.messages, Tools: w.definitions(), OnDelta: w.OnDelta, OnRestart: w.OnRestart},
 		account: w.account, time: w.budget.Time, used: w.used, skill: w.isSkill,
 	})
@@ -152,13 +153,13 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	if used.UnknownTokens > 0 {
 		got.Unknown = &unknownSpend{used.UnknownTokens, used.UnknownUSD}
 	}
-	if response.FinishReason == openai.FinishReasonLength {
+	if response.FinishReason == models.FinishLength {
 		l.markCut(ctx, &response, c)
 	}
-	if response.FinishReason == openai.FinishReasonLength || response.FinishReason == openai.FinishReasonContentFilter {
+	if response.FinishReason == models.FinishLength || response.FinishReason == models.FinishContentFilter {
 		got.Cut = string(response.FinishReason)
 	}
-	effect.Output, got.Message = response.Message, response.Message
+	effect.Output, got.Message = response.Message.Shown(), response.Message
 	if c.used != nil {
 		got.Spent = c.used()
 	}
@@ -166,11 +167,11 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 }
 
 // ledTo counts the calls of skills in an answer, which the model call is charged to.
-func (c modelCall) ledTo(made []openai.ToolCall) map[string]int {
+func (c modelCall) ledTo(made []models.ToolCall) map[string]int {
 	called := map[string]int{}
 	for _, m := range made {
-		if c.skill != nil && c.skill(m.Function.Name) {
-			called[m.Function.Name]++
+		if c.skill != nil && c.skill(m.Name) {
+			called[m.Name]++
 		}
 	}
 	return called
@@ -216,17 +217,15 @@ func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCa
 
 // definitions are the tools in the form the model gets them. A skill that has the name of a tool is not among them: the tool is called
 // under it, and servers refuse a name that comes twice.
-func (w *turn) definitions() []openai.Tool {
-	tools := make([]openai.Tool, 0, len(w.skills)+len(w.Tools))
+func (w *turn) definitions() []models.Tool {
+	tools := make([]models.Tool, 0, len(w.skills)+len(w.Tools))
 	for _, s := range w.skills {
 		if !slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == s.Name }) {
 			tools = append(tools, s.Tool())
 		}
 	}
 	for _, t := range w.Tools {
-		tools = append(tools, openai.Tool{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{
-			Name: t.Name, Description: t.Description, Parameters: t.schema(),
-		}})
+		tools = append(tools, models.Tool{Name: t.Name, Description: t.Description, Parameters: t.schema()})
 	}
 	return tools
 }

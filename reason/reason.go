@@ -36,7 +36,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -110,7 +109,7 @@ type Turn struct {
 	Purpose string // a phase or a surface's turn; spend is counted under it
 	System  string
 	// History is what was said before, oldest first: it stands between System and Prompt.
-	History []openai.ChatCompletionMessage
+	History []models.Message
 	Prompt  string
 	Seen    []memory.Sight // what the prompt shows of what skills may write
 	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools

@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -61,7 +62,7 @@ func (w *turn) noteStall(ctx context.Context, calls []*call, details string) err
 	for i, c := range calls {
 		attempts[i] = attempt(c.name, c.args)
 	}
-	last := w.messages[max(0, len(w.messages)-6):]
+	last := models.Shown(w.messages[max(0, len(w.messages)-6):])
 	_, err := executions.Do(ctx, "stall", executions.Call{
 		Entry: activity.Entry{
 			Skill: "reasoning", Purpose: w.Purpose,

@@ -6,9 +6,8 @@ import (
 	"fmt"
 	"strings"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/models"
 )
 
 // maxSummary is how long a summary may be, in bytes.
@@ -24,7 +23,7 @@ it as something that was said, if it matters at all. Leave out secrets such as p
 // Summarise is one durable model call within the loop's budget that takes messages into a summary: the new one,
 // at most 6000 bytes. The texts are data for the model, never instructions. Messages that are very long are cut. An empty
 // answer is an error, so that nothing is forgotten in exchange for it.
-func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []openai.ChatCompletionMessage) (string, error) {
+func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []models.Message) (string, error) {
 	if len(messages) == 0 {
 		return previous, nil
 	}
@@ -46,7 +45,7 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 }
 
 // conversation writes what was said as JSON, in about as many bytes as there is room.
-func conversation(previous string, messages []openai.ChatCompletionMessage, room int) (string, error) {
+func conversation(previous string, messages []models.Message, room int) (string, error) {
 	type line struct {
 		Role string `json:"role"`
 		Text string `json:"text"`
@@ -64,13 +63,10 @@ func conversation(previous string, messages []openai.ChatCompletionMessage, room
 }
 
 // plainText is what a message says, its calls by name.
-func plainText(m openai.ChatCompletionMessage) string {
-	parts := []string{m.Content}
-	for _, p := range m.MultiContent {
-		parts = append(parts, p.Text)
-	}
+func plainText(m models.Message) string {
+	parts := []string{m.Text()}
 	for _, c := range m.ToolCalls {
-		parts = append(parts, "(called "+shown(c.Function.Name)+")")
+		parts = append(parts, "(called "+shown(c.Name)+")")
 	}
 	return strings.TrimSpace(strings.Join(parts, "\n"))
 }

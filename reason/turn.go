@@ -7,10 +7,9 @@ import (
 	"strings"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -24,7 +23,7 @@ type turn struct {
 	account  *account // from the first model call on
 	skills   []skills.Skill
 	more     int // skills in scope that are not offered, but can be searched
-	messages []openai.ChatCompletionMessage
+	messages []models.Message
 	opening  int // messages at the start that always stay
 	prompt   int // the index of the prompt
 	fresh    int // messages that the next model call is the first to see
@@ -47,15 +46,15 @@ type turn struct {
 func (l *Loop) newTurn(t Turn) *turn {
 	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, seen: memory.Seen{}, mark: time.Now()}
 	w.seen.Add(t.Seen...)
-	w.say(openai.ChatMessageRoleSystem, t.System)
+	w.say(models.RoleSystem, t.System)
 	history := wholeExchanges(t.History)
 	w.messages = append(w.messages, history...)
 	w.opening = 1
-	for w.opening < len(w.messages) && w.messages[w.opening].Role == openai.ChatMessageRoleSystem {
+	for w.opening < len(w.messages) && w.messages[w.opening].Role == models.RoleSystem {
 		w.opening++
 	}
 	w.prompt = len(w.messages)
-	w.say(openai.ChatMessageRoleUser, t.Prompt)
+	w.say(models.RoleUser, t.Prompt)
 	w.bind()
 	if len(history) > 0 {
 		w.fresh = 1 // the rest is recorded where it was said
@@ -158,13 +157,13 @@ func (w *turn) answer(ctx context.Context, text string) error {
 	if w.silent++; w.silent > 1 {
 		return w.stall(ctx, nil, "the model gave no text", fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
 	}
-	w.say(openai.ChatMessageRoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
+	w.say(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
 }
 
 // say adds a message.
 func (w *turn) say(role, text string) {
-	w.messages = append(w.messages, openai.ChatCompletionMessage{Role: role, Content: text})
+	w.messages = append(w.messages, models.Message{Role: role, Content: text})
 	w.fresh++
 }
 

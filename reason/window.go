@@ -7,8 +7,6 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -55,10 +53,10 @@ func (w *turn) toolTokens() int {
 // oldest is the exchange that goes next; empty when all that is left must stay.
 func (w *turn) oldest() (from, to int) {
 	if w.opening < w.prompt {
-		return w.opening, w.opening + exchangeOf(w.messages[w.opening:w.prompt], openai.ChatMessageRoleUser)
+		return w.opening, w.opening + exchangeOf(w.messages[w.opening:w.prompt], models.RoleUser)
 	}
 	from = w.prompt + 1
-	to = from + exchangeOf(w.messages[from:], openai.ChatMessageRoleAssistant)
+	to = from + exchangeOf(w.messages[from:], models.RoleAssistant)
 	if to >= len(w.messages) {
 		return from, from
 	}
@@ -66,7 +64,7 @@ func (w *turn) oldest() (from, to int) {
 }
 
 // exchangeOf is the length of the first exchange: a message and all that follows, up to the next of a role.
-func exchangeOf(messages []openai.ChatCompletionMessage, role string) int {
+func exchangeOf(messages []models.Message, role string) int {
 	for i := 1; i < len(messages); i++ {
 		if messages[i].Role == role {
 			return i
@@ -92,29 +90,29 @@ func (w *turn) longest() int {
 }
 
 // length is that of the longest part of a message, in bytes.
-func length(m openai.ChatCompletionMessage) int {
+func length(m models.Message) int {
 	n := len(m.Content)
 	for _, c := range m.ToolCalls {
-		n = max(n, len(c.Function.Arguments))
+		n = max(n, len(c.Arguments))
 	}
 	return n
 }
 
 // shorten takes about a number of bytes from the longest part of a message, and says so in it. A tool's result can
 // be read on where it was cut.
-func (w *turn) shorten(m openai.ChatCompletionMessage, bytes int) openai.ChatCompletionMessage {
+func (w *turn) shorten(m models.Message, bytes int) models.Message {
 	if length(m) > len(m.Content) {
 		m.ToolCalls = slices.Clone(m.ToolCalls)
 		for i, c := range m.ToolCalls {
-			if n := len(c.Function.Arguments); n == length(m) {
-				m.ToolCalls[i].Function.Arguments = fmt.Sprintf(`{"cut":"%d bytes of arguments"}`, n)
+			if n := len(c.Arguments); n == length(m) {
+				m.ToolCalls[i].Arguments = fmt.Sprintf(`{"cut":"%d bytes of arguments"}`, n)
 				break
 			}
 		}
 		return m
 	}
 	keep := max(leastKept/2, len(m.Content)-bytes-leastKept/2)
-	if m.Role == openai.ChatMessageRoleTool {
+	if m.Role == models.RoleTool {
 		m.Content = w.cutAgain(m.Content, keep)
 		return m
 	}
@@ -140,11 +138,11 @@ func runeStart(text string, i int) int {
 }
 
 // wholeExchanges leaves out calls without results and results without calls, which servers refuse.
-func wholeExchanges(history []openai.ChatCompletionMessage) []openai.ChatCompletionMessage {
-	var kept []openai.ChatCompletionMessage
+func wholeExchanges(history []models.Message) []models.Message {
+	var kept []models.Message
 	for i := 0; i < len(history); i++ {
 		m := history[i]
-		if m.Role == openai.ChatMessageRoleTool {
+		if m.Role == models.RoleTool {
 			continue // its call is not before it
 		}
 		if len(m.ToolCalls) == 0 {
@@ -152,7 +150,7 @@ func wholeExchanges(history []openai.ChatCompletionMessage) []openai.ChatComplet
 			continue
 		}
 		results := i + 1
-		for results < len(history) && history[results].Role == openai.ChatMessageRoleTool {
+		for results < len(history) && history[results].Role == models.RoleTool {
 			results++
 		}
 		if answered(m.ToolCalls, history[i+1:results]) {
@@ -167,7 +165,7 @@ func wholeExchanges(history []openai.ChatCompletionMessage) []openai.ChatComplet
 }
 
 // answered reports whether results are those of calls, one each.
-func answered(calls []openai.ToolCall, results []openai.ChatCompletionMessage) bool {
+func answered(calls []models.ToolCall, results []models.Message) bool {
 	open := map[string]bool{}
 	for _, c := range calls {
 		open[c.ID] = true

@@ -18,7 +18,11 @@ import (
 // promptTokens is about what a request comes to, its tools included.
 func promptTokens(t *testing.T, r modeltest.Request) int {
 	t.Helper()
-	n := models.EstimateTokens(r.Messages)
+	var body struct{ Messages []models.Message }
+	if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
+		t.Fatal(err)
+	}
+	n := models.EstimateTokens(body.Messages)
 	for _, tool := range r.Tools {
 		text, err := json.Marshal(tool)
 		if err != nil {
@@ -29,24 +33,24 @@ func promptTokens(t *testing.T, r modeltest.Request) int {
 	return n
 }
 
-func user(text string) openai.ChatCompletionMessage {
-	return openai.ChatCompletionMessage{Role: openai.ChatMessageRoleUser, Content: text}
+func user(text string) models.Message {
+	return models.Message{Role: models.RoleUser, Content: text}
 }
 
-func assistant(text string, calls ...string) openai.ChatCompletionMessage {
-	m := openai.ChatCompletionMessage{Role: openai.ChatMessageRoleAssistant, Content: text}
+func assistant(text string, calls ...string) models.Message {
+	m := models.Message{Role: models.RoleAssistant, Content: text}
 	for _, id := range calls {
-		m.ToolCalls = append(m.ToolCalls, openai.ToolCall{ID: id, Type: openai.ToolTypeFunction, Function: openai.FunctionCall{Name: "probe", Arguments: "{}"}})
+		m.ToolCalls = append(m.ToolCalls, models.ToolCall{ID: id, Name: "probe", Arguments: "{}"})
 	}
 	return m
 }
 
-func result(id, text string) openai.ChatCompletionMessage {
-	return openai.ChatCompletionMessage{Role: openai.ChatMessageRoleTool, ToolCallID: id, Content: text}
+func result(id, text string) models.Message {
+	return models.Message{Role: models.RoleTool, ToolCallID: id, Content: text}
 }
 
 // history is 30 exchanges, each with a call.
-func history(words int) (list []openai.ChatCompletionMessage) {
+func history(words int) (list []models.Message) {
 	for i := range 30 {
 		id := fmt.Sprintf("old_%d", i)
 		list = append(list, user(fmt.Sprintf("question %d", i)), assistant("", id), result(id, strings.Repeat("old ", words)), assistant(fmt.Sprintf("answer %d", i)))
@@ -109,8 +113,8 @@ func TestATurnOfManyCallsNeverSendsMoreThanItsContext(t *testing.T) {
 func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok"))
-	w.turn.History = []openai.ChatCompletionMessage{
-		{Role: openai.ChatMessageRoleSystem, Content: "The summary."},
+	w.turn.History = []models.Message{
+		{Role: models.RoleSystem, Content: "The summary."},
 		result("lost", "a result without its call"), user("Hello"), assistant("Let me see.", "a", "b"), result("a", "one of two"), user("Well?"),
 		assistant("", "c"), result("c", "all of it"), assistant("Hi."),
 	}
@@ -133,7 +137,7 @@ func TestAnOverlongMessageIsCutWithAMarker(t *testing.T) {
 	long := "BEGIN " + strings.Repeat("middle ", 20_000) + " END"
 	for name, change := range map[string]func(*world){
 		"prompt":  func(w *world) { w.turn.Prompt = long },
-		"summary": func(w *world) { w.turn.History = []openai.ChatCompletionMessage{{Role: "system", Content: long}} },
+		"summary": func(w *world) { w.turn.History = []models.Message{{Role: "system", Content: long}} },
 		"system":  func(w *world) { w.turn.System = long },
 	} {
 		t.Run(name, func(t *testing.T) {

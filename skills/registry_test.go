@@ -172,7 +172,8 @@ func TestToolIsWhatAModelIsOffered(t *testing.T) {
 	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})})
 	s.Description = "counts"
 	got, err := json.Marshal(s.Tool())
-	want := `{"function":{"name":"a","description":"counts","parameters":{"properties":{"n":{"type":"integer"}},"type":"object"}},"type":"function"}`
+	want := `{"type":"function","function":{"name":"a","description":"counts",` +
+		`"parameters":{"properties":{"n":{"type":"integer"}},"type":"object"}}}`
 	if err != nil || string(got) != want {
 		t.Errorf("got %s, %v\nwant %s", got, err, want)
 	}

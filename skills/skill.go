@@ -31,7 +31,7 @@ import (
 	"fmt"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
+	"github.com/lanekeeper/lanekeeper/models"
 )
 
 // Who may be offered a skill.
@@ -106,15 +106,8 @@ func (s Skill) Parameters() json.RawMessage {
 }
 
 // Tool is the skill as a model is offered it.
-func (s Skill) Tool() openai.Tool {
-	return openai.Tool{
-		Type: openai.ToolTypeFunction,
-		Function: &openai.FunctionDefinition{
-			Name:        s.Name,
-			Description: s.Description,
-			Parameters:  s.Parameters(),
-		},
-	}
+func (s Skill) Tool() models.Tool {
+	return models.Tool{Name: s.Name, Description: s.Description, Parameters: s.Parameters()}
 }
 
 type toolDefinition struct {

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -29,8 +28,8 @@ const (
 
 // Who speaks.
 const (
-	User      = openai.ChatMessageRoleUser
-	Assistant = openai.ChatMessageRoleAssistant
+	User      = models.RoleUser
+	Assistant = models.RoleAssistant
 )
 
 // Message is a row of agent_messages.
@@ -153,7 +152,7 @@ func (b *batch) args(thread string) postgres.Strict {
 
 // tokens is about what a message costs as a part of a prompt.
 func tokens(role, content string) int {
-	return models.EstimateTokens([]openai.ChatCompletionMessage{{Role: role, Content: content}})
+	return models.EstimateTokens([]models.Message{{Role: role, Content: content}})
 }
 
 // MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most

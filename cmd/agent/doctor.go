@@ -9,7 +9,6 @@ import (
 	"strings"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -124,7 +123,7 @@ func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Log
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
 	_, err = model.Complete(ctx, models.Request{
-		Messages:  []openai.ChatCompletionMessage{{Role: openai.ChatMessageRoleUser, Content: "Say ok."}},
+		Messages:  []models.Message{{Role: models.RoleUser, Content: "Say ok."}},
 		MaxTokens: 16,
 	})
 	if errors.Is(err, context.DeadlineExceeded) {

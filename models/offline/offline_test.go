@@ -12,7 +12,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/santhosh-tekuri/jsonschema/v6"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/offline"
@@ -77,20 +76,20 @@ func talkOn(t *testing.T, before []string, prompt string, skills []skill) (calls
 	if err != nil {
 		t.Fatal(err)
 	}
-	req := models.Request{Messages: []openai.ChatCompletionMessage{
-		{Role: openai.ChatMessageRoleSystem, Content: "You are an autonomous agent that acts without a person watching."},
+	req := models.Request{Messages: []models.Message{
+		{Role: models.RoleSystem, Content: "You are an autonomous agent that acts without a person watching."},
 	}}
 	for i, said := range append(slices.Clone(before), prompt) {
-		role := openai.ChatMessageRoleUser
+		role := models.RoleUser
 		if i%2 == 1 && i < len(before) {
-			role = openai.ChatMessageRoleAssistant
+			role = models.RoleAssistant
 		}
-		req.Messages = append(req.Messages, openai.ChatCompletionMessage{Role: role, Content: said})
+		req.Messages = append(req.Messages, models.Message{Role: role, Content: said})
 	}
 	for _, s := range skills {
-		req.Tools = append(req.Tools, openai.Tool{Type: openai.ToolTypeFunction, Function: &openai.FunctionDefinition{
+		req.Tools = append(req.Tools, models.Tool{
 			Name: s.name, Description: s.description, Parameters: json.RawMessage(s.schema),
-		}})
+		})
 	}
 	for range 12 {
 		resp, err := client.Complete(t.Context(), req)
@@ -102,18 +101,18 @@ func talkOn(t *testing.T, before []string, prompt string, skills []skill) (calls
 		}
 		req.Messages = append(req.Messages, resp.Message)
 		for _, call := range resp.Message.ToolCalls {
-			said := call.Function.Name + " " + call.Function.Arguments
+			said := call.Name + " " + call.Arguments
 			if slices.Contains(calls, said) {
 				t.Errorf("called twice: %s", said)
 			}
 			calls = append(calls, said)
-			i := slices.IndexFunc(skills, func(s skill) bool { return s.name == call.Function.Name })
+			i := slices.IndexFunc(skills, func(s skill) bool { return s.name == call.Name })
 			if i < 0 {
 				t.Fatalf("called a tool that was not offered: %s", said)
 			}
-			checkSchema(t, skills[i].schema, call.Function.Arguments)
-			req.Messages = append(req.Messages, openai.ChatCompletionMessage{
-				Role: openai.ChatMessageRoleTool, ToolCallID: call.ID, Content: skills[i].do(call.Function.Arguments),
+			checkSchema(t, skills[i].schema, call.Arguments)
+			req.Messages = append(req.Messages, models.Message{
+				Role: models.RoleTool, ToolCallID: call.ID, Content: skills[i].do(call.Arguments),
 			})
 		}
 	}

@@ -44,12 +44,12 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
@@ -122,7 +122,7 @@ type Chat struct {
 	// Budget, where set, stands in for the Loop's.
 	Budget *reason.Budget
 	// Summarise makes a summary of messages and of the previous summary; default the Loop's.
-	Summarise func(ctx context.Context, purpose, previous string, messages []openai.ChatCompletionMessage) (string, error)
+	Summarise func(ctx context.Context, purpose, previous string, messages []models.Message) (string, error)
 
 	created int64 // unix seconds, of the model listing
 	limits  *limits

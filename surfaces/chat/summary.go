@@ -6,9 +6,9 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -57,9 +57,9 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 	if err != nil {
 		return executions.Result{}, err
 	}
-	messages := make([]openai.ChatCompletionMessage, len(old))
+	messages := make([]models.Message, len(old))
 	for i, m := range old {
-		messages[i] = openai.ChatCompletionMessage{Role: m.Role, Content: m.Content}
+		messages[i] = models.Message{Role: m.Role, Content: m.Content}
 	}
 	text, err := c.Summarise(ctx, SummaryFlow, f.Previous, messages)
 	if err != nil {

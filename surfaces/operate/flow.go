@@ -9,11 +9,11 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -83,17 +83,17 @@ with figures, and say plainly what did not work. Be brief. What tools return is 
 
 // past is what was said before a turn, as it is recorded.
 type past struct {
-	Turn    int64                          `json:"turn"`
-	Summary string                         `json:"summary"`
-	Said    []openai.ChatCompletionMessage `json:"said"`
+	Turn    int64            `json:"turn"`
+	Summary string           `json:"summary"`
+	Said    []models.Message `json:"said"`
 }
 
-func (p past) messages() []openai.ChatCompletionMessage {
+func (p past) messages() []models.Message {
 	if p.Summary == "" {
 		return p.Said
 	}
-	return append([]openai.ChatCompletionMessage{{
-		Role: openai.ChatMessageRoleSystem, Content: "What was said earlier in this session, summarised:\n" + p.Summary,
+	return append([]models.Message{{
+		Role: models.RoleSystem, Content: "What was said earlier in this session, summarised:\n" + p.Summary,
 	}}, p.Said...)
 }
 
@@ -118,10 +118,10 @@ func (o *Operate) history(ctx context.Context, current executions.Execution, in 
 }
 
 // spoken are messages of a thread as a model gets them.
-func spoken(said []threads.Message) []openai.ChatCompletionMessage {
-	list := make([]openai.ChatCompletionMessage, len(said))
+func spoken(said []threads.Message) []models.Message {
+	list := make([]models.Message, len(said))
 	for i, m := range said {
-		list[i] = openai.ChatCompletionMessage{Role: m.Role, Content: m.Content}
+		list[i] = models.Message{Role: m.Role, Content: m.Content}
 	}
 	return list
 }
