@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -286,7 +287,8 @@ func (b *chatBench) visit(ctx context.Context, how way, n int, mu *sync.Mutex, r
 // first came.
 func (b *chatBench) say(ctx context.Context, thread, words string, began time.Time) (turn string, first time.Duration, err error) {
 	body, err := json.Marshal(map[string]any{
-		"model": chat.Alias, "stream": true, "metadata": map[string]string{"thread_id": thread}, "messages": []map[string]string{{"role": "user", "content": words}},
+		"model": agents.Alias, "stream": true, "metadata": map[string]string{"thread_id": thread},
+		"messages": []map[string]string{{"role": "user", "content": words}},
 	})
 	if err != nil {
 		return "", 0, err
@@ -321,7 +323,7 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 		x, _, err := b.engine.StartTx(ctx, tx, executions.Spec{
 			Flow: chat.Flow, Surface: trace.Chat, Agent: chat.Agent, ThreadID: thread, Queue: queue,
-			Input: map[string]string{"thread_id": thread, "model": chat.Alias},
+			Input: map[string]string{"thread_id": thread, "model": agents.Alias},
 		})
 		if err != nil {
 			return err

@@ -58,6 +58,14 @@ type Scope struct {
 // RunScope is the name under which a trace's calls are counted.
 func RunScope(id trace.ID) string { return "run:" + string(id) }
 
+// AgentScope is where the calls of an agent are counted by the day.
+func AgentScope(name string, limit Limit) Scope {
+	return Scope{Name: "day:{day}:" + agentPrefix + name, Limit: limit}
+}
+
+// agentPrefix stands before an agent's name where a scope of the day has a surface's otherwise.
+const agentPrefix = "agent:"
+
 // Scopes lists where a call made by a surface is counted: the day, the surface's day, and what else the
 // caller gives.
 func (l Limits) Scopes(surface trace.Surface, others ...Scope) []Scope {
@@ -117,7 +125,10 @@ func (e *Error) Ends() time.Time {
 func scopeText(scope string) string {
 	kind, rest, _ := strings.Cut(scope, ":")
 	day, surface, bySurface := strings.Cut(rest, ":")
+	agent, byAgent := strings.CutPrefix(surface, agentPrefix)
 	switch {
+	case kind == "day" && byAgent:
+		return "the agent " + agent + " on " + day + " (UTC)"
 	case kind == "day" && bySurface:
 		return "the surface " + surface + " on " + day + " (UTC)"
 	case kind == "day":

@@ -80,6 +80,9 @@ func writesMemory(s skills.Skill) bool {
 	return s.Handler == "builtin:memory_write" || s.Handler == "builtin:memory_forget"
 }
 
+// OnMemory reports whether a skill reads or writes the memory.
+func OnMemory(s skills.Skill) bool { return readsMemory(s) }
+
 func writesObjective(s skills.Skill) bool { return s.Handler == "builtin:objective_update" }
 
 // guards reports whether a skill writes what others may have written since it was read.

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -46,12 +47,16 @@ type account struct {
 	answer   int           // tokens of one answer; 0 for the model's usual
 }
 
-// open says where a turn's calls are counted: in the day, the surface's day, the run, and what a run that
-// delegated the turn allows it.
-func (l *Loop) open(ctx context.Context, t Turn, b Budget) *account {
+// open says where a turn's calls are counted: in the day, the surface's day, the run, what a run that delegated the
+// turn allows it, and the day of its agent.
+func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
+	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
+	if a.Declared() {
+		others = append(others, budgets.AgentScope(a.Name, budgets.Limit{USD: a.Limits.DayUSD}))
+	}
 	return &account{
-		scopes:   l.Limits.Scopes(span.Surface, append(slices.Clone(t.above), t.scope(span.TraceID, b))...),
+		scopes:   l.Limits.Scopes(span.Surface, others...),
 		patience: l.Limits.Patience, answer: b.Answer,
 	}
 }
@@ -103,7 +108,8 @@ type reservation struct {
 	answers  int64         // and what their answers were allowed of that
 }
 
-// grant returns how long the answer may be, in tokens. From then on the request's worst case counts, until it says what it used.
+// grant returns how long the answer may be, in tokens. From then on the request's worst case counts, until it says what
+// it used.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
 	effect.Settle = func(b *pgx.Batch) { r.Settle(b, r.last) }
 	granted, err := r.Await(ctx, db)

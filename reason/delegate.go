@@ -11,7 +11,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -48,6 +50,7 @@ type delegateArgs struct {
 	Task   string   `json:"task"`
 	Skills []string `json:"skills"`
 	Tokens int      `json:"tokens"`
+	Agent  string   `json:"agent"`
 }
 
 // ending is what a turn learns of its task.
@@ -86,11 +89,11 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated)
 	return t
 }
 
-// DelegateTool lets a turn hand a sub-task to a child execution and have its answer. The child is in the same
-// trace. It may use what the turn may and scopes allow, fewer skills if the model names some, within a part of
-// what the turn has left of its budget; what it uses counts for the turn, too. It asks for approvals the way the turn does:
-// where that is waiting, the child waits, and the turn with it. The turn waits durably, without a process; when it is
-// cancelled the child is. A child that fails is a result for the model. Tasks are nested two deep at most.
+// DelegateTool lets a turn hand a sub-task to a child execution and have its answer. The child is in the same trace. It
+// may use what the turn may and scopes allow, fewer skills if the model names some, within a part of what the turn has
+// left of its budget; what it uses counts for the turn, too. It asks for approvals the way the turn does: where that is
+// waiting, the child waits, and the turn with it. The turn waits durably, without a process; when it is cancelled the
+// child is. A child that fails is a result for the model. Tasks are nested two deep at most.
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
@@ -116,18 +119,19 @@ func (w *turn) bind() {
 		switch {
 		case t.within != nil:
 			w.Tools[i].Do = t.within(w)
+			w.Tools[i] = w.toAgents(w.Tools[i])
 		case t.DoSeen != nil:
 			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) { return t.DoSeen(ctx, args, w.seen) }
 		}
 	}
 }
 
-// allowed are the skills that a delegated turn was given.
-func (t Turn) allowed(all []skills.Skill) []skills.Skill {
-	if len(t.only) == 0 {
-		return all
-	}
-	return slices.DeleteFunc(all, func(s skills.Skill) bool { return !slices.Contains(t.only, s.Name) })
+// allowed are the skills that the agent may use and, of a delegated turn, that it was given.
+func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
+	_, remembers := a.MemoryOwner()
+	return slices.DeleteFunc(all, func(s skills.Skill) bool {
+		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) || len(t.only) > 0 && !slices.Contains(t.only, s.Name)
+	})
 }
 
 // delegate starts a child, waits for its end, and returns what came of it.
@@ -182,6 +186,10 @@ func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []strin
 	if w.depth >= deepest {
 		return executions.Spec{}, &executions.StepError{Class: classDelegate, Message: "a delegated task cannot be delegated further"}
 	}
+	agent, err := w.delegateTo(asked, current.Agent)
+	if err != nil {
+		return executions.Spec{}, err
+	}
 	only, err := w.narrowed(asked.Skills)
 	if err != nil {
 		return executions.Spec{}, err
@@ -191,7 +199,7 @@ func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []strin
 		return executions.Spec{}, err
 	}
 	return executions.Spec{
-		Flow: delegateFlow, Surface: trace.Surface(current.Surface), TraceID: trace.ID(current.TraceID), Agent: current.Agent,
+		Flow: delegateFlow, Surface: trace.Surface(current.Surface), TraceID: trace.ID(current.TraceID), Agent: agent,
 		ParentID: current.ID, Awaited: true, Queue: current.Queue, Priority: current.Priority,
 		Input: delegated{
 			Task: asked.Task, System: w.System, Purpose: w.Purpose, Approvals: w.Approvals, Only: only, Budget: budget,

@@ -118,7 +118,7 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 	if got.Text != "All told." || !slices.Equal(got.Calls, []string{"delegate"}) || got.Usage.TotalTokens != 1040 {
 		t.Errorf("outcome is %+v", got)
 	}
-	if names := w.offeredTo("Size it up."); !slices.Equal(names, []string{"sizes", "delegate"}) {
+	if names := w.offeredTo("Size it up."); !slices.Equal(names, []string{"delegate", "sizes"}) {
 		t.Errorf("the child was offered %v", names)
 	}
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages

@@ -1,10 +1,12 @@
 package reason
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -48,6 +50,7 @@ type modelCall struct {
 	time    time.Duration          // that all calls of the account may take; 0 is no bound
 	used    func() time.Duration   // how much of it is gone
 	skill   func(name string) bool // whether a tool of this name is a skill; nil when none is offered
+	more    bool                   // another model is asked when this one is unavailable
 }
 
 // ask makes one model call of a turn.
@@ -55,16 +58,20 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 	fresh := min(w.fresh, len(w.messages))
 	w.fresh = 0
 	if w.account == nil {
-		w.account = w.open(ctx, w.Turn, w.budget)
+		w.account = w.open(ctx, w.Turn, w.budget, w.agent)
 	}
-	got, err := w.consult(ctx, modelCall{
-		purpose: w.Purpose,
-		shown: asked{
-			Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh,
-			Tools: w.names(),
-		},
-		request: models.Request{Messages: w.messages, Tools: w.definitions(), OnDelta: w.OnDelta, OnRestart: w.OnRestart},
-		account: w.account, time: w.budget.Time, used: w.used, skill: w.isSkill,
+	request := models.Request{
+		Messages: w.messages, Tools: w.definitions(), Temperature: w.temperature(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
+	}
+	shown := asked{
+		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
+	}
+	got, err := w.fallBack(ctx, func(model string, more bool) (reply, error) {
+		request.Model = model
+		return w.consult(ctx, modelCall{
+			purpose: w.Purpose, shown: shown, request: request, account: w.account, time: w.budget.Time, used: w.used,
+			skill: w.isSkill, more: more,
+		})
 	})
 	if err != nil {
 		return reply{}, err
@@ -72,6 +79,35 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 	w.spent, w.mark = got.Spent, time.Now()
 	return got, nil
 }
+
+// fallBack asks the models of the turn in their order until one is available. One that was not is not asked again in
+// this turn.
+func (w *turn) fallBack(ctx context.Context, ask func(model string, more bool) (reply, error)) (reply, error) {
+	for {
+		got, err := ask(w.models[0], len(w.models) > 1)
+		failure, ok := errors.AsType[*executions.StepError](err)
+		if !ok || failure.Class != classUnavailable {
+			return got, err
+		}
+		w.log().WarnContext(ctx, "model unavailable, falling back", "model", w.models[0], "fallback", w.models[1], "error", failure.Message)
+		w.models = w.models[1:]
+		if w.OnRestart != nil {
+			w.OnRestart()
+		}
+	}
+}
+
+// temperature is the agent's, as the protocol has it.
+func (w *turn) temperature() *float32 {
+	if w.agent.Temperature == nil {
+		return nil
+	}
+	t := float32(*w.agent.Temperature)
+	return &t
+}
+
+// classUnavailable is the class of a call whose model is unavailable while there is another.
+const classUnavailable = "model_unavailable"
 
 // used is how much of the turn's time is gone. What was waited for durably, and what a lost process did
 // after its last recorded answer, is not in it.
@@ -87,7 +123,8 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 	}
 	got, err := executions.Do(ctx, "model", executions.Call{
 		Entry: activity.Entry{
-			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: l.Model.Model(), Input: c.shown,
+			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: cmp.Or(c.request.Model, l.Model.Model()),
+			Input: c.shown,
 		},
 		Idempotent: true, // asking again costs money, and changes nothing in the world
 		Also:       r.Reserve,
@@ -119,6 +156,8 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 		return reply{}, &executions.StepError{Class: classBudget, Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
 	case errors.As(err, &limit):
 		return reply{}, limit
+	case errors.As(err, &refused) && refused.Retryable && c.more:
+		return reply{}, &executions.StepError{Class: classUnavailable, Message: err.Error()}
 	case errors.As(err, &refused):
 		return reply{}, &executions.StepError{Class: "model", Message: err.Error()}
 	}
@@ -215,17 +254,24 @@ func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCa
 	}
 }
 
-// definitions are the tools in the form the model gets them. A skill that has the name of a tool is not among them: the tool is called
-// under it, and servers refuse a name that comes twice.
+// definitions are the tools in the form the model gets them. A skill that has the name of a tool is not among them: the
+// tool is called under it, and servers refuse a name that comes twice.
 func (w *turn) definitions() []models.Tool {
+	tools := w.ofSkills(w.skills[:w.first])
+	for _, t := range w.Tools {
+		tools = append(tools, models.Tool{Name: t.Name, Description: t.Description, Parameters: t.schema()})
+	}
+	slices.SortStableFunc(tools, func(a, b models.Tool) int { return strings.Compare(a.Name, b.Name) })
+	return append(tools, w.ofSkills(w.skills[w.first:])...)
+}
+
+// ofSkills are the definitions of skills, without those that a part of the runtime has the name of.
+func (w *turn) ofSkills(list []skills.Skill) []models.Tool {
 	tools := make([]models.Tool, 0, len(w.skills)+len(w.Tools))
-	for _, s := range w.skills {
+	for _, s := range list {
 		if !slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == s.Name }) {
 			tools = append(tools, s.Tool())
 		}
-	}
-	for _, t := range w.Tools {
-		tools = append(tools, models.Tool{Name: t.Name, Description: t.Description, Parameters: t.schema()})
 	}
 	return tools
 }

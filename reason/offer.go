@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -26,12 +27,12 @@ type offer struct {
 }
 
 // offered chooses what to offer: everything in scope, or of very much that which is nearest to the prompt.
-func (l *Loop) offered(ctx context.Context, t Turn) (offer, error) {
-	all, err := l.inScope(ctx, t)
+func (l *Loop) offered(ctx context.Context, t Turn, a agents.Agent) (offer, error) {
+	all, err := l.inScope(ctx, t, a)
 	if err != nil {
 		return offer{}, err
 	}
-	trials, err := l.trials(ctx, t)
+	trials, err := l.trials(ctx, t, a)
 	if err != nil {
 		return offer{}, err
 	}
@@ -44,23 +45,23 @@ func (l *Loop) offered(ctx context.Context, t Turn) (offer, error) {
 	return offer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
 }
 
-// inScope lists the skills in service that the turn's scopes allow.
-func (l *Loop) inScope(ctx context.Context, t Turn) ([]skills.Skill, error) {
+// inScope lists the skills in service that the turn's scopes and its agent allow.
+func (l *Loop) inScope(ctx context.Context, t Turn, a agents.Agent) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
 	all, err := l.Skills.Available(ctx, l.Pool, t.Scopes...)
-	return t.allowed(all), err
+	return t.allowed(a, all), err
 }
 
 // trials are the skills out of service that may be tried once. Whoever may call a skill may try it: one that only
 // visitors have would not come back otherwise.
-func (l *Loop) trials(ctx context.Context, t Turn) ([]skills.Skill, error) {
+func (l *Loop) trials(ctx context.Context, t Turn, a agents.Agent) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
 	all, err := skills.OnTrial(ctx, l.Pool, t.Scopes...)
-	return slices.DeleteFunc(t.allowed(all), func(s skills.Skill) bool { return l.Skills.Runnable(s) != nil }), err
+	return slices.DeleteFunc(t.allowed(a, all), func(s skills.Skill) bool { return l.Skills.Runnable(s) != nil }), err
 }
 
 // skillSearch finds skills that were not offered at once. Its hits can be called for the rest of the turn.
@@ -86,7 +87,7 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 	found, err := executions.Do(ctx, "skill_search", executions.Call{
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
-		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) { return w.inScope(ctx, w.Turn) })
+		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) { return w.inScope(ctx, w.Turn, w.agent) })
 		if err != nil {
 			return nil, err
 		}

@@ -16,10 +16,14 @@
 // what is too long by itself is cut with a marker. Of a result that was cut the model can read the rest
 // (read_result), and of very many skills it is offered the nearest and finds the others (skill_search).
 //
-// What a turn writes to the memory is based on what it has read. The turn keeps the revision of each entry that a request showed
-// whole; it is computed from the recorded results alone, so a turn that is taken up again has read the same. A key that
-// this turn has not read must be new: what an earlier turn of the conversation was shown does not count. A conflict
-// gives the model both values, and counts as read.
+// What a turn writes to the memory is based on what it has read. The turn keeps the revision of each entry that a
+// request showed whole; it is computed from the recorded results alone, so a turn that is taken up again has read the
+// same. A key that this turn has not read must be new: what an earlier turn of the conversation was shown does not
+// count. A conflict gives the model both values, and counts as read.
+//
+// An agent (package agents) says who acts: instructions, model, skills, memory and limits. A turn records the agent's
+// version, the time and the pinned memory with its first step. What a request is composed of, and in which order, is in
+// prompt.go.
 //
 // A model decides nothing about its own powers. What it may call is fixed by the caller's scopes before it
 // sees a word. A skill whose trust is "approve" is not run but asked for: recorded for whoever follows it
@@ -38,6 +42,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -76,7 +81,8 @@ type Loop struct {
 	Pool   *pgxpool.Pool
 	Model  *models.Client
 	Skills *skills.Registry
-	Logger *slog.Logger // may be nil
+	Agents *agents.Directory // says who acts; nil: turns have no agent, and nothing stands around System and Prompt
+	Logger *slog.Logger      // may be nil
 	Budget Budget
 	// Limits bound what all runs together use in a day, beside each run's Budget.
 	Limits budgets.Limits
@@ -88,11 +94,11 @@ type Loop struct {
 	After func(ctx context.Context, skill skills.Skill, err error) error
 }
 
-// Tool is something a turn offers besides the skills: part of the runtime, not of the workspace. Do must
-// be durable itself: it is called again when the turn is replayed, and makes its effects in steps.
-// Arguments that only Do can judge it refuses with an *executions.StepError of class invalid_params; the model
-// is corrected then as if the schema had refused them. Any other *executions.StepError, which is how steps fail, is the call's result;
-// other errors end the turn. A skill of the same name is not offered.
+// Tool is something a turn offers besides the skills: part of the runtime, not of the workspace. Do must be durable
+// itself: it is called again when the turn is replayed, and makes its effects in steps. Arguments that only Do can
+// judge it refuses with an *executions.StepError of class invalid_params; the model is corrected then as if the schema
+// had refused them. Any other *executions.StepError, which is how steps fail, is the call's result; other errors end
+// the turn. A skill of the same name is not offered.
 type Tool struct {
 	Name        string // 1 to 64 letters, digits, _ and -
 	Description string
@@ -107,7 +113,9 @@ type Tool struct {
 // Turn is one task for the model. A turn that is taken up again must be given the same values.
 type Turn struct {
 	Purpose string // a phase or a surface's turn; spend is counted under it
-	System  string
+	Agent   string // who acts; the execution's agent when empty
+	System  string // the rules of the surface; the agent's own instructions follow them
+	Context string // what the runtime found, for the preface of Prompt: data, never instructions
 	// History is what was said before, oldest first: it stands between System and Prompt.
 	History []models.Message
 	Prompt  string
@@ -147,10 +155,9 @@ func (t Turn) budget(loop Budget) Budget {
 	return loop.withDefaults()
 }
 
-// Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was
-// done. Ended is answered, stalled, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut is why
-// an answer is not whole: length
-// or content_filter, as the model's server says.
+// Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was done. Ended is
+// answered, stalled, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut is why
+// an answer is not whole: length or content_filter, as the model's server says.
 type Outcome struct {
 	Text       string         `json:"text"`
 	Ended      string         `json:"ended"`
@@ -162,8 +169,8 @@ type Outcome struct {
 	CostUSD    float64        `json:"cost_usd"`
 }
 
-// How a turn ends, besides the names of what can stop it: iterations, time, tokens, money, and day and surface, which are of
-// tokens or money that others use, too.
+// How a turn ends, besides the names of what can stop it: iterations, time, tokens, money, and day and surface, which
+// are of tokens or money that others use, too.
 const (
 	Answered = "answered"
 	Stalled  = "stalled"

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -19,34 +20,43 @@ type turn struct {
 	view *viewer // nil without callbacks
 	*Loop
 	Turn
-	budget   Budget
-	account  *account // from the first model call on
-	skills   []skills.Skill
-	more     int // skills in scope that are not offered, but can be searched
-	messages []models.Message
-	opening  int // messages at the start that always stay
-	prompt   int // the index of the prompt
-	fresh    int // messages that the next model call is the first to see
-	outcome  Outcome
-	made     []*call // of the last reply
-	results  []*longResult
-	seen     memory.Seen       // what this turn has read of the memory
-	unseen   []answer          // what the model sees with the next request
-	denied   map[string]string // why, by skill and arguments
-	last     string            // the last call, with its arguments
-	same     int               // how often it was made in a row
-	silent   int               // answers without words in a row
-	bad      int               // replies in a row whose calls were all refused
-	why      string            // it stalled, or which limit stopped it
-	spent    time.Duration     // of the turn's time, up to the last recorded answer
-	mark     time.Time         // when this process had that answer
+	budget     Budget
+	account    *account // from the first model call on
+	agent      agents.Agent
+	colleagues []colleague // agents that it may delegate to
+	models     []string    // to ask, the first until it is unavailable; "" is the client's
+	skills     []skills.Skill
+	first      int // of skills, how many were offered at once
+	more       int // skills in scope that are not offered, but can be searched
+	messages   []models.Message
+	opening    int // messages at the start that always stay
+	prompt     int // the index of the prompt
+	fresh      int // messages that the next model call is the first to see
+	outcome    Outcome
+	made       []*call // of the last reply
+	results    []*longResult
+	seen       memory.Seen       // what this turn has read of the memory
+	unseen     []answer          // what the model sees with the next request
+	denied     map[string]string // why, by skill and arguments
+	last       string            // the last call, with its arguments
+	same       int               // how often it was made in a row
+	silent     int               // answers without words in a row
+	bad        int               // replies in a row whose calls were all refused
+	why        string            // it stalled, or which limit stopped it
+	spent      time.Duration     // of the turn's time, up to the last recorded answer
+	mark       time.Time         // when this process had that answer
 }
 
 // newTurn opens the transcript.
-func (l *Loop) newTurn(t Turn) *turn {
-	w := &turn{Loop: l, Turn: t, budget: t.budget(l.Budget), denied: map[string]string{}, seen: memory.Seen{}, mark: time.Now()}
+func (l *Loop) newTurn(t Turn, p prepared) *turn {
+	w := &turn{
+		Loop: l, Turn: t, budget: t.budget(l.Budget).tightened(p.resolve.Limits), denied: map[string]string{},
+		seen: memory.Seen{}, mark: time.Now(), agent: p.resolve, models: p.candidates(),
+		colleagues: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
+	}
 	w.seen.Add(t.Seen...)
-	w.say(models.RoleSystem, t.System)
+	w.seen.Add(p.sights()...)
+	w.say(models.RoleSystem, p.system(t.System))
 	history := wholeExchanges(t.History)
 	w.messages = append(w.messages, history...)
 	w.opening = 1
@@ -54,7 +64,7 @@ func (l *Loop) newTurn(t Turn) *turn {
 		w.opening++
 	}
 	w.prompt = len(w.messages)
-	w.say(models.RoleUser, t.Prompt)
+	w.say(models.RoleUser, p.request(t))
 	w.bind()
 	if len(history) > 0 {
 		w.fresh = 1 // the rest is recorded where it was said
@@ -70,15 +80,12 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	}
 	view := l.watch(ctx, &t)
 	defer view.close(ctx)
-	tools, err := executions.Step(ctx, "tools", func(ctx context.Context) (offer, error) {
-		return l.offered(ctx, t)
-	})
+	p, err := l.prepare(ctx, t)
 	if err != nil {
-		return Outcome{}, fmt.Errorf("choose tools: %w", err)
+		return Outcome{}, err
 	}
-	w := l.newTurn(t)
+	w := l.newTurn(t, p)
 	w.view = view
-	w.skills, w.more = tools.Skills, tools.More
 	if w.more > 0 {
 		w.Tools = append(w.Tools, w.skillSearch())
 	}

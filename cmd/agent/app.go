@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -92,7 +93,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 	b, pool := a.config.Budget, a.pool
 	return &reason.Loop{
-		Pool: pool, Model: model, Skills: a.registry, Logger: a.log,
+		Pool: pool, Model: model, Skills: a.registry, Agents: directory(a.config), Logger: a.log,
 		Budget: reason.Budget{
 			Iterations: b.MaxIterations, Tokens: unbounded(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
 			Context: b.ContextTokens,
@@ -103,6 +104,17 @@ func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 		},
 		After: selfheal.After(pool),
 	}
+}
+
+// directory finds agents, and says what the settings are for those that say nothing else.
+func directory(cfg config.Config) *agents.Directory {
+	return &agents.Directory{Settings: agents.Settings{
+		Name: cfg.Name, Model: cfg.Model, Timezone: cfg.Timezone, HeartbeatCron: cfg.HeartbeatCron,
+		Limits: agents.Limits{
+			Iterations: cfg.Budget.MaxIterations, Tokens: cfg.Budget.MaxTokens, CostUSD: cfg.Budget.MaxCostUSD,
+			DayUSD: cfg.Limits.DayUSD,
+		},
+	}}
 }
 
 // limits are the daily budgets as configured.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -19,7 +20,7 @@ import (
 const cliVisitor = "cli: local visitor"
 
 func (c *cli) chatCommand() *cobra.Command {
-	var thread string
+	var thread, agent string
 	cmd := &cobra.Command{
 		Use:   "chat [MESSAGE]",
 		Short: "Talk with the agent as a visitor",
@@ -36,7 +37,7 @@ pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the th
 				if err := letInCLI(ctx, s, thread); err != nil {
 					return err
 				}
-				v := &visitor{cli: c, chat: a.chat, thread: thread}
+				v := &visitor{cli: c, chat: a.chat, thread: thread, agent: agent}
 				switch {
 				case len(args) > 0:
 					return v.turn(ctx, args[0])
@@ -48,6 +49,7 @@ pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the th
 		},
 	}
 	cmd.Flags().StringVar(&thread, "thread", "", "go on in this thread")
+	cmd.Flags().StringVar(&agent, "agent", agents.Alias, "talk with this agent instead of the default one")
 	return cmd
 }
 
@@ -56,6 +58,7 @@ type visitor struct {
 	*cli
 	chat   *chat.Chat
 	thread string
+	agent  string
 }
 
 // letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the database. The threads of visitors
@@ -87,7 +90,7 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 		show = nil
 	}
 	got, err := v.chat.Say(ctx, chat.Ask{
-		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: chat.Alias,
+		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
 	}, show)
 	if got.ThreadID != "" {
 		v.thread = got.ThreadID

@@ -43,7 +43,7 @@ func (a *app) addSurfaces() (err error) {
 		return err
 	}
 	a.chat = &chat.Chat{
-		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Name: cfg.Name,
+		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agents: a.loop.Agents,
 		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
 		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {

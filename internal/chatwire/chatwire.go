@@ -98,21 +98,32 @@ func WriteFailure(w http.ResponseWriter, status int, f Failure) error {
 }
 
 // WriteModels answers a listing of models; created is unix seconds.
-func WriteModels(w http.ResponseWriter, created int64, owner string, ids ...string) error {
-	models := make([]map[string]any, 0, len(ids))
-	for _, id := range ids {
-		models = append(models, modelObject(id, owner, created))
+func WriteModels(w http.ResponseWriter, created int64, owner string, list ...Model) error {
+	models := make([]modelObject, 0, len(list))
+	for _, m := range list {
+		models = append(models, modelObject{m, "model", created, owner})
 	}
 	return writeJSON(w, http.StatusOK, map[string]any{"object": "list", "data": models})
 }
 
 // WriteModel answers with one model.
-func WriteModel(w http.ResponseWriter, created int64, owner, id string) error {
-	return writeJSON(w, http.StatusOK, modelObject(id, owner, created))
+func WriteModel(w http.ResponseWriter, created int64, owner string, m Model) error {
+	return writeJSON(w, http.StatusOK, modelObject{m, "model", created, owner})
 }
 
-func modelObject(id, owner string, created int64) map[string]any {
-	return map[string]any{"id": id, "object": "model", "created": created, "owned_by": owner}
+// Model is what a client may name as model. The protocol knows no description and no greeting, but takes them.
+type Model struct {
+	ID          string `json:"id"`
+	Description string `json:"description,omitempty"`
+	Greeting    string `json:"greeting,omitempty"`
+}
+
+// modelObject is a model as the protocol has it.
+type modelObject struct {
+	Model
+	Object  string `json:"object"`
+	Created int64  `json:"created"`
+	OwnedBy string `json:"owned_by"`
 }
 
 func writeJSON(w http.ResponseWriter, status int, body any) error {

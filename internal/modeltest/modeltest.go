@@ -142,7 +142,7 @@ func (s *Server) next(req Request) (n int, reply Reply, found bool) {
 }
 
 func (s *Server) models(w http.ResponseWriter, _ *http.Request) {
-	if err := chatwire.WriteModels(w, created, "modeltest", Model); err != nil {
+	if err := chatwire.WriteModels(w, created, "modeltest", chatwire.Model{ID: Model}); err != nil {
 		s.note(err.Error())
 	}
 }

@@ -26,14 +26,14 @@ func Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/chat/completions", complete)
 	mux.HandleFunc("GET /v1/models", func(w http.ResponseWriter, _ *http.Request) {
-		sent(chatwire.WriteModels(w, epoch, owner, Model))
+		sent(chatwire.WriteModels(w, epoch, owner, chatwire.Model{ID: Model}))
 	})
 	mux.HandleFunc("GET /v1/models/{id}", func(w http.ResponseWriter, r *http.Request) {
 		if r.PathValue("id") != Model {
 			refuse(w, http.StatusNotFound, "model_not_found", "the only model here is "+Model)
 			return
 		}
-		sent(chatwire.WriteModel(w, epoch, owner, Model))
+		sent(chatwire.WriteModel(w, epoch, owner, chatwire.Model{ID: Model}))
 	})
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		refuse(w, http.StatusNotFound, "unknown_url", "no route for "+r.Method+" "+r.URL.Path)

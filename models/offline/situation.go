@@ -60,9 +60,21 @@ func understand(req openai.ChatCompletionRequest) situation {
 		s.tools = tools(req.Tools)
 	}
 	if last >= 0 {
-		s.hear(content(req.Messages[last]), req.Messages[:last])
+		s.hear(withoutContext(content(req.Messages[last])), req.Messages[:last])
 	}
 	return s
+}
+
+// withoutContext is a prompt without what the runtime says before it.
+func withoutContext(text string) string {
+	if !strings.HasPrefix(text, "[Context from the runtime.") {
+		return text
+	}
+	_, after, found := strings.Cut(text, "\n[End of context]\n\n")
+	if !found {
+		return text
+	}
+	return after
 }
 
 func tools(offered []openai.Tool) []tool {

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -38,6 +39,7 @@ type Ask struct {
 	Key         string // makes the message count once; "" for none
 	Hash        string // of what must be the same when the key comes again
 	TraceID     trace.ID
+	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
 	fresh       bool            // the name was made up here
@@ -98,7 +100,7 @@ func entropy() io.Reader { return rand.Reader }
 // spec describes the execution of a turn.
 func (a Ask) spec() executions.Spec {
 	s := executions.Spec{
-		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: Agent, ThreadID: a.thread,
+		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: rowName(a.agent), ThreadID: a.thread,
 		Queue: executions.Interactive, Priority: 1, Input: a.input(""),
 	}
 	switch {
@@ -120,9 +122,9 @@ type begun struct {
 	leave func()
 }
 
-// begin stores the message together with its turn, or with the relay of what the execution says that the message is for, and lets
-// that run here. The caller leaves the feed when it
-// has seen enough of it. Errors that the visitor may know are *Refusal.
+// begin stores the message together with its turn, or with the relay of what the execution says that the message is
+// for, and lets that run here. The caller leaves the feed when it has seen enough of it. Errors that the visitor may
+// know are *Refusal.
 func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	var x executions.Execution
 	var created bool
@@ -167,8 +169,8 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	return b, nil
 }
 
-// locate finds the thread that the visitor means, or whose join token the visitor has. A name that the agent gives out is never begun by a
-// visitor: another's thread, and one that never was, are the same refusal.
+// locate finds the thread that the visitor means, or whose join token the visitor has. A name that the agent gives out
+// is never begun by a visitor: another's thread, and one that never was, are the same refusal.
 func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 	if a.Join != "" {
 		return c.intake.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
@@ -184,8 +186,8 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 	return err
 }
 
-// insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it has
-// cancelled. created is false when the key was used before.
+// insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it
+// has cancelled. created is false when the key was used before.
 func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execution, created bool, cut []string, err error) {
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
@@ -274,12 +276,15 @@ func (c *Chat) repeated(ctx context.Context, a Ask, x executions.Execution) (beg
 // opened makes sure that the thread is there, and that the visitor may speak in it.
 func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
 	got, _, err := threads.Open(ctx, tx, a.principal(), threads.Thread{
-		Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: Agent, Participant: clip(a.Participant, 200),
+		Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: rowName(a.agent), Participant: clip(a.Participant, 200),
 	})
 	if err == nil && got.ID != a.thread {
 		err = threads.ErrForeign // it was revoked, or given, this moment
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	return c.sameAgent(ctx, tx, got.Agent, a)
 }
 
 // store puts the message into its thread, and deals with the turns that are under way there. It returns the
@@ -311,7 +316,12 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 
 // takeOver is what the client says was said before, to fill a new thread with.
 func takeOver(a Ask, from string) []threads.Draft {
-	drafts := make([]threads.Draft, 0, len(a.Earlier)+len(a.Texts))
+	drafts := make([]threads.Draft, 0, len(a.Earlier)+len(a.Texts)+1)
+	if a.agent.Greeting != "" && len(a.Earlier) == 0 {
+		drafts = append(drafts, threads.Draft{
+			Role: threads.Assistant, Content: a.agent.Greeting, Channel: from, Status: threads.Sent, Follows: true,
+		})
+	}
 	for _, line := range a.Earlier {
 		d := threads.Draft{Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received}
 		if line.Role == threads.Assistant {

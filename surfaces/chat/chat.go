@@ -1,13 +1,13 @@
 // Package chat is the surface on which visitors talk with the agent: OpenAI's chat completions protocol, a small
 // page, and `agent chat`.
 //
-// A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by
-// metadata.thread_id or by user, else it begins a new one; the answer names it in X-Thread-Id. Names are the visitor's
-// own: the visitor is the key, for a backend that speaks for its users, or the key and a secret, X-Visitor-Token, which the
-// page always has and a key that browsers hold (Chat.Browser) must have. Of a request's messages only the user's after the
-// last answer are new, at most 32. The last 200 earlier ones are taken over when the thread is new, so that clients
-// which keep their own history work; all are stored in one statement. System and developer messages are dropped,
-// because nothing that a client sends is an instruction to the agent.
+// A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by metadata.thread_id
+// or by user, else it begins a new one; the answer names it in X-Thread-Id. Names are the visitor's own: the visitor is
+// the key, for a backend that speaks for its users, or the key and a secret, X-Visitor-Token, which the page always has
+// and a key that browsers hold (Chat.Browser) must have. Of a request's messages only the user's after the last answer
+// are new, at most 32. The last 200 earlier ones are taken over when the thread is new, so that clients which keep
+// their own history work; all are stored in one statement. System and developer messages are dropped, because nothing
+// that a client sends is an instruction to the agent.
 //
 // A turn is one execution. It is inserted, claimed by the process that has the connection, in one transaction with
 // the visitor's message, and does not end with the connection: GET /v1/chat/completions/{id} attaches again, with
@@ -24,11 +24,16 @@
 // most: then it is refused as thread_locked, 503, and nothing is stored. So one thread that somebody has locked takes
 // no connections from the visitors of others. Turns use the connections of the engine.
 //
-// A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is recorded, it
-// ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread after it, until whoever got it waits
-// for something again or has ended, or two minutes have passed; it has an id like any other, to attach to. When nothing was
-// said, one sentence says that the message was passed on. Into a thread that somebody else began a visitor gets by a join token,
-// X-Thread-Join, or because the key was named (package threads); any other is refused, and looks as if it did not exist.
+// A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is
+// recorded, it ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread
+// after it, until whoever got it waits for something again or has ended, or two minutes have passed; it has an id like
+// any other, to attach to. When nothing was said, one sentence says that the message was passed on. Into a thread that
+// somebody else began a visitor gets by a join token, X-Thread-Join, or because the key was named (package threads);
+// any other is refused, and looks as if it did not exist.
+//
+// The model of a request names an agent (package agents). A key reaches the agents that name it, else the default one.
+// A thread has one agent: another model there is refused with 409. An agent's greeting is the first message of each new
+// thread.
 //
 // A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
 // anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
@@ -45,6 +50,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
@@ -59,11 +65,8 @@ const (
 	SummaryFlow = "chat_summary"
 )
 
-// Agent is the agent's name in the activity log when it talks with visitors.
+// Agent is the agent's name in the activity log when it talks with visitors and no workspace declares an agent.
 const Agent = "visitor_chat"
-
-// Alias is the model id that always works, beside the agent's name.
-const Alias = "agent"
 
 // channel is where the threads of this surface are begun.
 const channel = "chat"
@@ -86,13 +89,12 @@ type Chat struct {
 	Engine *executions.Engine
 	Loop   *reason.Loop
 	Logger *slog.Logger
-	// Name is the agent's: the id of the model that clients see; default "flowpilot".
-	Name string
-	// Instructions are added to the system prompt: who the agent is for its visitors.
-	Instructions string
+	// Agents says which agents a key reaches; the Loop's by default. Their names are the models that clients see.
+	Agents *agents.Directory
 	// Visitor names the key a request came with; that is who owns the threads it begins. Default: nobody in particular.
 	Visitor func(r *http.Request) string
-	// Browser says of a key that browsers hold it: each visitor has a token of its own, and without it a request is a new visitor's. Default: none.
+	// Browser says of a key that browsers hold it: each visitor has a token of its own, and without it a request is a
+	// new visitor's. Default: none.
 	Browser func(key string) bool
 	// Address is where a request came from, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
@@ -100,10 +102,11 @@ type Chat struct {
 	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
 	// come at once.
 	Rate int
-	// Turns is how many turns may be under way in this process that came from requests; default 256. One key may have three quarters of
-	// them, one address half, one visitor, or thread of a key without visitors, a sixteenth.
+	// Turns is how many turns may be under way in this process that came from requests; default 256. One key may have
+	// three quarters of them, one address half, one visitor, or thread of a key without visitors, a sixteenth.
 	Turns int
-	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32 KiB.
+	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32
+	// KiB.
 	MaxBody    int64
 	MaxMessage int
 	// KeepAlive is how often a silent stream sends an empty chunk; default 10 s.
@@ -115,8 +118,8 @@ type Chat struct {
 	// History is how many tokens of a conversation a model gets to see verbatim; default 12,000. What is older is
 	// summarised.
 	History int
-	// RelayWait is how long the answer to a message which goes to an execution takes at most, before it ends with what was said
-	// until then; default 2 min.
+	// RelayWait is how long the answer to a message which goes to an execution takes at most, before it ends with what
+	// was said until then; default 2 min.
 	RelayWait time.Duration
 	Listener  *postgres.Listener // shortens waits; may be nil
 	// Budget, where set, stands in for the Loop's.
@@ -140,7 +143,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	}
 	c.Front = cmp.Or(c.Front, c.Pool)
 	c.Logger = cmp.Or(c.Logger, slog.New(slog.DiscardHandler))
-	c.Name = cmp.Or(c.Name, "flowpilot")
+	c.Agents = cmp.Or(c.Agents, c.Loop.Agents, &agents.Directory{})
 	c.DoubleTexting = cmp.Or(c.DoubleTexting, Enqueue)
 	c.Rate = cmp.Or(c.Rate, 30)
 	c.Turns = cmp.Or(c.Turns, 256)

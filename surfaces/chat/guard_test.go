@@ -226,7 +226,7 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	}
 	defer stream.Close()
 	receive(t, g.asked)
-	r, text := p.post(t, `{"model":"flowpilot","messages":[{"role":"user","content":"slowly"}],"stream":true}`, "Idempotency-Key", "k2")
+	r, text := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"slowly"}],"stream":true}`, "Idempotency-Key", "k2")
 	if r.StatusCode != http.StatusConflict || !strings.HasPrefix(r.Header.Get("X-Completion-Id"), "chatcmpl-") || failureOf(t, text).Code != "still_running" {
 		t.Errorf("while the first is under way: %d %s", r.StatusCode, text)
 	}

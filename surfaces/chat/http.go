@@ -31,35 +31,30 @@ func (c *Chat) CompletionHandler() http.Handler { return c.handler(c.attach) }
 
 // ModelsHandler serves GET /v1/models.
 func (c *Chat) ModelsHandler() http.Handler {
-	return c.handler(func(w http.ResponseWriter, _ *http.Request, _ trace.ID) error {
-		return chatwire.WriteModels(w, c.created, "lanekeeper", c.models()...)
+	return c.handler(func(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+		reachable, err := c.reachable(r)
+		if err != nil {
+			return err
+		}
+		return chatwire.WriteModels(w, c.created, modelOwner, modelsOf(reachable)...)
 	})
 }
 
 // ModelHandler serves GET /v1/models/{id}.
 func (c *Chat) ModelHandler() http.Handler {
 	return c.handler(func(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-		if id := r.PathValue("id"); !c.knows(id) {
-			return c.noModel(id)
+		reachable, err := c.reachable(r)
+		if err != nil {
+			return err
 		}
-		return chatwire.WriteModel(w, c.created, "lanekeeper", r.PathValue("id"))
+		a, err := choose(reachable, r.PathValue("id"))
+		if err != nil {
+			return err
+		}
+		model := modelOf(a)
+		model.ID = r.PathValue("id")
+		return chatwire.WriteModel(w, c.created, modelOwner, model)
 	})
-}
-
-// models lists the ids that clients may use.
-func (c *Chat) models() []string {
-	if c.Name == Alias {
-		return []string{Alias}
-	}
-	return []string{c.Name, Alias}
-}
-
-func (c *Chat) knows(model string) bool { return model == c.Name || model == Alias }
-
-func (c *Chat) noModel(id string) error {
-	r := unknown("model_not_found", "The model %q does not exist. There is %q.", clip(id, 100), c.Name)
-	r.Param = "model"
-	return r
 }
 
 // handler gives a request its trace and writes the error that it ends with.

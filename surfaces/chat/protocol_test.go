@@ -27,7 +27,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	}
 	choice := got.Choices[0]
 	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" || choice.Message.Role != "assistant" ||
-		got.Object != "chat.completion" || got.Model != "flowpilot" || !strings.HasPrefix(got.ID, "chatcmpl-") {
+		got.Object != "chat.completion" || got.Model != "nora" || !strings.HasPrefix(got.ID, "chatcmpl-") {
 		t.Errorf("answer: %+v", got)
 	}
 	if got.Usage.CompletionTokens < 7 || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
@@ -163,7 +163,7 @@ func TestModelsAreListed(t *testing.T) {
 	for _, m := range list.Models {
 		ids = append(ids, m.ID)
 	}
-	if diff := cmp.Diff([]string{"flowpilot", "agent"}, ids); diff != "" {
+	if diff := cmp.Diff([]string{"nora", "agent"}, ids); diff != "" {
 		t.Errorf("models (-want +got):\n%s", diff)
 	}
 	if m, err := p.client().GetModel(t.Context(), "agent"); err != nil || m.ID != "agent" || m.Object != "model" {

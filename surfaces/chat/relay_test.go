@@ -197,7 +197,7 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	})
 	p.talks(t)
 	headers := append(inThread("t"), "Idempotency-Key", "k1")
-	body := `{"model":"flowpilot","messages":[{"role":"user","content":"Ada"}]}`
+	body := `{"model":"nora","messages":[{"role":"user","content":"Ada"}]}`
 	first, firstBody := p.post(t, body, headers...)
 	again, againBody := p.post(t, body, headers...)
 	if first.StatusCode != http.StatusOK || again.StatusCode != http.StatusOK || firstBody != againBody || !strings.Contains(firstBody, "Hello, Ada.") {
@@ -300,7 +300,8 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 }
 
-// A worker outside that is away says nothing: the visitor does not wait for it, and reads what it says with the next answer.
+// A worker outside that is away says nothing: the visitor does not wait for it, and reads what it says with the next
+// answer.
 func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, nil, func(c *chat.Chat) { c.RelayWait = time.Hour })

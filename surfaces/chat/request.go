@@ -14,6 +14,7 @@ import (
 
 	"github.com/oklog/ulid/v2"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -86,7 +87,8 @@ func compact(body []byte) []byte {
 // soleOwner is whose key has no name: the one application there usually is. Its users' names are threads as they are.
 const soleOwner = "visitor"
 
-// threadOf is the thread of a client's user: applications with keys of their own call different people by the same name.
+// threadOf is the thread of a client's user: applications with keys of their own call different people by the same
+// name.
 func threadOf(owner, user string) string {
 	if user == "" || owner == soleOwner {
 		return user
@@ -99,9 +101,7 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
-		return Ask{}, bad("model", "missing_model", "Name a model: %s.", c.Name)
-	case !c.knows(model):
-		return Ask{}, c.noModel(model)
+		return Ask{}, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
 	case req.N != nil && *req.N != 1:
 		return Ask{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
 	}
@@ -112,7 +112,11 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 	if !ok {
 		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	agent, err := c.agentOf(r.Context(), c.Visitor(r), model)
+	if err != nil {
+		return Ask{}, err
+	}
+	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"), Channel: channel}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)

@@ -17,7 +17,8 @@ type Answer struct {
 	Finish   string `json:"finish_reason"`
 }
 
-// cancelRest is how long the caller of a turn that was cancelled waits for its run to notice: what it uses may be closed next.
+// cancelRest is how long the caller of a turn that was cancelled waits for its run to notice: what it uses may be
+// closed next.
 const cancelRest = 5 * time.Second
 
 // Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
@@ -26,6 +27,10 @@ const cancelRest = 5 * time.Second
 func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true
+	}
+	var err error
+	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
+		return Answer{}, err
 	}
 	b, err := c.begin(ctx, a)
 	if err != nil {

@@ -28,7 +28,7 @@ func (p *process) official(key string, more ...option.RequestOption) openai.Clie
 }
 
 func ask(text string) openai.ChatCompletionNewParams {
-	return openai.ChatCompletionNewParams{Model: "flowpilot", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)}}
+	return openai.ChatCompletionNewParams{Model: "nora", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)}}
 }
 
 func TestTheOfficialClientWorksUnchanged(t *testing.T) {
@@ -60,7 +60,7 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 		t.Errorf("stored: %+v, %v", stored, err)
 	}
 	page, err := client.Models.List(t.Context())
-	if err != nil || len(page.Data) != 2 || page.Data[0].ID != "flowpilot" {
+	if err != nil || len(page.Data) != 2 || page.Data[0].ID != "nora" {
 		t.Errorf("models: %+v, %v", page, err)
 	}
 }
@@ -113,7 +113,7 @@ import OpenAI from "openai";
 const client = new OpenAI({ baseURL: process.env.BASE, apiKey: "site", maxRetries: 0 });
 const messages = [{ role: "user", content: "hello" }];
 const out = {};
-const whole = await client.chat.completions.create({ model: "flowpilot", messages });
+const whole = await client.chat.completions.create({ model: "nora", messages });
 out.whole = whole.choices[0].message.content;
 out.text = ""; out.usage = 0; out.keepalives = 0;
 for await (const chunk of await client.chat.completions.create({ model: "agent", messages, stream: true, stream_options: { include_usage: true } })) {

@@ -17,6 +17,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
@@ -44,8 +45,8 @@ type world struct {
 	calls    map[string]int
 }
 
-// newWorld has four skills: opening (external), weather (both, not idempotent), secrets (internal) and refund (external,
-// needs approval).
+// newWorld has four skills: opening (external), weather (both, not idempotent), secrets (internal) and refund
+// (external, needs approval).
 func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
 	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}, calls: map[string]int{}}
@@ -108,7 +109,8 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	}
 	p := &process{world: w, engine: e, log: log}
 	p.chat = &chat.Chat{
-		Pool: w.pool, Engine: e, Loop: w.loop(t), Logger: logger, Name: "flowpilot", Rate: -1,
+		Pool: w.pool, Engine: e, Loop: w.loop(t), Logger: logger, Rate: -1,
+		Agents:  &agents.Directory{Settings: agents.Settings{Name: "nora"}},
 		Visitor: func(r *http.Request) string { return strings.TrimPrefix(r.Header.Get("Authorization"), "Bearer ") },
 	}
 	for _, f := range change {
@@ -213,7 +215,7 @@ func (h withHeaders) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // says is a request with one message.
 func says(text string) openai.ChatCompletionRequest {
-	return openai.ChatCompletionRequest{Model: "flowpilot", Messages: []openai.ChatCompletionMessage{{Role: "user", Content: text}}}
+	return openai.ChatCompletionRequest{Model: "nora", Messages: []openai.ChatCompletionMessage{{Role: "user", Content: text}}}
 }
 
 // inThread is the header that names a thread.

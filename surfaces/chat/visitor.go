@@ -22,8 +22,9 @@ const newVisitor = "new"
 // secretForm is that of a visitor token.
 var secretForm = regexp.MustCompile(`^vis_[A-Za-z0-9_-]{32,128}$`)
 
-// secretOf is the visitor token that a request has, or one that is made for it: made says so. A key that browsers hold is nobody's proof, so its
-// requests always have one. With any other key who holds it speaks for its users, unless the client sends a token.
+// secretOf is the visitor token that a request has, or one that is made for it: made says so. A key that browsers hold
+// is nobody's proof, so its requests always have one. With any other key who holds it speaks for its users, unless the
+// client sends a token.
 func (c *Chat) secretOf(r *http.Request) (secret string, made bool, err error) {
 	given := r.Header.Get(visitorHeader)
 	switch {
