@@ -35,6 +35,6 @@ func TestABuiltinIsBackWhenTheWorkspaceNoLongerReplacesIt(t *testing.T) {
 	contains(t, p.must("skills", "show", "recall"), "sql:")
 	p.must("heartbeat")
 	contains(t, p.must("skills", "show", "recall"), "sql:")
-	p.must("apply", folder(t, map[string]string{"x.yaml": goodSkill}))
+	p.must("apply", "--prune", folder(t, map[string]string{"x.yaml": goodSkill}))
 	contains(t, p.must("skills", "show", "recall"), "builtin:recall")
 }

@@ -18,7 +18,7 @@ func TestShowingAFlowAndItsVersions(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, "flow.yaml"), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		p.must("apply", dir)
+		p.must("apply", "--prune", dir)
 	}
 	const document = "kind: flow\nname: greet\nactions: [{actionType: set, parameters: {variables: {word: hola}}}]\n"
 	apply(document)

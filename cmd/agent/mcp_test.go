@@ -103,7 +103,7 @@ func TestMCPFromTheCommandLine(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	says(must("apply", dir), "remove", "greeter")
+	says(must("apply", "--prune", dir), "remove", "greeter")
 	if got := agent.run("skills", "show", "mcp__greeter__greet"); got.code == 0 {
 		t.Error("the skill outlives its server")
 	}
