@@ -11,6 +11,7 @@ import (
 func (c *cli) commands() []*cobra.Command {
 	return []*cobra.Command{
 		c.devCommand(),
+		c.initCommand(),
 		c.demoCommand(),
 		c.serveCommand(),
 		c.migrateCommand(),

@@ -9,6 +9,8 @@ import (
 	"io"
 	"maps"
 	"net"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -44,14 +46,16 @@ func (c *cli) devCommand() *cobra.Command {
 
 Without DATABASE_URL it runs its own PostgreSQL and keeps the data in .agent in this folder; --ephemeral throws
 it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies
-WORKSPACE (a folder of YAML files; the caretaker example when not given), runs a first heartbeat, prints its story,
-and serves until ^C. It removes what another WORKSPACE brought only with --prune, or after a yes on the terminal.
-Settings are also read from .env, and it says which: never one that names a program, nor a URL for a key that is from
-elsewhere.`,
+WORKSPACE (a folder of YAML files; when not given, the folder workspace that agent init made, else the caretaker
+example), runs a first heartbeat, prints its story, and serves until ^C. It removes what another WORKSPACE brought only with --prune, or
+after a yes on the terminal. Settings are also read from .env, and it says which: never one that names a program,
+nor a URL for a key that is from elsewhere.`,
 		Args: args(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
+			} else if _, err := os.Stat(filepath.Join(workspaceDir, agentFile)); err == nil { // of agent init
+				opts.dir = workspaceDir
 			}
 			return c.dev(cmd.Context(), opts)
 		},

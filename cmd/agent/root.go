@@ -52,6 +52,7 @@ func (c *cli) root() *cobra.Command {
 Lanekeeper runs autonomous agents on PostgreSQL.
 
   agent dev                 everything at once: its own PostgreSQL, an offline model, a first heartbeat
+  agent init                a workspace of your own: an agent, a skill on your database, an automation
   agent operate             talk with it as its admin; agent chat: as a visitor
   agent trace last          the story of the latest run
   agent lanes ls            who holds what

@@ -1,0 +1,56 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
+	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.", "--timezone", "Europe/Madrid")
+	if got.code != 0 || !strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")) {
+		t.Fatalf("%d %s", got.code, got.err)
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
+	contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
+	contains(t, p.must("chat", "which tables are there?"), "list_tables")
+	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
+		t.Error("there is an .env without a database")
+	}
+	if got := p.run("init", dir, "--yes"); got.code != 2 || !strings.Contains(got.err, "is not empty; name another folder") {
+		t.Errorf("again: %d %s", got.code, got.err)
+	}
+}
+
+func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	for name, c := range map[string]struct {
+		flags []string
+		want  string
+	}{
+		"bad name":     {[]string{"--name", "no good"}, `"no good" must begin with a letter`},
+		"bad zone":     {[]string{"--timezone", "Europe/Madird"}, "--timezone:"},
+		"bad database": {[]string{"--database", "mysql://x"}, "--database is no URL of PostgreSQL"},
+		"bad password": {[]string{"--database", "postgres://u:p%zz@h/d"}, "write @ as %40"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			got := p.run(append([]string{"init", dir, "--yes"}, c.flags...)...)
+			if got.code != 2 || !strings.Contains(got.err, c.want) {
+				t.Errorf("%d %s", got.code, got.err)
+			}
+			if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+				t.Errorf("left %v, %v", left, err)
+			}
+		})
+	}
+}
