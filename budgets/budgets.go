@@ -173,6 +173,16 @@ func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	return got, nil
 }
 
+// AgentOf is what an agent has used of the day, out of the list of [Today].
+func AgentOf(today []Standing, name string) Standing {
+	for _, s := range today {
+		if strings.HasSuffix(s.Scope, ":"+agentPrefix+name) {
+			return s
+		}
+	}
+	return Standing{}
+}
+
 // Of returns what a scope has used: nothing, where no call was counted.
 func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	rows, err := db.Query(ctx, `

@@ -16,6 +16,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.serveCommand(),
 		c.migrateCommand(),
 		c.applyCommand(),
+		c.agentsCommand(),
 		c.heartbeatCommand(),
 		c.pauseCommand(),
 		c.resumeCommand(),

@@ -1,0 +1,223 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"github.com/aymanbagabas/go-udiff"
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
+)
+
+func (c *cli) agentsCommand() *cobra.Command {
+	return group("agents", "See who acts: agents, their effective values and versions",
+		c.agentsListCommand(), c.agentsShowCommand(), c.agentsDiffCommand())
+}
+
+// listedAgent is an agent in a listing.
+type listedAgent struct {
+	agents.Agent
+	Today budgets.Standing `json:"today"` // what it has used since midnight UTC
+}
+
+func (c *cli) agentsListCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "ls", Short: "List the agents in service, the default first", Args: args(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			all, err := directory(s.config).List(cmd.Context(), s.pool)
+			if err != nil {
+				return err
+			}
+			used, err := budgets.Today(cmd.Context(), s.pool)
+			if err != nil {
+				return err
+			}
+			listed := make([]listedAgent, len(all))
+			for i, a := range all {
+				listed[i] = listedAgent{Agent: a, Today: budgets.AgentOf(used, a.Name)}
+			}
+			return c.print(listing(listed, ""), func(w io.Writer) error { return writeAgents(w, listed) })
+		}),
+	}
+}
+
+func writeAgents(w io.Writer, listed []listedAgent) error {
+	rows := make([][]string, len(listed))
+	for i, a := range listed {
+		heartbeat, role := "", ""
+		if a.Heartbeat != nil {
+			heartbeat = a.Heartbeat.Cron
+		}
+		if a.Default {
+			role = "default"
+		}
+		rows[i] = []string{
+			a.Name, role, strconv.Itoa(a.Version), orNone(a.Model), a.Memory, strings.Join(a.Keys, ", "), heartbeat,
+			fmt.Sprintf("$%.4f", a.Today.CostUSD), clipped(a.Description, 50),
+		}
+	}
+	return table(w, "", []string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, rows)
+}
+
+func orNone(text string) string {
+	if text == "" {
+		return "none set"
+	}
+	return text
+}
+
+// shownAgent is an agent with where each of its values comes from.
+type shownAgent struct {
+	agents.Agent
+	Values   []agents.Value `json:"values"`
+	Versions []int          `json:"versions"` // the newest first
+}
+
+func (c *cli) agentsShowCommand() *cobra.Command {
+	var version int
+	cmd := &cobra.Command{
+		Use: "show NAME", Short: "Show an agent's effective values, and where each comes from", Args: args(1, 1, "an agent's name"),
+		Long: `Show an agent's effective values, and where each comes from: its document, a setting, or a default. Its
+instructions follow.`,
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			a, err := findAgent(cmd.Context(), s, args[0], version)
+			if err != nil {
+				return err
+			}
+			shown := shownAgent{Agent: a, Values: a.Values()}
+			if a.Declared() {
+				if shown.Versions, err = agents.Versions(cmd.Context(), s.pool, a.Name); err != nil {
+					return err
+				}
+			}
+			return c.print(shown, func(w io.Writer) error { return writeAgent(w, shown) })
+		}),
+	}
+	cmd.Flags().IntVar(&version, "version", 0, "this version, not the current one")
+	return cmd
+}
+
+// findAgent reads an agent, or a version of one, a removed one included.
+func findAgent(ctx context.Context, s *session, name string, version int) (agents.Agent, error) {
+	d := directory(s.config)
+	var a agents.Agent
+	var err error
+	if version > 0 {
+		a, err = d.Version(ctx, s.pool, name, version)
+	} else {
+		a, err = d.Find(ctx, s.pool, name)
+	}
+	if !errors.Is(err, agents.ErrNotFound) {
+		return a, err
+	}
+	versions, missing := agents.Versions(ctx, s.pool, name)
+	switch {
+	case errors.Is(missing, agents.ErrNotFound):
+		return a, hint(fmt.Errorf("there is no agent %q", name), "see agent agents ls")
+	case missing != nil:
+		return a, missing
+	case version > 0:
+		return a, hint(fmt.Errorf("agent %s has no version %d: the latest is %d", name, version, versions[0]),
+			"see agent agents show %s", name)
+	}
+	return a, hint(fmt.Errorf("agent %s was removed", name), "agent agents show %s --version %d shows what it was", name, versions[0])
+}
+
+func writeAgent(w io.Writer, a shownAgent) error {
+	rows := make([][]string, len(a.Values))
+	for i, v := range a.Values {
+		rows[i] = []string{v.Name, printable(v.Value), v.From}
+	}
+	if a.Declared() {
+		fmt.Fprintf(w, "version %d of %s, %d in all\n\n", a.Version, when(a.CreatedAt), len(a.Versions))
+	}
+	if err := table(w, "", []string{"KEY", "VALUE", "FROM"}, rows); err != nil {
+		return err
+	}
+	if a.Instructions != "" {
+		fmt.Fprintf(w, "\n%s\n", speech(strings.TrimSpace(a.Instructions)))
+	}
+	return nil
+}
+
+func (c *cli) agentsDiffCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "diff NAME [FROM [TO]]", Short: "Compare two versions of an agent's document; the last two when none is named",
+		Args: args(1, 3, "an agent's name, and versions"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			from, to, err := diffVersions(cmd.Context(), s, args)
+			if err != nil {
+				return err
+			}
+			diff := udiff.Unified(label(args[0], from), label(args[0], to), from.text, to.text)
+			return c.print(map[string]any{"from": from.version, "to": to.version, "diff": diff}, func(w io.Writer) error {
+				if diff == "" {
+					diff = "no difference\n"
+				}
+				_, err := fmt.Fprint(w, diff)
+				return err
+			})
+		}),
+	}
+}
+
+// agentVersion is a version of an agent as a workspace file would have it; 0 is before the first.
+type agentVersion struct {
+	version int
+	text    string
+}
+
+func label(name string, v agentVersion) string { return fmt.Sprintf("%s version %d", name, v.version) }
+
+func diffVersions(ctx context.Context, s *session, args []string) (from, to agentVersion, err error) {
+	versions, err := agents.Versions(ctx, s.pool, args[0])
+	if errors.Is(err, agents.ErrNotFound) {
+		return from, to, hint(fmt.Errorf("there is no agent %q", args[0]), "see agent agents ls")
+	}
+	if err != nil {
+		return from, to, err
+	}
+	numbers := []int{max(0, versions[0]-1), versions[0]}
+	for i, arg := range args[1:] {
+		if numbers[i], err = strconv.Atoi(arg); err != nil || numbers[i] < 0 {
+			return from, to, usageError("%q is no version: it is a number from 1", arg)
+		}
+	}
+	if from, err = documentOf(ctx, s, args[0], numbers[0]); err == nil {
+		to, err = documentOf(ctx, s, args[0], numbers[1])
+	}
+	return from, to, err
+}
+
+// documentOf is a version's document as YAML; empty before the first version.
+func documentOf(ctx context.Context, s *session, name string, version int) (agentVersion, error) {
+	if version == 0 {
+		return agentVersion{}, nil
+	}
+	a, err := findAgent(ctx, s, name, version)
+	if err != nil {
+		return agentVersion{}, err
+	}
+	text, err := json.Marshal(a.AsDeclared())
+	if err != nil {
+		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
+	}
+	var node yaml.Node // of JSON, which is YAML too: the order of the keys stays
+	if err := yaml.Unmarshal(text, &node); err != nil {
+		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
+	}
+	blocks(&node)
+	shown, err := yaml.Marshal(&node)
+	if err != nil {
+		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
+	}
+	return agentVersion{version, string(shown)}, nil
+}
