@@ -43,6 +43,7 @@ type Ask struct {
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
 	fresh       bool            // the name was made up here
+	retry       *retry          // recognises the request when it is sent again; nil when it cannot be
 	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
 }
 
@@ -161,7 +162,10 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 			c.Logger.WarnContext(ctx, "interrupted turn not told", "execution", id, "error", err)
 		}
 	}
-	if !created {
+	switch {
+	case a.retry != nil && a.retry.attached:
+		return c.joined(ctx, x)
+	case !created:
 		return c.repeated(ctx, a, x)
 	}
 	b := c.launch(ctx, x, a.place)
@@ -194,6 +198,16 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
 		postgres.Strict{"thread": a.thread}); err != nil {
 		return x, false, nil, fmt.Errorf("lock thread: %w", err)
+	}
+	if a.retry != nil {
+		if x, found, err := a.retry.find(ctx, tx); err != nil || found {
+			return x, false, nil, err
+		}
+		defer func() {
+			if created && err == nil {
+				err = a.retry.note(ctx, tx, x.ID)
+			}
+		}()
 	}
 	to, err := c.listener(ctx, tx, a.thread)
 	if err != nil {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"net/http"
 	"strings"
-	"unicode/utf8"
 
 	openai "github.com/sashabaranov/go-openai"
 
@@ -90,41 +89,19 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 		return err
 	}
 	user, _ := text(req.User)
-	if utf8.RuneCountInString(user) > threads.MaxID {
-		return bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
-	}
-	secret, made, err := c.secretOf(r)
-	if err != nil {
-		return err
-	}
-	token := secret
-	if made {
-		token = "" // nobody has proved to be this visitor before
-	}
-	if err := c.allow(r, c.Visitor(r), user, token); err != nil {
-		return err
-	}
-	if made {
-		w.Header().Set(visitorHeader, secret)
-	}
-	a, err := c.ask(r, req, secret)
-	if err != nil {
-		return err
-	}
-	if a.place, err = c.enter(r, a); err != nil {
-		return err
-	}
-	defer a.place.Release()
-	a.TraceID, a.own = id, true
-	if a.Key != "" {
-		a.Hash = hash
-	}
-	b, err := c.begin(r.Context(), a)
+	stream := req.Stream != nil && *req.Stream
+	a, b, err := c.take(w, r, incoming{
+		trace: id, user: user, hash: hash, stream: stream,
+		read: func(secret string) (Ask, error) { return c.ask(r, req, secret) },
+	})
 	if err != nil {
 		return err
 	}
 	defer b.leave()
-	return c.show(w, r, b, a.Model, req.Stream != nil && *req.Stream, req.StreamOptions != nil && req.StreamOptions.IncludeUsage)
+	usage := req.StreamOptions != nil && req.StreamOptions.IncludeUsage
+	return c.answering(w, r, a.retry, func(w http.ResponseWriter) error {
+		return c.show(w, r, b, a.Model, stream, usage)
+	})
 }
 
 // show sends a turn's answer, streamed or whole.

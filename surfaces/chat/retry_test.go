@@ -1,0 +1,239 @@
+package chat_test
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// yes is what a person says twice.
+const yes = `{"model":"agent","messages":[{"role":"user","content":"yes"}]}`
+
+const countHeader = "X-Stainless-Retry-Count"
+
+// gaveUp sends a request, and goes away as soon as the model works on it.
+func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) {
+	t.Helper()
+	ctx, stop := context.WithCancel(t.Context())
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		_, _ = p.sendIn(ctx, body, headers...)
+	}()
+	receive(t, g.asked)
+	stop()
+	receive(t, over)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, p.pool, `select count(*) from agent_chat_requests where state = 'left'`) == 1
+	}, "the connection's end is noted")
+}
+
+// sendIn posts a chat request and returns the body of its answer.
+func (p *process) sendIn(ctx context.Context, body string, headers ...string) (string, error) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, p.url+"/v1/chat/completions", strings.NewReader(body))
+	if err != nil {
+		return "", err
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	for i := 0; i+1 < len(headers); i += 2 {
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	got, err := io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("status %d: %s", response.StatusCode, got)
+	}
+	return string(got), err
+}
+
+// turns is how many turns were begun.
+func (w *world) turns(t *testing.T) int {
+	t.Helper()
+	return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'chat'`)
+}
+
+// A request that is sent again after its connection broke gets the turn that the first one began.
+func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
+	t.Parallel()
+	stream := strings.Replace(yes, "{", `{"stream":true,`, 1)
+	for name, c := range map[string]struct {
+		body    string
+		headers []string // of both
+		again   []string
+		turns   int
+	}{
+		"counted, thread":     {yes, inThread("t"), []string{countHeader, "1"}, 1},
+		"counted, new":        {yes, nil, []string{countHeader, "1"}, 1},
+		"counted, stream":     {stream, nil, []string{countHeader, "1"}, 1},
+		"counted, key":        {yes, []string{"Idempotency-Key", "k"}, []string{countHeader, "2"}, 1},
+		"uncounted, thread":   {yes, inThread("t"), nil, 1},
+		"uncounted, new":      {yes, nil, nil, 1},
+		"uncounted, stream":   {stream, inThread("t"), nil, 1},
+		"uncounted, released": {stream, nil, nil, 2}, // the first client knows the thread's name
+		"another key":         {yes, inThread("t"), []string{countHeader, "1", "Authorization", "Bearer shop"}, 2},
+		"another thread":      {yes, inThread("t"), []string{countHeader, "1", "X-Thread-Id", "u"}, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g, reply := gated()
+			w := newWorld(t, reply, modeltest.Text("Another."))
+			p := w.process(t)
+			p.gaveUp(t, g, c.body, c.headers...)
+			var group errgroup.Group
+			var got string
+			group.Go(func() (err error) {
+				got, err = p.sendIn(t.Context(), c.body, append(c.headers, c.again...)...)
+				return err
+			})
+			pgtest.Eventually(t, patience, func() bool {
+				return value[bool](t, w.pool, `
+					select count(*) = $1 and count(*) filter (where state <> 'left') = 1
+					  from agent_chat_requests`, c.turns)
+			}, "the second request is taken")
+			send(t, g.pieces, "The first.")
+			close(g.pieces)
+			if err := group.Wait(); err != nil {
+				t.Fatal(err)
+			}
+			if n := w.turns(t); n != c.turns || strings.Contains(got, "Another.") != (n == 2) {
+				t.Errorf("%d turns, want %d; the second request got %s", n, c.turns, got)
+			}
+			if c.turns == 2 {
+				w.settled(t)
+			}
+		})
+	}
+}
+
+// settled waits until no turn is under way.
+func (w *world) settled(t *testing.T) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_executions where completed_at is null`) == 0
+	}, "all turns end")
+}
+
+// Whoever says the same twice is heard twice: one after the other, and at the same time.
+func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	p := w.process(t)
+	for _, count := range []string{"", "0"} {
+		if _, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, count)...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := []string{"user: yes", "assistant: One.", "user: yes", "assistant: Two."}
+	if diff := cmp.Diff(want, w.transcript(t, "t")); diff != "" {
+		t.Errorf("thread (-want +got):\n%s", diff)
+	}
+	// The first attempt of a third yes was lost on its way: the second answer was delivered too long ago to be meant.
+	exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
+	w.model.Add(modeltest.Text("Three."))
+	got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
+	if err != nil || !strings.Contains(got, "Three.") {
+		t.Errorf("the third yes got %s, %v", got, err)
+	}
+	// Its answer was lost on its way back: a retry at once gets it again.
+	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
+	if err != nil || !strings.Contains(got, "Three.") {
+		t.Errorf("the retry got %s, %v", got, err)
+	}
+	g, reply := gated()
+	w.model.Add(reply, modeltest.Text("Five."))
+	var group errgroup.Group
+	for range 2 {
+		group.Go(func() error {
+			_, err := p.sendIn(t.Context(), yes, inThread("t")...)
+			return err
+		})
+	}
+	pgtest.Eventually(t, patience, func() bool { return w.turns(t) == 5 }, "both are taken")
+	send(t, g.pieces, "Four.")
+	close(g.pieces)
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Many retries at once, at two processes, are one message.
+func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t, reply)
+	processes := []*process{w.process(t), w.process(t)}
+	const many = 8
+	var group errgroup.Group
+	answers := make([]string, many)
+	for i := range many {
+		group.Go(func() (err error) {
+			answers[i], err = processes[i%2].sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
+			return err
+		})
+	}
+	receive(t, g.asked)
+	send(t, g.pieces, "Once.")
+	close(g.pieces)
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for _, got := range answers {
+		if !strings.Contains(got, "Once.") {
+			t.Errorf("an answer is %s", got)
+		}
+	}
+	diff := cmp.Diff([]string{"user: yes", "assistant: Once."}, w.transcript(t, "t"))
+	if diff != "" || w.turns(t) != 1 {
+		t.Errorf("%d turns; thread (-want +got):\n%s", w.turns(t), diff)
+	}
+}
+
+// A client whose process was killed asks another one, which ends the turn.
+func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
+	t.Parallel()
+	for name, headers := range map[string][]string{
+		"uncounted":    inThread("t"),
+		"counted":      append(inThread("t"), countHeader, "1"),
+		"counted, new": {countHeader, "1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g, reply := gated()
+			w := newWorld(t, reply, modeltest.Text("Done."))
+			dead, _ := w.silent(t)
+			ctx, stop := context.WithCancel(t.Context())
+			defer stop()
+			over := make(chan struct{})
+			go func() {
+				defer close(over)
+				first := headers
+				if len(first) == 2 && first[0] == countHeader {
+					first = nil
+				}
+				_, _ = dead.sendIn(ctx, yes, append(first[:min(len(first), 2):min(len(first), 2)], countHeader, "0")...)
+			}()
+			receive(t, g.asked)
+			exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+			p := w.process(t)
+			got, err := p.sendIn(t.Context(), yes, headers...)
+			if err != nil || !strings.Contains(got, "Done.") || w.turns(t) != 1 {
+				t.Errorf("%d turns; the retry got %s, %v", w.turns(t), got, err)
+			}
+			stop()
+			receive(t, over)
+		})
+	}
+}
