@@ -63,16 +63,20 @@ func (p *part) UnmarshalJSON(raw []byte) error {
 }
 
 type wireUsage struct {
-	Prompt     int `json:"prompt_tokens"`
-	Completion int `json:"completion_tokens"`
-	Total      int `json:"total_tokens"`
-	Details    *struct {
-		Cached int `json:"cached_tokens"`
-	} `json:"prompt_tokens_details"`
+	Prompt     int           `json:"prompt_tokens"`
+	Completion int           `json:"completion_tokens"`
+	Total      int           `json:"total_tokens"`
+	Details    *usageDetails `json:"prompt_tokens_details"`
 }
 
-// words is content: a string, or a list of parts of which the text ones count. A NUL is what the records make of it, or what was
-// shown of an answer would not be what is kept of it.
+// usageDetails are parts of the prompt's tokens.
+type usageDetails struct {
+	Cached     int `json:"cached_tokens"`
+	CacheWrite int `json:"cache_write_tokens"`
+}
+
+// words is content: a string, or a list of parts of which the text ones count. A NUL is what the records make of
+// it, or what was shown of an answer would not be what is kept of it.
 type words string
 
 func (w *words) UnmarshalJSON(raw []byte) error {
@@ -92,12 +96,27 @@ func (w *words) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// assembly puts an answer together. Its zero value is ready.
+// answering puts an answer together, in one of the protocols.
+type answering interface {
+	add(raw []byte) (text string, err error)
+	rest() string
+	ended(saidDone bool) bool
+	empty() bool
+	size() int
+	beyond(maxTokens int) bool
+	cutAt(why FinishReason)
+	misses(more bool)
+	known() (u Usage, cut bool)
+	answer(req Request, origin string) answer
+}
+
+// assembly puts an answer of chat completions together. Its zero value is ready.
 type assembly struct {
 	text      strings.Builder
 	reasoning strings.Builder
 	refusal   strings.Builder
 	calls     calls
+	thinker   thinker
 	thoughtAs string // the member that the reasoning came in
 	opaque    gathered
 	finish    FinishReason
@@ -110,7 +129,7 @@ type assembly struct {
 func (a *assembly) add(raw []byte) (text string, err error) {
 	var c chunk
 	if err := json.Unmarshal(raw, &c); err != nil {
-		return "", &Error{Message: fmt.Sprintf("the answer is not understood: %v", err), Retryable: true, cause: err}
+		return "", notUnderstood(raw, err)
 	}
 	if len(c.Error) > 0 && string(c.Error) != "null" {
 		return "", streamError(raw)
@@ -122,17 +141,26 @@ func (a *assembly) add(raw []byte) (text string, err error) {
 			continue
 		}
 		if p := cmp.Or(choice.Delta, choice.Message); p != nil {
-			a.addPart(p)
-			text += string(p.Content)
+			text += a.addPart(p)
 		}
 		a.finish = cmp.Or(choice.Finish, a.finish)
 	}
 	return text, nil
 }
 
-func (a *assembly) addPart(p *part) {
-	a.text.WriteString(string(p.Content))
-	a.reasoning.WriteString(p.reasoning)
+// notUnderstood is the error of a piece that is none. A server may send an error as a list.
+func notUnderstood(raw []byte, err error) *Error {
+	if bytes.HasPrefix(raw, []byte("[")) && bytes.Contains(raw, []byte(`"error"`)) {
+		return streamError(raw)
+	}
+	return &Error{Message: fmt.Sprintf("the answer is not understood: %v", err), Retryable: true, cause: err}
+}
+
+// addPart takes a part and returns the text that may be shown.
+func (a *assembly) addPart(p *part) string {
+	said, thought := a.thinker.add(string(p.Content))
+	a.text.WriteString(said)
+	a.reasoning.WriteString(thought + p.reasoning)
 	a.thoughtAs = cmp.Or(a.thoughtAs, p.reasoningAs)
 	for name, piece := range p.opaque {
 		a.opaque.add(name, piece)
@@ -141,14 +169,15 @@ func (a *assembly) addPart(p *part) {
 	for _, f := range p.Calls {
 		a.calls.add(f)
 	}
+	return said
 }
 
 // hugeTokens is more than any model takes or gives.
 const hugeTokens = 10_000_000
 
-// possible reports whether a server can have counted so. Less than none, or more than there can be, is what one says that
-// does not know (-1, also as the largest number); taken at its word it would give a budget back, or have every later
-// prompt reckoned at more than all budgets.
+// possible reports whether a server can have counted so. Less than none, or more than there can be, is what one
+// says that does not know (-1, also as the largest number); taken at its word it would give a budget back, or have
+// every later prompt reckoned at more than all budgets.
 func (u wireUsage) possible() bool {
 	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens && u.Total <= 2*hugeTokens
 }
@@ -161,8 +190,29 @@ func (a *assembly) count(u *wireUsage) {
 	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}
 	if u.Details != nil {
 		a.usage.CachedTokens = min(max(u.Details.Cached, 0), u.Prompt)
+		a.usage.CacheWriteTokens = min(max(u.Details.CacheWrite, 0), u.Prompt-a.usage.CachedTokens)
 	}
 }
+
+// ended reports whether the server said that this is all.
+func (a *assembly) ended(saidDone bool) bool { return a.finish != "" || saidDone }
+
+// rest is the text that was held back.
+func (a *assembly) rest() string {
+	said, thought := a.thinker.end()
+	a.text.WriteString(said)
+	a.reasoning.WriteString(thought)
+	return said
+}
+
+// cutAt ends an answer that its server did not end.
+func (a *assembly) cutAt(why FinishReason) { a.finish, a.cut = why, true }
+
+// misses says that the server had more to say, which may have been the usage.
+func (a *assembly) misses(more bool) { a.cut = more }
+
+// known is what was used, and whether some of it may not have been said.
+func (a *assembly) known() (u Usage, cut bool) { return a.usage, a.cut }
 
 // empty reports whether nothing was said.
 func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
@@ -178,8 +228,10 @@ func (a *assembly) size() int {
 
 // beyond reports whether an answer is clearly longer than it was allowed to be: a token is about four bytes, and
 // hardly ever more than eight.
-func (a *assembly) beyond(maxTokens int) bool {
-	return maxTokens > 0 && (a.size() > 8*maxTokens+512 || a.usage.CompletionTokens > maxTokens+maxTokens/10+16)
+func (a *assembly) beyond(maxTokens int) bool { return beyond(a.size(), a.usage, maxTokens) }
+
+func beyond(size int, u Usage, maxTokens int) bool {
+	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
 }
 
 // answer is the assembled whole. Ids that the server left out are derived from the request.

@@ -1,105 +1,52 @@
 package models
 
-import (
-	"bytes"
-	"maps"
-	"slices"
-)
+import "encoding/json"
 
-// object writes the members of a JSON object in the order given, and byte for byte as given.
-type object struct {
-	out bytes.Buffer
-	err error
-}
+// signatureLeftOut is what Gemini takes in place of a signature that was lost with an edit or a change of models.
+const signatureLeftOut = `{"google":{"thought_signature":"skip_thought_signature_validator"}}`
 
-// set adds a member.
-func (o *object) set(name string, value any) {
-	encoded, err := encode(value)
-	if err != nil && o.err == nil {
-		o.err = err
-	}
-	o.raw(name, string(encoded))
-}
-
-// raw adds a member that is JSON already.
-func (o *object) raw(name, text string) {
-	if o.out.Len() == 0 {
-		o.out.WriteByte('{')
-	} else {
-		o.out.WriteByte(',')
-	}
-	encoded, err := encode(name)
-	if err != nil && o.err == nil {
-		o.err = err
-	}
-	o.out.Write(encoded)
-	o.out.WriteByte(':')
-	o.out.WriteString(text)
-}
-
-// end is the whole object.
-func (o *object) end() (string, error) {
-	if o.out.Len() == 0 {
-		o.out.WriteByte('{')
-	}
-	o.out.WriteByte('}')
-	return o.out.String(), o.err
-}
-
-// list is a JSON array of texts that are JSON.
-func list(texts []string) string {
-	var out bytes.Buffer
-	out.WriteByte('[')
-	for i, text := range texts {
-		if i > 0 {
-			out.WriteByte(',')
-		}
-		out.WriteString(text)
-	}
-	out.WriteByte(']')
-	return out.String()
-}
-
-// chatBody is the request as chat completions have it, in the form that the server is known to understand.
-func (c *Client) chatBody(req Request, d dialect) (string, error) {
+// chatBody adds what chat completions have of a request.
+func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error {
 	messages := make([]string, len(req.Messages))
 	for i, m := range req.Messages {
-		text, err := c.chatMessage(m, c.origin(req.Model))
+		text, err := chatWriter{c.origin(req.Model), d, known}.message(m)
 		if err != nil {
-			return "", err
+			return err
 		}
 		messages[i] = text
 	}
-	var o object
-	o.set("model", req.Model)
 	o.raw("messages", list(messages))
 	if len(req.Tools) > 0 {
 		o.set("tools", req.Tools)
 	}
-	if !d.noStream {
-		o.set("stream", true)
-		if !d.noUsage {
-			o.set("stream_options", map[string]bool{"include_usage": true})
-		}
+	if !d.has(noStream) && !d.has(noUsage) {
+		o.set("stream_options", map[string]bool{"include_usage": true})
 	}
 	if req.MaxTokens > 0 {
 		name := "max_tokens" // most servers know no other
-		if d.newLimit || wantsNewLimit(req.Model) {
+		if d.has(newLimit) || known.NewLimit {
 			name = "max_completion_tokens"
 		}
 		o.set(name, req.MaxTokens)
 	}
-	if req.Temperature != nil {
-		o.set("temperature", *req.Temperature)
+	if req.Effort != "" && !d.has(noEffort) {
+		o.set("reasoning_effort", req.Effort)
 	}
-	if c.config.ReasoningEffort != "" {
-		o.set("reasoning_effort", c.config.ReasoningEffort)
+	if req.Schema != nil && !d.has(noSchema) {
+		o.set("response_format", map[string]any{"type": "json_schema", "json_schema": req.Schema})
 	}
-	return o.end()
+	return nil
 }
 
-// chatMessage is a message with what its origin wants back.
-func (c *Client) chatMessage(m Message, origin string) (string, error) {
+// chatWriter writes messages for one origin.
+type chatWriter struct {
+	origin string
+	d      dialect
+	known  Facts
+}
+
+// message is a message with what its origin wants back.
+func (w chatWriter) message(m Message) (string, error) {
 	var o object
 	o.set("role", m.Role)
 	content, err := m.content()
@@ -116,42 +63,66 @@ func (c *Client) chatMessage(m Message, origin string) (string, error) {
 			o.set(member.name, member.text)
 		}
 	}
-	if m.Opaque.from(origin, m.digest()) {
-		if name := m.Opaque.ReasoningAs; name != "" {
-			o.set(name, m.Reasoning)
-		}
-		o.members(m.Opaque.Members)
+	w.thoughts(&o, m)
+	if len(m.ToolCalls) == 0 {
+		return o.end()
 	}
-	if len(m.ToolCalls) > 0 {
-		calls := make([]string, len(m.ToolCalls))
-		for i, call := range m.ToolCalls {
-			if calls[i], err = chatCall(call, origin); err != nil {
-				return "", err
-			}
+	calls := make([]string, len(m.ToolCalls))
+	for i, call := range m.ToolCalls {
+		if calls[i], err = w.call(call, i == 0); err != nil {
+			return "", err
 		}
-		o.raw("tool_calls", list(calls))
 	}
+	o.raw("tool_calls", list(calls))
 	return o.end()
 }
 
-// chatCall is a call with what its origin wants back.
-func chatCall(call ToolCall, origin string) (string, error) {
+// thoughts adds what the model thought, under the name that it came in, and its other members.
+func (w chatWriter) thoughts(o *object, m Message) {
+	own := m.Opaque.from(w.origin, m.digest())
+	if own && !w.d.has(noOpaque) {
+		o.members(m.Opaque.Members)
+	}
+	if w.d.has(noEcho) || m.Role != RoleAssistant {
+		return
+	}
+	if own && m.Opaque.ReasoningAs != "" {
+		o.set(m.Opaque.ReasoningAs, m.Reasoning)
+	}
+	wanted := w.known.Echo
+	if w.d.has(echo) {
+		wanted = "reasoning_content"
+	}
+	if wanted == "" || len(m.ToolCalls) == 0 {
+		return
+	}
+	if _, there := o.texts[wanted]; !there {
+		o.set(wanted, m.Reasoning) // also when it is empty
+	}
+}
+
+// call is a call with what its origin wants back.
+func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 	var o object
 	o.set("id", call.ID)
 	o.set("type", "function")
 	o.set("function", functionCall{call.Name, arguments(call.Arguments)})
-	if call.Opaque.from(origin, call.digest()) {
+	switch {
+	case w.d.has(noOpaque):
+	case call.Opaque.from(w.origin, call.digest()):
 		o.members(call.Opaque.Members)
+	case first && w.known.Signed:
+		o.raw("extra_content", signatureLeftOut)
 	}
 	return o.end()
 }
 
-// members adds members that are JSON already, by name.
-func (o *object) members(texts map[string]string) {
-	for _, name := range slices.Sorted(maps.Keys(texts)) {
-		o.raw(name, texts[name])
-	}
-}
-
 // origin is who may have a provider's opaque members back.
 func (c *Client) origin(model string) string { return c.config.BaseURL + " " + model }
+
+// Schema is the form that an answer is to have.
+type Schema struct {
+	Name   string          `json:"name"`
+	Schema json.RawMessage `json:"schema"`
+	Strict bool            `json:"strict"` // servers then want every member required and no others allowed
+}

@@ -1,7 +1,8 @@
 package models
 
-// Density is how many tokens the server has counted for each one that [Client.Quote] reckoned a prompt at, at the most and
-// at least 1. A prompt quoted that much higher is not quoted too low for a server that counts otherwise. Safe for concurrent use.
+// Density is how many tokens the server has counted for each one that [Client.Quote] reckoned a prompt at, at the
+// most and at least 1. A prompt quoted that much higher is not quoted too low for a server that counts otherwise.
+// Safe for concurrent use.
 func (c *Client) Density() float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -21,6 +21,7 @@ type Error struct {
 	Message    string        // the server's words or the connection's, bounded, on one line, without secrets
 	Retryable  bool          // the same request may succeed later
 	RetryAfter time.Duration // how long the server wants to be left alone; 0 when it does not say
+	Advice     string        // what an operator can do, where more is known than the status says
 
 	param string // the parameter the server complains about
 	cause error
@@ -51,6 +52,10 @@ func (e *Error) Unwrap() error { return e.cause }
 // advice is what an operator can do.
 func (e *Error) advice() string {
 	switch {
+	case e.Advice != "":
+		return e.Advice
+	case e.Code == codeContentFilter:
+		return "the provider's content filter refused it"
 	case e.Status == http.StatusUnauthorized, e.Status == http.StatusForbidden:
 		return "check OPENAI_API_KEY"
 	case e.Status == http.StatusNotFound:
@@ -62,22 +67,33 @@ func (e *Error) advice() string {
 }
 
 // scrubbed removes the key, and what looks like one, from all that is shown.
-func (e *Error) scrubbed(key string) *Error {
+func (e *Error) scrubbed(secrets []string) *Error {
 	clean := *e
-	clean.Message = scrub(e.Message, key)
-	clean.Code = scrub(e.Code, key)
-	clean.param = scrub(e.param, key)
-	if clean.cause != nil && scrub(clean.cause.Error(), key) != clean.cause.Error() {
-		clean.cause = errors.New(scrub(clean.cause.Error(), key))
+	clean.Message = scrub(e.Message, secrets)
+	clean.Code = scrub(e.Code, secrets)
+	clean.param = scrub(e.param, secrets)
+	if clean.cause != nil && scrub(clean.cause.Error(), secrets) != clean.cause.Error() {
+		clean.cause = errors.New(scrub(clean.cause.Error(), secrets))
 	}
 	return &clean
 }
 
+// secrets are the key and what the headers and the query say.
+func (c Config) secrets() []string {
+	all := []string{c.APIKey}
+	for _, value := range c.Headers {
+		all = append(all, value)
+	}
+	return all
+}
+
 var looksSecret = regexp.MustCompile(`(?i)\b(?:sk|pk|key|gsk|xai)-[\w*.-]{6,}|\bbearer\s+[\w*.~+/=-]{6,}`)
 
-func scrub(text, key string) string {
-	if len(key) >= 4 {
-		text = strings.ReplaceAll(text, key, "[secret]")
+func scrub(text string, secrets []string) string {
+	for _, key := range secrets {
+		if len(key) >= 4 {
+			text = strings.ReplaceAll(text, key, "[secret]")
+		}
 	}
 	return looksSecret.ReplaceAllString(text, "[secret]")
 }
@@ -114,11 +130,24 @@ func streamError(chunk []byte) *Error {
 const (
 	codeNoQuota     = "insufficient_quota"
 	codeUnreachable = "unreachable"
+
+	codeContentFilter = "content_filter"
+
+	adviseResponses = "set AGENT_MODEL_API to auto or responses"
 )
 
+// namesResponses reports whether the server wants the Responses API for what was asked.
+func (e *Error) namesResponses() bool {
+	return e.Status == http.StatusBadRequest && strings.Contains(e.Message, "/v1/responses")
+}
+
 // read takes the error's parts from a body in one of the forms that servers use: {"error":{…}}, {"error":"…"},
-// the members of error at the top, {"detail":…}, or just text.
+// the members of error at the top, {"detail":…}, one of these in a list, or just text.
 func (e *Error) read(body []byte) {
+	var several []json.RawMessage
+	if json.Unmarshal(body, &several) == nil && len(several) > 0 {
+		body = several[0]
+	}
 	var top map[string]json.RawMessage
 	if err := json.Unmarshal(body, &top); err != nil {
 		e.Message = plainText(body)
@@ -134,6 +163,10 @@ func (e *Error) read(body []byte) {
 	}
 	e.Message = oneLine(cmp.Or(scalar(top["message"]), scalar(top["detail"])))
 	e.Code = cmp.Or(scalar(top["code"]), scalar(top["type"]))
+	if word := scalar(top["status"]); word != "" && isNumber(e.Code) { // Google's
+		e.Status = cmp.Or(e.Status, number(e.Code))
+		e.Code = word
+	}
 	if scalar(top["type"]) == codeNoQuota {
 		e.Code = codeNoQuota
 	}
@@ -141,6 +174,17 @@ func (e *Error) read(body []byte) {
 	if e.Message == "" {
 		e.Message = oneLine(string(body))
 	}
+}
+
+func isNumber(text string) bool { return number(text) != 0 }
+
+// number is a text as a number; 0 when it is none.
+func number(text string) int {
+	n, err := strconv.Atoi(text)
+	if err != nil {
+		return 0
+	}
+	return n
 }
 
 // scalar is a JSON value as text: a string without its quotes, nothing for null.

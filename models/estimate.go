@@ -2,6 +2,7 @@ package models
 
 import (
 	"encoding/json"
+	"strings"
 )
 
 const (
@@ -25,9 +26,10 @@ type Quote struct {
 	TokenUSD     float64 // of each token of the answer
 }
 
-// Quote reckons a request's worst case. No tokenizer is at hand, so it takes a token for every two letters and blanks, and one for
-// every other byte, and eight for each message and tool: tokenizers hardly ever make more. Ordinary prompts use about half of
-// that. A model without a price costs nothing. (A missing usage is estimated by the same rule.)
+// Quote reckons a request's worst case. No tokenizer is at hand, so it takes a token for every two letters and
+// blanks, and one for every other byte, and eight for each message and tool: tokenizers hardly ever make more.
+// Ordinary prompts use about half of that. A model without a price costs nothing. (A missing usage is estimated by
+// the same rule.)
 func (c *Client) Quote(req Request) Quote {
 	if req.Model == "" {
 		req.Model = c.config.Model
@@ -35,12 +37,14 @@ func (c *Client) Quote(req Request) Quote {
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
 	if q.AnswerTokens <= 0 {
 		q.AnswerTokens = DefaultMaxTokens
-		if wantsNewLimit(req.Model) {
+		if FactsOf(req.Model).Thinks {
 			q.AnswerTokens = ThinkingMaxTokens
 		}
 	}
 	price, _ := c.config.Prices.Of(req.Model)
-	q.PromptUSD, q.TokenUSD = float64(q.PromptTokens)*max(price.Prompt, price.Cached)/1e6, price.Completion/1e6
+	rate := price.at(q.PromptTokens)
+	q.PromptUSD = float64(q.PromptTokens) * max(rate.Prompt, rate.Cached, rate.CacheWrite) / 1e6
+	q.TokenUSD = rate.Completion / 1e6
 	return q
 }
 
@@ -70,7 +74,8 @@ type extent struct {
 // most is how many tokens it can be.
 func (e extent) most() int { return ceilDiv(e.halves, 2) + e.images*imageTokens }
 
-// add counts text. Letters in words and blanks are two to a token; digits, signs, other scripts and what is no word may be one.
+// add counts text. Letters in words and blanks are two to a token; digits, signs, other scripts and what is no word
+// may be one.
 func (e *extent) add(text string) {
 	e.bytes += len(text)
 	word := 0
@@ -86,6 +91,25 @@ func (e *extent) add(text string) {
 			e.halves += 2
 		}
 	}
+}
+
+// addOpaque counts what a provider gets back: about a token for every four bytes, as encrypted reasoning has. Other
+// items of an answer are counted as the text and the calls that they are.
+func (e *extent) addOpaque(o *Opaque) {
+	if o == nil {
+		return
+	}
+	bytes := 0
+	for _, text := range o.Members {
+		bytes += len(text)
+	}
+	for _, item := range o.Items {
+		if strings.Contains(item, "encrypted_content") {
+			bytes += len(item)
+		}
+	}
+	e.bytes += bytes
+	e.halves += bytes / 2
 }
 
 // size measures a prompt; parts is how many messages and tools it has.
@@ -107,7 +131,9 @@ func measure(m Message) (e extent) {
 	for _, text := range []string{m.Content, m.Refusal, m.Reasoning, m.Name, m.ToolCallID} {
 		e.add(text)
 	}
+	e.addOpaque(m.Opaque)
 	for _, call := range m.ToolCalls {
+		e.addOpaque(call.Opaque)
 		e.add(call.ID)
 		e.add(call.Name)
 		e.add(call.Arguments)

@@ -72,8 +72,15 @@ func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
 func (l *link) Do(req *http.Request) (*http.Response, error) {
+	for name, value := range l.config.Headers {
+		req.Header.Set(name, value)
+	}
+	if len(l.config.Query) > 0 {
+		req.URL.RawQuery = l.config.Query.Encode()
+	}
 	if l.key != "" {
-		// Not in canonical form: under that name net/http would send the request again by itself when a connection breaks.
+		// Not in canonical form: under that name net/http would send the request again by itself when a connection
+		// breaks.
 		req.Header["idempotency-key"] = []string{l.key}
 	}
 	if parent := trace.Traceparent(req.Context()); parent != "" {
@@ -97,7 +104,7 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 	}
 	if first, err := firstByte(body); err == nil && first == '<' {
 		return nil, errWebPage
-	} else if err == nil && first == '{' {
+	} else if err == nil && (first == '{' || first == '[') {
 		return l.readDocument(resp, body)
 	}
 	l.lines = newDataLines(body)
@@ -137,8 +144,8 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 	return resp, nil
 }
 
-// mayBeBilled reports whether a failed attempt may have used tokens: the server may have got it, and did not refuse it. A
-// gateway that gives up says nothing about the model behind it.
+// mayBeBilled reports whether a failed attempt may have used tokens: the server may have got it, and did not refuse
+// it. A gateway that gives up says nothing about the model behind it.
 func (l *link) mayBeBilled(err error) bool {
 	if l.failure == nil {
 		return l.sent.Load() && !errors.Is(err, errWebPage)
@@ -165,7 +172,7 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 	case !errors.As(err, &said):
 		said = transportError(err)
 	}
-	return said.scrubbed(l.config.APIKey)
+	return said.scrubbed(l.config.secrets())
 }
 
 // heard notes that the server gives signs of life.

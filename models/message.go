@@ -270,11 +270,17 @@ func (c *ToolCall) UnmarshalJSON(raw []byte) error {
 // noParameters is the schema of a tool that takes nothing.
 const noParameters = `{"type":"object","properties":{}}`
 
+// parameters is the tool's schema, also of one that takes nothing.
+func (t Tool) parameters() any {
+	if t.Parameters == nil {
+		return json.RawMessage(noParameters)
+	}
+	return t.Parameters
+}
+
 // MarshalJSON writes the form of chat completions.
 func (t Tool) MarshalJSON() ([]byte, error) {
-	if t.Parameters == nil {
-		t.Parameters = json.RawMessage(noParameters)
-	}
+	t.Parameters = t.parameters()
 	type definition struct {
 		Name        string `json:"name"`
 		Description string `json:"description,omitempty"`

@@ -1,4 +1,4 @@
-// Package models talks to language models: any endpoint that speaks the OpenAI chat completions protocol.
+// Package models talks to language models: any endpoint that speaks OpenAI's chat completions or its Responses API.
 //
 // There is one way to do it. [New] checks a [Config]; [Client.Complete] sends a [Request] and returns a
 // [Response], whole or not at all. It always streams, so that [Request.OnDelta] can show the text as it comes.
@@ -24,18 +24,22 @@
 //     ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503 and 529, but not 408.
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
-// Servers differ. What one refuses (stream_options, streaming, max_tokens) is left out once it has said so; the
-// client remembers that for all later requests.
+// Servers differ. What one refuses aloud (stream_options, max_tokens, a second system message, the protocol itself) is
+// left out or sent in another form once it has said so, one thing a refusal; the client remembers that for all later
+// requests to the model. What a model gets wrong in silence is declared ([Facts]). A provider's own members of messages
+// and calls go back to it as they came ([Opaque]), and to nobody else.
 //
 // A [Client] is safe for concurrent use and holds no goroutine between calls.
 package models
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -59,6 +63,13 @@ type Config struct {
 	IdleTimeout time.Duration
 	// ReasoningEffort is passed on to models that know the word ("none", "low", …); left out when empty.
 	ReasoningEffort string
+	// API is the protocol; [APIAuto] when empty.
+	API API
+	// Headers and Query are added to each request. Their values are taken for secrets.
+	Headers map[string]string
+	Query   url.Values
+	// Extra is laid over the body of each request: objects member by member; a null takes a member away.
+	Extra map[string]json.RawMessage
 }
 
 // Retry says how often and how patiently a request is repeated. Zero fields take the defaults.
@@ -72,10 +83,10 @@ type Retry struct {
 type Client struct {
 	config Config
 
-	mu      sync.Mutex
-	dialect dialect // what the server has turned out not to understand
-	density float64 // see Density
-	reports bool    // the server has reported usage
+	mu       sync.Mutex
+	dialects map[string]dialect // what the server has turned out not to understand, by model
+	density  float64            // see Density
+	reports  bool               // the server has reported usage
 }
 
 // New checks the configuration, all of it at once, and makes no connection.
@@ -93,6 +104,10 @@ func New(config Config) (*Client, error) {
 	}
 	if config.Retry.Attempts < 0 || config.Retry.Base < 0 || config.Retry.MaxWait < 0 || config.IdleTimeout < 0 {
 		problems = append(problems, errors.New("attempts and times must not be negative"))
+	}
+	if !slices.Contains([]API{APIAuto, APIChat, APIResponses}, config.API) {
+		problems = append(problems,
+			fmt.Errorf("%q is no protocol: set AGENT_MODEL_API to auto, chat or responses", config.API))
 	}
 	if err := config.Prices.check(); err != nil {
 		problems = append(problems, err)
@@ -129,6 +144,9 @@ func withDefaults(config Config) Config {
 	if config.IdleTimeout == 0 {
 		config.IdleTimeout = 5 * time.Minute
 	}
+	if config.API == "" {
+		config.API = APIAuto
+	}
 	config.Retry = config.Retry.withDefaults()
 	return config
 }
@@ -144,15 +162,18 @@ func checkBaseURL(text string) error {
 	case u.User != nil:
 		return errors.New("the base URL contains credentials: move them to OPENAI_API_KEY")
 	case u.RawQuery != "" || u.Fragment != "":
-		return errors.New("the base URL has a query or a fragment: end OPENAI_BASE_URL with its path")
+		return errors.New(
+			"the base URL has a query or a fragment: end OPENAI_BASE_URL with its path, and set AGENT_MODEL_QUERY")
 	case strings.HasSuffix(u.Path, "/chat/completions"):
 		return errors.New("the base URL names the route too: leave /chat/completions out of OPENAI_BASE_URL")
+	case strings.HasSuffix(u.Path, "/responses"):
+		return errors.New("the base URL names the route too: leave /responses out of OPENAI_BASE_URL")
 	}
 	return nil
 }
 
-// api is go-openai's client over one attempt.
-func (c *Client) api(doer openai.HTTPDoer) *openai.Client {
+// over is go-openai's client over one attempt.
+func (c *Client) over(doer openai.HTTPDoer) *openai.Client {
 	config := openai.DefaultConfig(c.config.APIKey)
 	config.BaseURL = c.config.BaseURL
 	config.HTTPClient = doer

@@ -13,7 +13,27 @@ import (
 type Price struct {
 	Prompt     float64
 	Cached     float64 // of the prompt's tokens, those the server had read before
+	CacheWrite float64 // and those that it keeps for the next time; as Prompt when it is zero
 	Completion float64
+	Long       Long // what holds for long prompts
+}
+
+// Long is the price of a request whose prompt is over so many tokens. Its zero value changes nothing.
+type Long struct {
+	Over                                   int
+	Prompt, Cached, CacheWrite, Completion float64
+}
+
+// at is the price of a request with a prompt of so many tokens.
+func (p Price) at(prompt int) Price {
+	if p.Long.Over > 0 && prompt > p.Long.Over {
+		p.Prompt, p.Cached = p.Long.Prompt, p.Long.Cached
+		p.CacheWrite, p.Completion = p.Long.CacheWrite, p.Long.Completion
+	}
+	if p.CacheWrite == 0 {
+		p.CacheWrite = p.Prompt
+	}
+	return p
 }
 
 // Prices maps a model's name to its price. A name stands for itself and for its dated versions
@@ -21,8 +41,8 @@ type Price struct {
 // that begin so. The longest name that fits wins.
 type Prices map[string]Price
 
-// DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices change: what
-// decides about money should be set by the operator ([Prices.With]). A model that no name fits costs
+// DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices
+// change: what decides about money should be set by the operator ([Prices.With]). A model that no name fits costs
 // nothing here, so that no limit of money bounds it: give it a price, or set a limit of tokens ([Client.Priced]).
 func DefaultPrices() Prices {
 	return Prices{
@@ -35,8 +55,15 @@ func DefaultPrices() Prices {
 		"gpt-5":        {Prompt: 1.25, Cached: 0.125, Completion: 10},
 		"gpt-5-mini":   {Prompt: 0.25, Cached: 0.025, Completion: 2},
 		"gpt-5-nano":   {Prompt: 0.05, Cached: 0.005, Completion: 0.40},
-		"o3":           {Prompt: 2, Cached: 0.50, Completion: 8},
-		"o4-mini":      {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
+		"gpt-5.6-sol":  {Prompt: 4, Cached: 0.40, CacheWrite: 5, Completion: 20},
+		"gpt-6-sol":    {Prompt: 2, Cached: 0.20, CacheWrite: 2.50, Completion: 10},
+		"gpt-6-luna":   {Prompt: 0.10, Cached: 0.01, CacheWrite: 0.125, Completion: 0.50},
+		"gpt-6.1-sol": {
+			Prompt: 2, Cached: 0.10, CacheWrite: 2.50, Completion: 10,
+			Long: Long{Over: 272_000, Prompt: 4, Cached: 0.20, CacheWrite: 5, Completion: 15},
+		},
+		"o3":      {Prompt: 2, Cached: 0.50, Completion: 8},
+		"o4-mini": {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
 	}
 }
 
@@ -67,8 +94,10 @@ func (p Prices) Of(model string) (Price, bool) {
 
 // Cost is in US dollars.
 func (p Price) Cost(u Usage) float64 {
-	fresh := float64(u.PromptTokens - u.CachedTokens)
-	return (fresh*p.Prompt + float64(u.CachedTokens)*p.Cached + float64(u.CompletionTokens)*p.Completion) / 1e6
+	p = p.at(u.PromptTokens)
+	fresh := float64(u.PromptTokens - u.CachedTokens - u.CacheWriteTokens)
+	return (fresh*p.Prompt + float64(u.CachedTokens)*p.Cached + float64(u.CacheWriteTokens)*p.CacheWrite +
+		float64(u.CompletionTokens)*p.Completion) / 1e6
 }
 
 func (p Prices) check() error {
@@ -76,13 +105,21 @@ func (p Prices) check() error {
 		if strings.TrimSpace(model) == "" {
 			return errors.New("a price has no model's name")
 		}
-		for _, usd := range []float64{p[model].Prompt, p[model].Cached, p[model].Completion} {
+		for _, usd := range p[model].amounts() {
 			if !(usd >= 0) || math.IsInf(usd, 1) {
 				return fmt.Errorf("the price of %q is %v: give dollars per million tokens, 0 or more", model, usd)
 			}
 		}
 	}
 	return nil
+}
+
+// amounts are all that a price says in dollars.
+func (p Price) amounts() []float64 {
+	return []float64{
+		p.Prompt, p.Cached, p.CacheWrite, p.Completion,
+		p.Long.Prompt, p.Long.Cached, p.Long.CacheWrite, p.Long.Completion,
+	}
 }
 
 // covers reports whether a name of the table stands for the model.

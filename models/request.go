@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"strings"
 	"time"
 )
 
@@ -14,13 +13,16 @@ type Request struct {
 	Messages    []Message
 	Tools       []Tool
 	MaxTokens   int      // upper bound of the answer; the server's own when zero
+	Effort      string   // of reasoning, in the model's words ("low", "high", …); the client's when empty
+	Schema      *Schema  // of an answer in JSON, where the server can promise that; nil for one in words
 	Temperature *float32 // the server's own when nil
 	// IdempotencyKey is sent as the header of that name with every attempt.
 	IdempotencyKey string
 	// OnDelta gets the answer's text piece by piece, on the goroutine that called Complete.
 	OnDelta func(text string)
-	// BeforeRetry is called before the request is sent again, when the attempt before may have been billed: the server got
-	// it, and neither refused nor answered it. It returns the upper bound of the answer from then on; an error ends the call.
+	// BeforeRetry is called before the request is sent again, when the attempt before may have been billed: the
+	// server got it, and neither refused nor answered it. It returns the upper bound of the answer from then on; an
+	// error ends the call.
 	BeforeRetry func(ctx context.Context) (maxTokens int, err error)
 	// OnRestart is called when text was given to OnDelta and the attempt it came from has come to
 	// nothing: what follows begins anew.
@@ -37,17 +39,20 @@ type Response struct {
 	Priced       bool          // false when the price table does not know the model
 	Duration     time.Duration // with repetitions and waits
 	Attempts     int           // requests that were sent for it, refused dialects included
-	// Unknown says that the last attempt may have been billed and nobody knows for how much: the server got it, and neither
-	// refused it nor said what it used. Usage is an estimate then, too low or too high, or empty besides an error.
+	// Unknown says that the last attempt may have been billed and nobody knows for how much: the server got it, and
+	// neither refused it nor said what it used. Usage is an estimate then, too low or too high, or empty besides an
+	// error.
 	Unknown bool
 }
 
-// Usage is in tokens. CachedTokens are part of PromptTokens.
+// Usage is in tokens. CachedTokens and CacheWriteTokens are part of PromptTokens: those that the server had read
+// before, and those that it keeps for the next time.
 type Usage struct {
 	PromptTokens     int
 	CompletionTokens int
 	TotalTokens      int
 	CachedTokens     int
+	CacheWriteTokens int  `json:",omitempty"`
 	Estimated        bool // the server did not say; see [Client.Quote] for how it is reckoned
 }
 
@@ -73,18 +78,9 @@ func (c *Client) complete(req Request) Request {
 	if req.Model == "" {
 		req.Model = c.config.Model
 	}
+	req.Effort = cmp.Or(req.Effort, c.config.ReasoningEffort)
 	req.Messages = acceptable(req.Messages)
 	return req
-}
-
-// wantsNewLimit knows OpenAI's models that refuse max_tokens.
-func wantsNewLimit(model string) bool {
-	for _, prefix := range []string{"o1", "o3", "o4", "gpt-5", "gpt-6"} {
-		if strings.HasPrefix(model, prefix) {
-			return true
-		}
-	}
-	return false
 }
 
 // response prices the answer and estimates what the server did not count.

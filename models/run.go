@@ -24,8 +24,9 @@ type run struct {
 // untilDone repeats the request as long as that may help.
 func (r *run) untilDone(ctx context.Context) (answer, error) {
 	for attempt := 1; ; {
-		d := r.client.understood()
-		a, failure := r.try(ctx, d)
+		d := r.client.understood(r.req.Model)
+		api := r.client.api(r.req.Model, d)
+		a, failure := r.try(ctx, api, d)
 		if failure == nil {
 			return a, nil
 		}
@@ -33,9 +34,12 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 			return answer{}, fmt.Errorf("complete with %s: %w", r.req.Model, contextError(ctx))
 		}
 		r.restart()
-		if next, changed := d.after(failure, r.req); changed {
-			r.client.learn(ctx, next)
+		if next, changed := d.after(failure, sent{r.req, api, r.client.config.API}); changed {
+			r.client.learn(ctx, r.req.Model, next)
 			continue // a refusal: nothing was billed
+		}
+		if failure.namesResponses() && api == APIChat {
+			failure.Advice = adviseResponses
 		}
 		wait, again := r.client.config.Retry.wait(attempt, failure)
 		if !again || !reaches(ctx, wait) {
@@ -71,38 +75,57 @@ func (r *run) restart() {
 }
 
 // try sends the request once.
-func (r *run) try(ctx context.Context, d dialect) (answer, *Error) {
+func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	r.sent++
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	body, err := r.client.chatBody(r.req, d)
+	body, err := r.client.body(r.req, api, d)
 	if err != nil {
 		return answer{}, &Error{Message: "encode request: " + err.Error(), cause: err}
 	}
 	link := newLink(r.client.config, r.req.IdempotencyKey, body, cancel)
 	defer link.close()
 
+	var parts answering = &assembly{}
+	if api == APIResponses {
+		parts = &response{}
+	}
 	exchange := r.stream
-	if d.noStream {
+	if d.has(noStream) {
 		exchange = r.whole
 	}
-	parts := &assembly{}
-	err = exchange(ctx, link, parts)
-	if err == nil && parts.finish == "" && parts.empty() {
+	err = exchange(ctx, link, api, parts)
+	if err == nil && !parts.ended(false) && parts.empty() {
 		err = errNoAnswer
 	}
 	if err != nil {
 		r.unknown = link.mayBeBilled(err)
 		return answer{}, link.explain(ctx, err)
 	}
-	reports := r.client.reportsUsage(parts.usage != (Usage{}))
-	r.unknown = parts.usage == (Usage{}) && (reports || parts.cut)
+	r.show(parts.rest())
+	used, cut := parts.known()
+	reports := r.client.reportsUsage(used != (Usage{}))
+	r.unknown = used == (Usage{}) && (reports || cut)
 	return parts.answer(r.req, r.client.origin(r.req.Model)), nil
 }
 
+// receiver gives the pieces of a stream.
+type receiver interface {
+	RecvRaw() ([]byte, error)
+	Close() error
+}
+
+// open sends the request for a stream.
+func (r *run) open(ctx context.Context, link *link, api API) (receiver, error) {
+	if api == APIResponses {
+		return r.client.over(link).CreateResponseStream(ctx, openai.CreateResponseRequest{})
+	}
+	return r.client.over(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
+}
+
 // stream assembles the answer from its chunks.
-func (r *run) stream(ctx context.Context, link *link, parts *assembly) error {
-	stream, err := r.client.api(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
+func (r *run) stream(ctx context.Context, link *link, api API, parts answering) error {
+	stream, err := r.open(ctx, link, api)
 	if err != nil {
 		return err
 	}
@@ -115,40 +138,58 @@ func (r *run) stream(ctx context.Context, link *link, parts *assembly) error {
 		} else {
 			err = r.take(parts, chunk)
 		}
-		switch whole := parts.finish != "" || link.saidDone(); {
+		switch whole := parts.ended(link.saidDone()); {
 		case err != nil && whole: // what breaks after the end costs nothing but the usage
-			parts.cut = !link.saidDone() && !ended
+			parts.misses(!link.saidDone() && !ended)
 			return nil
 		case err != nil:
 			return err
+		case whole && api == APIResponses: // nothing comes after it, and some servers keep the connection
+			return nil
 		case !whole && parts.beyond(r.req.MaxTokens):
-			r.client.config.Logger.WarnContext(ctx, "model ignored its limit, answer cut", slog.String("model", r.req.Model),
-				slog.Int("max_tokens", r.req.MaxTokens), slog.Int("bytes", parts.size()))
-			parts.finish, parts.cut = FinishLength, true
+			r.client.config.Logger.WarnContext(
+				ctx,
+				"model ignored its limit, answer cut",
+				slog.String("model", r.req.Model),
+				slog.Int("max_tokens", r.req.MaxTokens),
+				slog.Int("bytes", parts.size()),
+			)
+			parts.cutAt(FinishLength)
 			return nil
 		}
 	}
 }
 
 // whole gets the answer in one piece, from servers that do not stream.
-func (r *run) whole(ctx context.Context, link *link, parts *assembly) error {
-	if _, err := r.client.api(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{}); err != nil {
+func (r *run) whole(ctx context.Context, link *link, api API, parts answering) error {
+	var err error
+	if api == APIResponses {
+		_, err = r.client.over(link).CreateResponse(ctx, openai.CreateResponseRequest{})
+	} else {
+		_, err = r.client.over(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{})
+	}
+	if err != nil {
 		return err
 	}
 	return r.take(parts, link.document)
 }
 
 // take adds a chunk to the answer and shows its text.
-func (r *run) take(parts *assembly, chunk []byte) error {
+func (r *run) take(parts answering, chunk []byte) error {
 	text, err := parts.add(chunk)
 	if err != nil {
 		return err
 	}
+	r.show(text)
+	return nil
+}
+
+// show gives text to a live viewer.
+func (r *run) show(text string) {
 	if text != "" && r.req.OnDelta != nil {
 		r.shown = true
 		r.req.OnDelta(text)
 	}
-	return nil
 }
 
 // cutOff is the end of a stream as an error.

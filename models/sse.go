@@ -3,6 +3,7 @@ package models
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"errors"
 	"io"
 )
@@ -26,7 +27,8 @@ type dataLines struct {
 	taken  int
 	skipLF bool
 	err    error
-	done   bool // [DONE] has passed
+	done   bool   // [DONE] has passed
+	begun  []byte // a document without the field name that is not whole yet
 }
 
 var (
@@ -80,8 +82,10 @@ func (d *dataLines) line() ([]byte, error) {
 func (d *dataLines) filter(line []byte) {
 	line = bytes.TrimPrefix(line, byteOrder)
 	payload, isData := bytes.CutPrefix(line, dataField)
-	if !isData && !bytes.HasPrefix(line, []byte("{")) {
-		return
+	if !isData {
+		if payload = d.document(line); payload == nil {
+			return
+		}
 	}
 	payload = bytes.TrimSpace(payload)
 	if len(payload) == 0 {
@@ -94,4 +98,23 @@ func (d *dataLines) filter(line []byte) {
 	}
 	d.out = append(d.out, payload...)
 	d.out = append(d.out, "\n\n"...)
+}
+
+// document collects a document that was sent without the field name, as some servers send an error, and returns it
+// once it is whole.
+func (d *dataLines) document(line []byte) []byte {
+	if len(d.begun) == 0 && !bytes.HasPrefix(line, []byte("{")) && !bytes.HasPrefix(line, []byte("[")) {
+		return nil
+	}
+	d.begun = append(d.begun, line...)
+	if len(d.begun) > maxRefusalBytes && len(d.begun) > len(line) {
+		d.begun = nil // no error is as long
+		return nil
+	}
+	if !json.Valid(d.begun) {
+		return nil
+	}
+	whole := d.begun
+	d.begun = nil
+	return whole
 }

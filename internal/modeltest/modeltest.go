@@ -25,6 +25,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"strings"
 	"sync"
 	"testing"
@@ -39,14 +40,17 @@ const Model = "scripted"
 
 // Server is a running scripted model.
 type Server struct {
-	http *httptest.Server
-	quit chan struct{} // closed when the test ends; releases hanging replies
+	http   *httptest.Server
+	quit   chan struct{} // closed when the test ends; releases hanging replies
+	refuse func(Request) (Reply, bool)
+	dress  func(call, Reply) Reply // gives a reply what the provider adds; nil for none
 
 	mu       sync.Mutex
 	script   []Reply
 	handle   func(n int, req openai.ChatCompletionRequest) Reply
 	received []Request
-	extra    int // requests the script had no reply for
+	refused  []Request // by the provider's rules; no part of the script
+	extra    int       // requests the script had no reply for
 	broken   []string
 }
 
@@ -55,6 +59,8 @@ type Request struct {
 	openai.ChatCompletionRequest
 	Header http.Header
 	Body   string // exactly as it came
+	Path   string // /v1/chat/completions or /v1/responses
+	Query  url.Values
 }
 
 // IdempotencyKey is the header of that name; empty without one.
@@ -66,6 +72,7 @@ func New(tb testing.TB, replies ...Reply) *Server {
 	s := &Server{script: replies, quit: make(chan struct{})}
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/chat/completions", s.complete)
+	mux.HandleFunc("POST /v1/responses", s.respond)
 	mux.HandleFunc("GET /v1/models", s.models)
 	s.http = httptest.NewServer(mux)
 	tb.Cleanup(func() {
@@ -95,6 +102,13 @@ func (s *Server) Add(replies ...Reply) {
 	s.script = append(s.script, replies...)
 }
 
+// Refused returns what the provider's rules have refused so far, oldest first.
+func (s *Server) Refused() []Request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return append([]Request(nil), s.refused...)
+}
+
 // Requests returns what was received so far, oldest first.
 func (s *Server) Requests() []Request {
 	s.mu.Lock()
@@ -107,11 +121,25 @@ func (s *Server) complete(w http.ResponseWriter, r *http.Request) {
 	if err != nil {
 		return // the client has gone
 	}
-	req := Request{Header: r.Header.Clone(), Body: string(body)}
+	req := Request{Header: r.Header.Clone(), Body: string(body), Path: r.URL.Path, Query: r.URL.Query()}
 	if err := json.Unmarshal(body, &req.ChatCompletionRequest); err != nil {
 		s.note("undecodable request: " + err.Error())
 		s.failure(w, http.StatusBadRequest, "invalid_request_error", "decode request: "+err.Error())
 		return
+	}
+	s.reply(w, r, req)
+}
+
+// reply gives the script's reply, unless the provider refuses the request.
+func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
+	if s.refuse != nil {
+		if refusal, refused := s.refuse(req); refused {
+			s.mu.Lock()
+			s.refused = append(s.refused, req)
+			s.mu.Unlock()
+			refusal.serve(call{w: w, r: r, req: req, quit: s.quit})
+			return
+		}
 	}
 	n, reply, found := s.next(req)
 	if !found {
@@ -119,7 +147,11 @@ func (s *Server) complete(w http.ResponseWriter, r *http.Request) {
 			fmt.Sprintf("modeltest: script exhausted: request %d has no reply; it ends with %q", n, lastWords(req)))
 		return
 	}
-	reply.serve(call{w: w, r: r, req: req, n: n, quit: s.quit})
+	made := call{w: w, r: r, req: req, n: n, quit: s.quit}
+	if s.dress != nil {
+		reply = s.dress(made, reply)
+	}
+	reply.serve(made)
 }
 
 // next remembers the request and picks its reply.

@@ -27,6 +27,10 @@ type Reply struct {
 	hidden bool // report no usage
 	pause  time.Duration
 	custom func(call)
+
+	before      string   // a chunk before all others
+	members     []string // members of the message, a chunk for each
+	callMembers string   // members of the first call
 }
 
 // call is one request being answered.
@@ -95,11 +99,15 @@ func (r Reply) serve(c call) {
 	a := r.answer(c)
 	var err error
 	switch {
+	case c.req.Path == "/v1/responses":
+		err = writeResponse(c.w, a, c.req.Stream)
 	case !c.req.Stream:
 		if !c.sleep(r.pause) {
 			return
 		}
 		err = chatwire.WriteJSON(c.w, a)
+	case r.before != "" || r.members != nil:
+		err = r.streamDressed(c, a)
 	case r.pause > 0:
 		err = r.drip(c, a)
 	default:

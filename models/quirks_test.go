@@ -1,0 +1,370 @@
+package models_test
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// conversation is a call, its result with a correction, and an answer; it returns the last answer.
+func conversation(t *testing.T, c *models.Client, model string) models.Response {
+	t.Helper()
+	req := models.Request{
+		Model: model, Tools: []models.Tool{{Name: "sizes"}},
+		Messages: []models.Message{
+			{Role: models.RoleSystem, Content: "You are brief."},
+			{Role: models.RoleSystem, Content: "What was said earlier, summarised: nothing."},
+			{Role: models.RoleUser, Content: "Which table?"},
+		},
+	}
+	first := complete(t, c, req)
+	if len(first.Message.ToolCalls) != 1 {
+		t.Fatalf("first answer = %+v", first.Message)
+	}
+	req.Messages = append(
+		req.Messages,
+		first.Message,
+		models.Message{
+			Role:       models.RoleTool,
+			ToolCallID: first.Message.ToolCalls[0].ID,
+			Content:    `{"error":"INVALID_PARAMS"}`,
+		},
+		models.Message{Role: models.RoleSystem, Content: "Tool call failed: INVALID_PARAMS. Schema: {}"},
+	)
+	var shown strings.Builder
+	req.OnDelta = func(text string) { shown.WriteString(text) }
+	last := complete(t, c, req)
+	if last.Message.Content != "orders" || shown.String() != "orders" {
+		t.Errorf("answer = %q, shown %q", last.Message.Content, shown.String())
+	}
+	return last
+}
+
+func replies() []modeltest.Reply {
+	return []modeltest.Reply{modeltest.ToolCall("sizes", `{}`), modeltest.Text("orders")}
+}
+
+// Each provider refuses what the real one refuses; a call, a correction and an answer come through.
+func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
+	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
+	for name, test := range map[string]struct {
+		server  provider
+		model   string
+		refused int // requests that taught a dialect
+	}{
+		"gpt-6-sol":        {modeltest.OpenAI, "gpt-6-sol", 1},
+		"gpt-5.6-sol":      {modeltest.OpenAI, "gpt-5.6-sol", 1},
+		"gemini 3":         {modeltest.Gemini, "gemini-3-pro", 0},
+		"qwen on vllm":     {modeltest.QwenVLLM, "Qwen/Qwen3.5-27B", 0},
+		"another on vllm":  {modeltest.QwenVLLM, "house/unheard-of", 1},
+		"llama.cpp":        {modeltest.LlamaCpp, "local", 1},
+		"mistral":          {modeltest.Mistral, "mistral-large-latest", 0},
+		"unnamed mistral":  {modeltest.Mistral, "le-grand", 1},
+		"kimi":             {modeltest.ReasoningWanted, "kimi-k2-thinking", 0},
+		"deepseek":         {modeltest.ReasoningWanted, "deepseek-chat", 0},
+		"unnamed deepseek": {modeltest.ReasoningWanted, "house-model", 1},
+		"openrouter":       {modeltest.OpenRouter, "vendor/model", 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := test.server(t, replies()...)
+			conversation(t, client(t, server), test.model)
+			if n := len(server.Refused()); n != test.refused {
+				t.Errorf("%d requests were refused, want %d", n, test.refused)
+			}
+		})
+	}
+}
+
+func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
+	server := modeltest.New(t, replies()...)
+	conversation(t, client(t, server), "gpt-4o")
+	sent := server.Requests()[1].Messages
+	if last := sent[len(sent)-1]; last.Role != "system" || !strings.HasPrefix(last.Content, "Tool call failed") {
+		t.Errorf("the correction was sent as %+v", last)
+	}
+	server = modeltest.Mistral(t, replies()...)
+	conversation(t, client(t, server), "mistral-small")
+	sent = server.Requests()[1].Messages
+	want := "{\"error\":\"INVALID_PARAMS\"}\n\nTool call failed: INVALID_PARAMS. Schema: {}"
+	if last := sent[len(sent)-1]; last.Role != "tool" || last.Content != want || len(sent) != 4 {
+		t.Errorf("the correction was sent as %+v in %d messages", last, len(sent))
+	}
+}
+
+func TestTheResponsesAPIIsRememberedForItsModelAlone(t *testing.T) {
+	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("again"), modeltest.Text("other"))...)
+	c := client(t, server)
+	conversation(t, c, "gpt-5.6-sol")
+	req := ask("go")
+	req.Model, req.Tools = "gpt-5.6-sol", []models.Tool{{Name: "f"}}
+	complete(t, c, req)
+	req.Model = "gpt-4o"
+	complete(t, c, req)
+	var paths []string
+	for _, r := range server.Requests() {
+		paths = append(paths, r.Path)
+	}
+	want := []string{"/v1/responses", "/v1/responses", "/v1/responses", "/v1/chat/completions"}
+	if !slices.Equal(paths, want) || len(server.Refused()) != 1 {
+		t.Errorf("paths %v after %d refusals", paths, len(server.Refused()))
+	}
+}
+
+func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
+	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("x"), modeltest.Text("x"))...)
+	c := client(t, server, func(c *models.Config) { c.API = models.APIResponses })
+	req := ask("go")
+	req.Tools = []models.Tool{{Name: "sizes"}}
+	first := complete(t, c, req).Message
+	if first.Opaque == nil || len(first.Opaque.Items) != 2 {
+		t.Fatalf("opaque = %+v", first.Opaque)
+	}
+	result := models.Message{Role: models.RoleTool, ToolCallID: first.ToolCalls[0].ID, Content: "3"}
+	req.Messages = append(req.Messages, first, result)
+	complete(t, c, req)
+	items := server.Requests()[1].Items()
+	if !slices.Equal(items[1:3], first.Opaque.Items) ||
+		!strings.Contains(items[1], `"encrypted_content": "gAAAA<0>&"`) {
+		t.Errorf("sent back %q, want %q", items[1:3], first.Opaque.Items)
+	}
+	edited := first
+	edited.Content = "I was cut."
+	req.Messages[1] = edited
+	complete(t, c, req)
+	other := req
+	other.Model, other.Messages = "gpt-6-luna", slices.Clone(req.Messages)
+	other.Messages[1] = first
+	complete(t, c, other)
+	for n, r := range server.Requests()[2:] {
+		if strings.Contains(r.Body, "gAAAA") {
+			t.Errorf("request %d has the items of an edited message, or of another model: %s", n, r.Body)
+		}
+	}
+}
+
+// responseEvents is a stream of the Responses API that ends so.
+func responseEvents(events ...string) modeltest.Reply {
+	var out strings.Builder
+	for _, e := range events {
+		out.WriteString("event: x\ndata: " + e + "\n\n")
+	}
+	return modeltest.Raw(http.StatusOK, "text/event-stream", out.String())
+}
+
+func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
+	delta := `{"type":"response.output_text.delta","delta":"half"}`
+	server := modeltest.New(
+		t,
+		responseEvents(delta, "[DONE]"),
+		modeltest.Text("whole"),
+		modeltest.Text("half").WithFinish(models.FinishLength),
+		modeltest.Text("").WithFinish(models.FinishContentFilter),
+		responseEvents(
+			delta,
+			`{"type":"response.failed","response":{"status":"failed","error":{"code":"server_error","message":"oh"}}}`,
+		),
+		modeltest.Text("at last"),
+		responseEvents(`{"type":"error","code":"invalid_request_error","message":"no good"}`),
+	)
+	c := client(t, server, func(c *models.Config) { c.API = models.APIResponses })
+	if resp := complete(t, c, ask("hi")); resp.Message.Content != "whole" || resp.Attempts != 2 {
+		t.Errorf("a stream that was cut gave %q after %d attempts", resp.Message.Content, resp.Attempts)
+	}
+	if resp := complete(t, c, ask("hi")); resp.FinishReason != models.FinishLength || resp.Message.Opaque != nil {
+		t.Errorf("max_output_tokens gave %q", resp.FinishReason)
+	}
+	if resp := complete(t, c, ask("hi")); resp.FinishReason != models.FinishContentFilter {
+		t.Errorf("content_filter gave %q", resp.FinishReason)
+	}
+	if resp := complete(t, c, ask("hi")); resp.Message.Content != "at last" || resp.Attempts != 2 {
+		t.Errorf("a failed response gave %q after %d attempts", resp.Message.Content, resp.Attempts)
+	}
+	_, err := c.Complete(t.Context(), ask("hi"))
+	if failure, ok := errors.AsType[*models.Error](err); !ok || failure.Retryable || failure.Message != "no good" {
+		t.Errorf("err = %v", err)
+	}
+}
+
+func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
+	server := modeltest.NoResponses(
+		t,
+		modeltest.Refusal(400, "x", "", "use /v1/responses instead", 0),
+		modeltest.Text("no"),
+	)
+	_, err := client(t, server, func(c *models.Config) { c.API = models.APIResponses }).Complete(t.Context(), ask("hi"))
+	if err == nil || len(server.Requests()) != 0 {
+		t.Errorf("a protocol that was set was given up: %v", err)
+	}
+	_, err = client(t, server).Complete(t.Context(), ask("hi"))
+	if err == nil || len(server.Requests()) != 1 || len(server.Refused()) != 2 {
+		t.Errorf("err = %v after %d and %d requests", err, len(server.Requests()), len(server.Refused()))
+	}
+}
+
+func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
+	const list = `[{"error":{"code":400,"message":"bad schema","status":"INVALID_ARGUMENT"}}]`
+	for name, reply := range map[string]modeltest.Reply{
+		"refusal":  modeltest.Raw(400, "application/json", list),
+		"document": modeltest.Raw(200, "application/json", list),
+		"event":    modeltest.Raw(200, "text/event-stream", "data: "+list+"\n\n"),
+		"lines":    modeltest.Raw(200, "text/event-stream", ": wait\n\n"+strings.ReplaceAll(list, ",", ",\n")+"\n"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := modeltest.New(t, reply)
+			_, err := client(t, server).Complete(t.Context(), ask("hi"))
+			failure, ok := errors.AsType[*models.Error](err)
+			if !ok || failure.Code != "INVALID_ARGUMENT" || failure.Message != "bad schema" || failure.Retryable {
+				t.Errorf("err = %v (%+v)", err, failure)
+			}
+		})
+	}
+}
+
+func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
+	for name, server := range map[string]*modeltest.Server{
+		`"reasoning":"Let me see."`:                    modeltest.QwenVLLM(t, replies()...),
+		`"text":"Let me see."`:                         modeltest.OpenRouter(t, replies()...),
+		`"extra_content":` + modeltest.GeminiSignature: modeltest.Gemini(t, replies()...),
+	} {
+		c := client(t, server)
+		last := conversation(t, c, "unnamed")
+		sent := server.Requests()[1].Body
+		if !strings.Contains(sent, name) || strings.Contains(sent, `"reasoning_content"`) {
+			t.Errorf("%s is not in %s", name, sent)
+		}
+		if strings.Contains(name, "see") && last.Message.Reasoning != "Let me see." {
+			t.Errorf("reasoning = %q", last.Message.Reasoning)
+		}
+	}
+}
+
+func TestAThoughtInABlockIsNotShown(t *testing.T) {
+	for _, chunks := range [][]string{
+		{"<think>a</think>b"}, {"\n<th", "ink>a", "</thi", "nk>\n", "\nb"}, {"<think>", "a<", "/think>", "b"},
+	} {
+		var body strings.Builder
+		for _, text := range chunks {
+			body.WriteString(
+				`data: {"choices":[{"delta":{"content":"` + strings.ReplaceAll(text, "\n", `\n`) + `"}}]}` + "\n\n",
+			)
+		}
+		server := modeltest.New(t, modeltest.Raw(200, "text/event-stream", body.String()+"data: [DONE]\n\n"))
+		req := ask("hi")
+		shown := ""
+		req.OnDelta = func(text string) { shown += text }
+		got := complete(t, client(t, server), req).Message
+		if got.Content != "b" || shown != "b" || got.Reasoning != "a" {
+			t.Errorf("%q gave %q, shown %q, thought %q", chunks, got.Content, shown, got.Reasoning)
+		}
+	}
+	server := modeltest.New(t, modeltest.Text("<thin"), modeltest.Text("a <think> b"))
+	for _, want := range []string{"<thin", "a <think> b"} {
+		if got := complete(t, client(t, server), ask("hi")).Message.Content; got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}
+
+func TestAzureClassicIsAskedAsItWants(t *testing.T) {
+	server := modeltest.AzureClassic(t, modeltest.Text("ok"),
+		modeltest.Refusal(400, "invalid_request_error", "content_filter", "The response was filtered.", 0))
+	c := client(t, server, func(c *models.Config) {
+		c.APIKey, c.Headers = "", map[string]string{"api-key": "azure-secret"}
+		c.Query = map[string][]string{"api-version": {"2024-10-21"}}
+	})
+	if resp := complete(t, c, ask("hi")); resp.Message.Content != "ok" {
+		t.Errorf("answer = %+v", resp.Message)
+	}
+	_, err := c.Complete(t.Context(), ask("hi"))
+	if err == nil || !strings.Contains(err.Error(), "content_filter") || len(server.Requests()) != 2 {
+		t.Errorf("err = %v after %d requests", err, len(server.Requests()))
+	}
+}
+
+func TestCacheWritesArePriced(t *testing.T) {
+	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1000,` +
+		`"completion_tokens":10,"total_tokens":1010,"prompt_tokens_details":{` +
+		`"cached_tokens":200,"cache_write_tokens":700}}}`
+	server := modeltest.New(t, modeltest.Raw(200, "application/json", usage))
+	req := ask("hi")
+	req.Model = "gpt-5.6-sol"
+	resp := complete(t, client(t, server), req)
+	want := (100*4 + 200*0.40 + 700*5 + 10*20.0) / 1e6
+	if resp.Usage.CacheWriteTokens != 700 || resp.CostUSD != want {
+		t.Errorf("usage %+v cost %v, want %v", resp.Usage, resp.CostUSD, want)
+	}
+	long, _ := models.DefaultPrices().Of("gpt-6.1-sol")
+	if got := long.Cost(models.Usage{PromptTokens: 300_000, CompletionTokens: 1000}); got != (300_000*4+1000*15.0)/1e6 {
+		t.Errorf("a long prompt cost %v", got)
+	}
+}
+
+func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
+	req := models.Request{
+		Messages: []models.Message{{Role: models.RoleUser, Content: "What is it?", Parts: []models.Part{
+			{Image: &models.Image{URL: "data:image/png;base64,AAAA"}},
+		}}},
+	}
+	server := modeltest.New(t, modeltest.Text("a"), modeltest.Text("b"), modeltest.Text("c"),
+		modeltest.Refusal(400, "x", "", "image input is not supported", 0), modeltest.Text("d"))
+	req.Model = "gpt-4o"
+	complete(t, client(t, server), req)
+	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
+	req.Model = "deepseek-chat"
+	complete(t, client(t, server), req)
+	req.Model = "unheard-of"
+	complete(t, client(t, server), req)
+	for n, want := range []string{
+		`{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}`,
+		`{"type":"input_image","image_url":"data:image/png;base64,AAAA","detail":"auto"}`,
+		"An image was left out", "image_url", "An image was left out",
+	} {
+		if body := server.Requests()[n].Body; !strings.Contains(body, want) {
+			t.Errorf("request %d has no %s: %s", n, want, body)
+		}
+	}
+}
+
+func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"),
+		modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text("{}"))
+	req := ask("hi")
+	req.Schema, req.Effort = &models.Schema{Name: "plan", Schema: []byte(`{"type":"object"}`)}, "low"
+	c := client(t, server)
+	complete(t, c, req)
+	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
+	complete(t, c, req)
+	for n, want := range []string{
+		`"response_format":{"json_schema":{"name":"plan","schema":{"type":"object"},"strict":false}`,
+		`"text":{"format":{"type":"json_schema","name":"plan","schema":{"type":"object"},"strict":false}}`,
+	} {
+		if body := server.Requests()[n].Body; !strings.Contains(body, want) {
+			t.Errorf("request %d has no %s: %s", n, want, body)
+		}
+	}
+	if strings.Contains(server.Requests()[3].Body, "response_format") {
+		t.Error("what was refused was sent again")
+	}
+}
+
+func TestExtraIsLaidOverTheBody(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("ok"))
+	complete(t, client(t, server, func(c *models.Config) {
+		c.Extra = map[string]json.RawMessage{
+			"top_k": json.RawMessage(
+				"7",
+			), "stream_options": json.RawMessage("null"), "model": json.RawMessage(`"other"`),
+		}
+	}), ask("hi"))
+	body := server.Requests()[0].Body
+	if !strings.Contains(body, `"top_k":7`) || strings.Contains(body, "stream_options") ||
+		!strings.Contains(body, `"other"`) {
+		t.Errorf("sent %s", body)
+	}
+}
