@@ -88,6 +88,7 @@ type Automation struct {
 	ID             string          `json:"id"`
 	Name           string          `json:"name"`
 	Description    string          `json:"description"`
+	Agent          string          `json:"agent"` // who acts in its runs; empty: the default agent
 	Trigger        string          `json:"trigger"`
 	Cron           string          `json:"cron"`
 	Timezone       string          `json:"timezone"`

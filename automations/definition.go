@@ -34,6 +34,7 @@ var (
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description,omitempty"`
+	Agent       string         `yaml:"agent" json:"agent,omitempty"`               // who acts; empty: the default agent
 	Trigger     string         `yaml:"trigger" json:"trigger,omitempty"`           // cron, event, signal; empty: by what else is there
 	Cron        string         `yaml:"cron" json:"cron,omitempty"`                 // five fields, @daily, @every 30m
 	Timezone    string         `yaml:"timezone" json:"timezone,omitempty"`         // of the cron expression; UTC when empty
@@ -199,12 +200,13 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	// People who declare what the agent had proposed have accepted it.
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
-		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
+		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
 		        next_run_at, source)
-		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow, @max_attempts,
-		        @next, @source)
+		values (@name, @description, @agent, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow,
+		        @max_attempts, @next, @source)
 		on conflict (name) do update
-		   set description = excluded.description, trigger = excluded.trigger, cron = excluded.cron, timezone = excluded.timezone,
+		   set description = excluded.description, agent = excluded.agent, trigger = excluded.trigger,
+		       cron = excluded.cron, timezone = excluded.timezone,
 		       event = excluded.event, condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
 		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow, max_attempts = excluded.max_attempts,
 		       source = excluded.source, updated_at = clock_timestamp(),
@@ -217,13 +219,14 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		       next_run_at = case when (a.trigger, a.cron, a.timezone) = (excluded.trigger, excluded.cron, excluded.timezone)
 		                               and a.disabled_by <> 'proposal'
 		                          then a.next_run_at else excluded.next_run_at end
-		 where (a.description, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name, a.arguments, a.prompt,
+		 where (a.description, a.agent, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name, a.arguments, a.prompt,
 		       a.flow, a.max_attempts, a.source)
-		       is distinct from (excluded.description, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
+		       is distinct from (excluded.description, excluded.agent, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
 		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow, excluded.max_attempts,
 		       excluded.source)`,
 		pgx.StrictNamedArgs{
-			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
+			"name": r.Name, "description": r.Description, "agent": r.Agent, "trigger": r.Trigger,
+			"cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
 			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
 			"flow":         r.Flow,
 			"max_attempts": r.MaxAttempts, "next": next, "source": source,

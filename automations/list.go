@@ -26,7 +26,7 @@ type Filter struct {
 // List returns automations, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
+		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations
@@ -42,7 +42,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 // Get returns one automation by its name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
+		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations where name = @key or id::text = @key order by id::text = @key desc limit 1`,
@@ -70,7 +70,7 @@ const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and 
 // is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
+		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations a

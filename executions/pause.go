@@ -135,7 +135,7 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 		return err
 	}
 	_, err = NoteSkipped(ctx, tx, Spec{
-		Flow: s.Flow, Surface: s.Surface, Input: map[string]any{"schedule": s.Name, "scheduled_for": due.UTC()},
+		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: map[string]any{"schedule": s.Name, "scheduled_for": due.UTC()},
 	}, p)
 	if err != nil {
 		return err

@@ -20,6 +20,7 @@ type Schedule struct {
 	Name     string
 	Flow     string
 	Surface  trace.Surface
+	Agent    string // who acts; the default agent when empty
 	Cron     string // five fields, or @every and the like
 	Timezone string // a name of the time zone database
 	Input    any
@@ -28,10 +29,18 @@ type Schedule struct {
 // Put creates a schedule or changes it. The next time is computed anew only when the cron expression or
 // the time zone differ from what is stored, so a restart does not postpone a tick.
 func (e *Engine) Put(ctx context.Context, s Schedule) error {
+	if err := PutSchedule(ctx, e.pool, s); err != nil {
+		return err
+	}
+	return e.lookAhead(ctx)
+}
+
+// PutSchedule is [Engine.Put] in the caller's transaction. Engines hear of the schedule with their next sweep.
+func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
 		return fmt.Errorf("schedule %s: it needs a name, a flow and a surface, not %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)
 	}
-	next, err := s.next(ctx, e.pool)
+	next, err := s.next(ctx, db)
 	if err != nil {
 		return fmt.Errorf("schedule %s: %w", s.Name, err)
 	}
@@ -41,22 +50,42 @@ func (e *Engine) Put(ctx context.Context, s Schedule) error {
 			return fmt.Errorf("schedule %s: encode input: %w", s.Name, err)
 		}
 	}
-	_, err = e.pool.Exec(ctx, `
-		insert into agent_schedules as x (name, flow, surface, cron, timezone, input, next_run_at)
-		values (@name, @flow, @surface, @cron, @timezone, @input, @next)
+	_, err = db.Exec(ctx, `
+		insert into agent_schedules as x (name, flow, surface, agent, cron, timezone, input, next_run_at)
+		values (@name, @flow, @surface, @agent, @cron, @timezone, @input, @next)
 		on conflict (name) do update
-		   set flow = excluded.flow, surface = excluded.surface, cron = excluded.cron, timezone = excluded.timezone,
-		       input = excluded.input, updated_at = clock_timestamp(),
+		   set flow = excluded.flow, surface = excluded.surface, agent = excluded.agent, cron = excluded.cron,
+		       timezone = excluded.timezone, input = excluded.input, updated_at = clock_timestamp(),
 		       next_run_at = case when (x.cron, x.timezone) = (excluded.cron, excluded.timezone)
 		                          then x.next_run_at else excluded.next_run_at end`,
 		postgres.Strict{
-			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "cron": s.Cron, "timezone": s.Timezone,
+			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "agent": s.Agent, "cron": s.Cron, "timezone": s.Timezone,
 			"input": input, "next": next,
 		})
 	if err != nil {
 		return fmt.Errorf("schedule %s: %w", s.Name, err)
 	}
-	return e.lookAhead(ctx)
+	return nil
+}
+
+// AssignSchedule lets another agent act in what a schedule starts, and reports whether there is the schedule.
+func AssignSchedule(ctx context.Context, db postgres.DB, name, agent string) (bool, error) {
+	tag, err := db.Exec(ctx, `update agent_schedules set agent = @agent, updated_at = clock_timestamp() where name = @name`,
+		postgres.Strict{"name": name, "agent": agent})
+	if err != nil {
+		return false, fmt.Errorf("assign schedule %s: %w", name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// RemoveSchedules removes the schedules of a flow that are not among keep. What they have started goes on.
+func RemoveSchedules(ctx context.Context, db postgres.DB, flow string, keep []string) error {
+	_, err := db.Exec(ctx, `delete from agent_schedules where flow = @flow and name <> all(@keep::text[])`,
+		postgres.Strict{"flow": flow, "keep": append([]string{}, keep...)})
+	if err != nil {
+		return fmt.Errorf("remove schedules of %s: %w", flow, err)
+	}
+	return nil
 }
 
 // next is the first time after the database's now.
@@ -123,18 +152,18 @@ func (e *Engine) Tick(ctx context.Context) error {
 
 // dueSchedule is a row that has become due.
 type dueSchedule struct {
-	Name, Flow, Surface, Cron, Timezone string
-	Input                               json.RawMessage
-	NextRunAt                           time.Time
+	Name, Flow, Surface, Agent, Cron, Timezone string
+	Input                                      json.RawMessage
+	NextRunAt                                  time.Time
 }
 
 func (d dueSchedule) schedule() Schedule {
-	return Schedule{d.Name, d.Flow, trace.Surface(d.Surface), d.Cron, d.Timezone, d.Input}
+	return Schedule{d.Name, d.Flow, trace.Surface(d.Surface), d.Agent, d.Cron, d.Timezone, d.Input}
 }
 
 func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	rows, err := tx.Query(ctx, `
-		select name, flow, surface, cron, timezone, input, next_run_at from agent_schedules
+		select name, flow, surface, agent, cron, timezone, input, next_run_at from agent_schedules
 		 where next_run_at <= clock_timestamp() order by next_run_at for update skip locked`)
 	if err != nil {
 		return nil, err
@@ -149,7 +178,7 @@ func (e *Engine) start(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time
 		return err
 	}
 	_, _, err = e.Start(ctx, tx, Spec{
-		Flow: s.Flow, Surface: s.Surface, Input: s.Input, DedupeKey: s.Name + " " + due.UTC().Format(time.RFC3339Nano),
+		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: s.Input, DedupeKey: s.Name + " " + due.UTC().Format(time.RFC3339Nano),
 	})
 	if err != nil {
 		return err

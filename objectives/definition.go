@@ -26,6 +26,7 @@ type Definition struct {
 	Name            string   `yaml:"name" json:"name"`
 	Goal            string   `yaml:"goal" json:"goal"`
 	SuccessCriteria string   `yaml:"success_criteria" json:"success_criteria,omitempty"` // how to tell that it is reached
+	Agent           string   `yaml:"agent" json:"agent,omitempty"`                       // who works on it; empty: the default agent
 	Priority        int      `yaml:"priority" json:"priority,omitempty"`                 // 1 (first) to 9; 2 when 0
 	ReviewEvery     string   `yaml:"review_every" json:"review_every,omitempty"`         // 12h, 7d; empty: done when its steps are
 	Steps           []string `yaml:"steps" json:"steps,omitempty"`                       // titles; none: the model plans them
@@ -138,20 +139,21 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	}
 	args := pgx.StrictNamedArgs{
 		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria), "priority": d.Priority,
-		"review": review.Seconds(), "source": source,
+		"agent": d.Agent, "review": review.Seconds(), "source": source,
 	}
 	// People who declare what the agent had proposed have accepted it.
 	err = tx.QueryRow(ctx, `
-		insert into agent_objectives as o (name, goal, success_criteria, priority, review_every, source)
-		values (@name, @goal, @criteria, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
+		insert into agent_objectives as o (name, goal, success_criteria, agent, priority, review_every, source)
+		values (@name, @goal, @criteria, @agent, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
 		on conflict (name) do update
-		   set goal = excluded.goal, success_criteria = excluded.success_criteria, priority = excluded.priority,
+		   set goal = excluded.goal, success_criteria = excluded.success_criteria, agent = excluded.agent, priority = excluded.priority,
 		       review_every = excluded.review_every, source = excluded.source, updated_at = clock_timestamp(),
 		       status = case when o.status in ('proposed', 'rejected') then 'active' else o.status end,
 		       decided_by = case when o.status in ('proposed', 'rejected') then @source else o.decided_by end,
 		       decided_at = case when o.status in ('proposed', 'rejected') then clock_timestamp() else o.decided_at end
-		 where (o.goal, o.success_criteria, o.priority, o.review_every, o.source)
-		       is distinct from (excluded.goal, excluded.success_criteria, excluded.priority, excluded.review_every, excluded.source)
+		 where (o.goal, o.success_criteria, o.agent, o.priority, o.review_every, o.source)
+		       is distinct from (excluded.goal, excluded.success_criteria, excluded.agent, excluded.priority,
+		                         excluded.review_every, excluded.source)
 		returning id`, args).Scan(&id)
 	if !errors.Is(err, pgx.ErrNoRows) {
 		return id, true, err

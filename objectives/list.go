@@ -19,7 +19,7 @@ type Filter struct {
 
 // selected is an objective with its progress.
 const selected = `
-		select o.id, o.name, o.goal, o.success_criteria, o.status, o.priority,
+		select o.id, o.name, o.goal, o.success_criteria, o.status, o.agent, o.priority,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs, o.round, o.note,
 		       o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision, o.last_trace_id,
 		       o.source, o.created_at, o.updated_at, p.total, p.done, p.failed, p.pending,
@@ -43,15 +43,23 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 	return collect("list objectives", rows, err)
 }
 
+// Whose says whose objectives are meant: those of an agent, or, without one, all but those of others.
+type Whose struct {
+	Agent  string
+	Except []string
+}
+
 // Due returns the objectives that have work now, the most important and longest waiting first: active,
 // their time come, with a pending step or with no step at all. limit is 10 when 0.
-func Due(ctx context.Context, db postgres.DB, limit int) ([]Objective, error) {
+func Due(ctx context.Context, db postgres.DB, w Whose, limit int) ([]Objective, error) {
 	if limit <= 0 {
 		limit = 10
 	}
 	rows, err := db.Query(ctx, selected+`
 		 where o.status = 'active' and o.due_at <= clock_timestamp() and (p.pending > 0 or p.steps = 0)
-		 order by o.priority, o.due_at, o.id limit @limit`, pgx.StrictNamedArgs{"limit": limit})
+		   and case when @agent <> '' then o.agent = @agent else o.agent <> all(@except::text[]) end
+		 order by o.priority, o.due_at, o.id limit @limit`,
+		pgx.StrictNamedArgs{"agent": w.Agent, "except": append([]string{}, w.Except...), "limit": limit})
 	return collect("list due objectives", rows, err)
 }
 

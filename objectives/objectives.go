@@ -95,6 +95,7 @@ type Objective struct {
 	Goal               string     `json:"goal"`
 	SuccessCriteria    string     `json:"success_criteria"`
 	Status             string     `json:"status"`
+	Agent              string     `json:"agent"`                // whose heartbeat works on it; empty: the default agent
 	Priority           int        `json:"priority"`             // 1 comes first
 	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: done when its steps are
 	DueAt              time.Time  `json:"due_at"`

@@ -84,6 +84,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	if err != nil {
 		return Outcome{}, err
 	}
+	ctx = trace.As(ctx, t.Agent)
 	w := l.newTurn(t, p)
 	w.view = view
 	if w.more > 0 {

@@ -22,6 +22,16 @@ func With(ctx context.Context, span Span) context.Context {
 	return context.WithValue(ctx, spanKey{}, span)
 }
 
+// As is ctx with another agent acting in it; ctx itself when agent is empty.
+func As(ctx context.Context, agent string) context.Context {
+	span, ok := From(ctx)
+	if agent == "" || !ok {
+		return ctx
+	}
+	span.Agent = agent
+	return With(ctx, span)
+}
+
 // From returns the span that ctx carries, and whether it has a trace id. A span without one (a
 // lane held by a job that no trace covers) is returned too.
 func From(ctx context.Context) (Span, bool) {

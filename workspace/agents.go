@@ -1,6 +1,7 @@
 package workspace
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io/fs"
@@ -95,10 +96,10 @@ func getAgent(ctx context.Context, tx pgx.Tx, name string) (agentRow, error) {
 // checkAgents wants exactly one default agent, delegates that exist, patterns of skills that match some, and names that
 // no flow has. It returns [Problems].
 func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
-	if len(w.Agents) == 0 {
-		return nil
-	}
 	var problems Problems
+	if err := checkActing(ctx, db, w, &problems); err != nil || len(w.Agents) == 0 {
+		return cmp.Or(err, problems.err())
+	}
 	if err := oneDefault(ctx, db, w.Agents, &problems); err != nil {
 		return err
 	}
@@ -135,6 +136,32 @@ func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 		}
 	}
 	return problems.err()
+}
+
+// checkActing wants the agents of objectives and automations to be in service.
+func checkActing(ctx context.Context, db postgres.DB, w Workspace, problems *Problems) error {
+	all, err := (&agents.Directory{}).List(ctx, db)
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, a := range all {
+		if a.Declared() {
+			names = append(names, a.Name)
+		}
+	}
+	check := func(at Position, name string) {
+		if name != "" && !slices.Contains(names, name) {
+			problems.add(at, "agent: %s", unknown("agent", name, name, names))
+		}
+	}
+	for _, document := range w.Objectives {
+		check(document.place("agent"), document.Definition.Agent)
+	}
+	for _, document := range w.Automations {
+		check(document.place("agent"), document.Definition.Agent)
+	}
+	return nil
 }
 
 func matchesAny(pattern string, names []string) bool {

@@ -95,7 +95,10 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error)
 	if err := checkTargets(ctx, tx, w); err != nil {
 		return Diff{}, err
 	}
-	return diff, checkCalls(ctx, tx, w.Automations)
+	if err := checkCalls(ctx, tx, w.Automations); err != nil || w.Also == nil {
+		return diff, err
+	}
+	return diff, w.Also(ctx, tx)
 }
 
 // table is how the documents of one kind meet the rows of one table.

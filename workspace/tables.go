@@ -36,7 +36,7 @@ func tables(w Workspace) []matcher {
 				return objectives.Put(ctx, tx, d, Source)
 			},
 			notFound: objectives.ErrNotFound, remove: objectives.Remove,
-			declared: []string{"goal", "success_criteria", "priority", "review_every_seconds", "steps", "source"},
+			declared: []string{"goal", "success_criteria", "agent", "priority", "review_every_seconds", "steps", "source"},
 		},
 		table[automations.Definition, automations.Automation]{
 			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },
@@ -48,7 +48,8 @@ func tables(w Workspace) []matcher {
 			},
 			notFound: automations.ErrNotFound, remove: automations.Remove,
 			declared: []string{
-				"description", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name", "arguments", "prompt", "flow",
+				"description", "agent", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name",
+				"arguments", "prompt", "flow",
 				"max_attempts", "source",
 			},
 		},

@@ -20,6 +20,10 @@
 package workspace
 
 import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/flows"
@@ -42,6 +46,9 @@ type Workspace struct {
 	Flows       []Document[flows.Definition]
 	Webhooks    []Document[webhooks.EndpointDefinition]
 	Targets     []Document[webhooks.TargetDefinition] // of outgoing webhooks
+
+	// Also, where set, is called in the transaction of [Apply], after everything is written.
+	Also func(ctx context.Context, tx pgx.Tx) error
 
 	// The names of flows in Go code are the caller's to say, not a file's. No flow of the workspace may have one of them.
 	GoFlows  []string // those that flows of the workspace may start

@@ -15,6 +15,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -156,7 +157,7 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
 	}
 	for _, t := range ready {
-		ok, err := r.start(ctx, t.Run)
+		ok, err := r.start(ctx, t)
 		if err != nil {
 			return started, fmt.Errorf("dispatch automation %q: %w", t.Name, err)
 		}
@@ -171,12 +172,13 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 var errTaken = errors.New("taken by somebody else")
 
 // start takes a run and starts its execution, in one transaction.
-func (r *Runner) start(ctx context.Context, run automations.Run) (bool, error) {
+func (r *Runner) start(ctx context.Context, t Task) (bool, error) {
+	run := t.Run
 	if run.Cause != automations.Event {
 		run.TraceID = "" // another attempt is another piece of work
 	}
 	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
-		s := Spec(r.Agent, run)
+		s := Spec(cmp.Or(t.Agent, r.Agent), run)
 		if s.Surface == trace.Operate {
 			s.Surface = trace.Flow // nobody waits for what an admin's turn has caused
 		}

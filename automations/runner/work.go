@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // What a run can fail with that is not its own failure.
@@ -116,6 +117,7 @@ func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) erro
 // that has turn's system message, tools and budget. The error of a run that did not work is an
 // *executions.StepError; others end or interrupt the execution.
 func Work(ctx context.Context, loop *reason.Loop, a automations.Automation, run automations.Run, turn reason.Turn) (json.RawMessage, error) {
+	ctx, turn.Agent = trace.As(ctx, a.Agent), a.Agent
 	switch {
 	case a.SkillName != "":
 		return callSkill(ctx, loop, a)

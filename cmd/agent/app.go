@@ -159,7 +159,7 @@ func healPolicy(cfg config.Config) selfheal.Policy {
 // run works until ctx ends: takes executions, keeps leases, ticks schedules, serves the surfaces. more runs beside
 // it and is waited for.
 func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) error {
-	if err := a.engine.Put(ctx, heartbeat.Schedule(a.config.HeartbeatCron, a.config.Timezone)); err != nil {
+	if err := heartbeat.Sync(ctx, a.pool, a.loop.Agents, true); err != nil {
 		return err
 	}
 	if err := a.engine.SetLimits(ctx, admission(a.config)); err != nil {

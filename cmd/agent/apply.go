@@ -9,11 +9,13 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -69,7 +71,7 @@ func (c *cli) apply(ctx context.Context, s *session, files workspace.Workspace, 
 	if err != nil {
 		return err
 	}
-	files.GoFlows = names
+	files.GoFlows, files.Also = names, syncHeartbeats(s)
 	decided, err := c.decideRemovals(ctx, s, files, opts)
 	if err != nil {
 		return err
@@ -118,6 +120,11 @@ func itemNames(items []workspace.Item) string {
 		all[i] = item.Kind + " " + item.Name
 	}
 	return strings.Join(all, ", ")
+}
+
+// syncHeartbeats gives the agents that are applied their heartbeats, in the same transaction.
+func syncHeartbeats(s *session) func(ctx context.Context, tx pgx.Tx) error {
+	return func(ctx context.Context, tx pgx.Tx) error { return heartbeat.Sync(ctx, tx, directory(s.config), false) }
 }
 
 // decideRemovals says which rows an apply may remove: all with --prune, those that a person at a terminal has seen and

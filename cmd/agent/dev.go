@@ -159,7 +159,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 	if err != nil {
 		return err
 	}
-	files.GoFlows = names
+	files.GoFlows, files.Also = names, syncHeartbeats(s)
 	decided, err := c.decideRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune})
 	if err != nil {
 		return err
@@ -236,7 +236,11 @@ func plural(noun string, n int) string {
 // firstHeartbeat shows what the agent does. A heartbeat that fails is shown too, and does not end dev.
 func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 	c.say("running a heartbeat …")
-	x, err := a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
+	acting, err := a.loop.Agents.Default(ctx, s.pool)
+	if err != nil {
+		return err
+	}
+	x, err := a.engine.RunNow(ctx, heartbeat.SpecOf(acting))
 	if held, paused := errors.AsType[*executions.PausedError](err); paused {
 		return c.skipHeartbeat(ctx, s, held.Pause)
 	}

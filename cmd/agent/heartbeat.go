@@ -16,7 +16,8 @@ import (
 )
 
 func (c *cli) heartbeatCommand() *cobra.Command {
-	return &cobra.Command{
+	var agent string
+	cmd := &cobra.Command{
 		Use:   "heartbeat",
 		Short: "Run one heartbeat, now",
 		Long: `Run one heartbeat in this process, now, and print its story. When another heartbeat runs, or an admin is at
@@ -42,12 +43,17 @@ a process that runs agent serve or agent dev.`,
 			if err != nil {
 				return err
 			}
+			acting, err := findAgent(ctx, s, agent, 0)
+			if err != nil {
+				return err
+			}
+			spec := heartbeat.SpecOf(acting)
 			if terminal(c.err) {
 				c.say("running a heartbeat …")
 			}
 			var ended executions.Execution
 			err = a.beat(ctx, func(ctx context.Context) error {
-				ended, err = a.engine.RunNow(ctx, heartbeat.Spec(s.config.Name))
+				ended, err = a.engine.RunNow(ctx, spec)
 				return err
 			})
 			if held, paused := errors.AsType[*executions.PausedError](err); paused {
@@ -59,6 +65,8 @@ a process that runs agent serve or agent dev.`,
 			return c.reportHeartbeat(ctx, s, ended)
 		},
 	}
+	cmd.Flags().StringVar(&agent, "agent", "", "of this agent instead of the default one")
+	return cmd
 }
 
 // reportHeartbeat prints the story of a heartbeat; one that did not end well is a failure.

@@ -134,7 +134,7 @@ func claim(ctx context.Context, t task) (automations.Run, error) {
 // runOnce does what an automation is for, records how it went, and returns the run's status.
 func (b *beat) runOnce(ctx context.Context, t task, run automations.Run, noted *[]memory, effect *executions.Effect) (string, error) {
 	output, failure := runner.Work(ctx, b.Loop, t.Automation, run, reason.Turn{
-		System: b.system("You carry out one scheduled task."), Tools: []reason.Tool{remember(noted)},
+		System: system("You carry out one scheduled task."), Context: b.context(), Tools: []reason.Tool{remember(noted)},
 		BudgetScope: scope(ctx, "run_automations"),
 	})
 	switch {

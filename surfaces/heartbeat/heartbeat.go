@@ -11,14 +11,18 @@
 //	reflect         the last 7 days of its own performance are looked at
 //	save_memories   what the phases want remembered is stored, what has expired is dropped
 //
-// What is to be remembered carries the revision that its phase had read. If somebody else has written the key by the time it is stored,
-// it is kept as a conflict for an admin, and nothing is overwritten.
+// What is to be remembered carries the revision that its phase had read. If somebody else has written the key by the
+// time it is stored, it is kept as a conflict for an admin, and nothing is overwritten.
 //
 // A heartbeat that dies goes on where it stopped, in another process. One that finds its lane busy, or
 // an admin at work (lane "operate"), is recorded as skipped and is no error; one that is under way when
 // an admin comes yields before its next step and resumes when the admin is gone, or gives up its
 // remaining phases after YieldLimit. When its lane has ended meanwhile and another heartbeat is in it, it
 // goes on after that one. With nothing to do it calls no model.
+//
+// That is the heartbeat of the default agent. Another agent whose document has heartbeat: has one of its own, in the
+// lane "heartbeat:NAME" and at its own times: it works on the objectives of that agent, follows the heartbeat's prompt,
+// and saves memories. [Sync] makes the schedules match the agents.
 package heartbeat
 
 import (
@@ -89,12 +93,12 @@ func (h *Heartbeat) Register(e *executions.Engine) error {
 	return e.Register(Flow, h.run)
 }
 
-// Schedule is when heartbeats are due.
+// Schedule is when heartbeats of the default agent are due.
 func Schedule(cron, timezone string) executions.Schedule {
 	return executions.Schedule{Name: Flow, Flow: Flow, Surface: trace.Heartbeat, Cron: cron, Timezone: timezone}
 }
 
-// Spec describes one heartbeat, now.
+// Spec describes one heartbeat of the default agent, now.
 func Spec(agent string) executions.Spec {
 	return executions.Spec{Flow: Flow, Surface: trace.Heartbeat, Agent: agent}
 }
@@ -122,14 +126,21 @@ type done struct {
 // beat is one heartbeat under way.
 type beat struct {
 	*Heartbeat
+	who      who
+	agent    string // whose heartbeat it is; empty: the default agent's
+	shared   bool   // of the default agent, which looks after what concerns all
 	report   string // of self-heal, for the prompts
 	did      []string
 	memories []memory
 }
 
 // run is the durable function.
-func (h *Heartbeat) run(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-	hold, skipped, err := h.begin(ctx)
+func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	var in input
+	if err := json.Unmarshal(raw, &in); err != nil {
+		return executions.Result{}, fmt.Errorf("read input: %w", err)
+	}
+	hold, skipped, err := h.begin(ctx, in.lane())
 	switch {
 	case err != nil:
 		return executions.Result{}, err
@@ -137,10 +148,13 @@ func (h *Heartbeat) run(ctx context.Context, _ json.RawMessage) (executions.Resu
 		return h.skip(ctx, skipped)
 	}
 	ctx = hold.Context()
-	b := &beat{Heartbeat: h}
+	b, err := h.beat(ctx, in)
+	if err != nil {
+		return executions.Result{}, err
+	}
 	summary := Summary{Phases: map[string]string{}}
 	var failures []error
-	for _, p := range phases() {
+	for _, p := range b.phases() {
 		said, err := h.phase(ctx, b, p)
 		switch {
 		case yielded(err):
@@ -160,23 +174,30 @@ func (h *Heartbeat) run(ctx context.Context, _ json.RawMessage) (executions.Resu
 	return executions.Result{Summary: b.sentence(), Value: summary}, errors.Join(failures...)
 }
 
-// phases lists what a heartbeat does, in order.
-func phases() []phase {
-	return []phase{
-		{"self_heal", (*beat).selfHeal},
-		{"follow_through", (*beat).followThrough},
-		{"advance_plan", (*beat).advancePlan},
-		{"run_automations", (*beat).runAutomations},
-		{"reflect", (*beat).reflect},
-		{"save_memories", (*beat).saveMemories},
+// phases lists what a heartbeat does, in order. What concerns all agents is the default agent's.
+func (b *beat) phases() []phase {
+	var list []phase
+	if b.shared {
+		list = append(list, phase{"self_heal", (*beat).selfHeal}, phase{"follow_through", (*beat).followThrough})
 	}
+	list = append(list, phase{"advance_plan", (*beat).advancePlan})
+	if b.shared {
+		list = append(list, phase{"run_automations", (*beat).runAutomations})
+	}
+	if b.who.Prompt != "" {
+		list = append(list, phase{"heartbeat_prompt", (*beat).followPrompt})
+	}
+	if b.shared {
+		list = append(list, phase{"reflect", (*beat).reflect})
+	}
+	return append(list, phase{"save_memories", (*beat).saveMemories})
 }
 
 // begin takes the heartbeat's lane, or says why this heartbeat does not take place. One that has begun before is not
 // skipped for a lane that it lost while it waited or had no process: what it left half done would stay so.
-func (h *Heartbeat) begin(ctx context.Context) (hold *executions.Hold, skipped string, err error) {
+func (h *Heartbeat) begin(ctx context.Context, lane string) (hold *executions.Hold, skipped string, err error) {
 	busy := ""
-	switch hold, err = executions.Lane(ctx, Lane); {
+	switch hold, err = executions.Lane(ctx, lane); {
 	case errors.Is(err, lanes.ErrBusy):
 		busy = err.Error()
 	case err != nil:
@@ -187,19 +208,20 @@ func (h *Heartbeat) begin(ctx context.Context) (hold *executions.Hold, skipped s
 		return nil, skipped, lost
 	}
 	for errors.Is(err, lanes.ErrBusy) {
-		outcome, lost := executions.Wait(ctx, "lane", executions.LaneFree(Lane, h.YieldLimit))
+		outcome, lost := executions.Wait(ctx, "lane", executions.LaneFree(lane, h.YieldLimit))
 		switch {
 		case lost != nil:
 			return nil, "", lost
 		case outcome.TimedOut:
 			return nil, err.Error(), nil
 		}
-		hold, err = executions.Lane(ctx, Lane)
+		hold, err = executions.Lane(ctx, lane)
 	}
 	return hold, "", err
 }
 
-// inTheWay decides, once per heartbeat, whether it begins at all: not beside another (busy), nor while an admin is at work.
+// inTheWay decides, once per heartbeat, whether it begins at all: not beside another (busy), nor while an admin is at
+// work.
 func (h *Heartbeat) inTheWay(ctx context.Context, busy string) (string, error) {
 	return executions.Step(ctx, "admin at work", func(ctx context.Context) (string, error) {
 		if busy != "" {
@@ -285,12 +307,12 @@ func (h *Heartbeat) yield(ctx context.Context) error {
 	}
 }
 
-// cutShort ends a heartbeat that gave way to an admin for good. What was noted is saved all the same: it takes no model and
-// is nothing that an admin waits for.
+// cutShort ends a heartbeat that gave way to an admin for good. What was noted is saved all the same: it takes no model
+// and is nothing that an admin waits for.
 func (h *Heartbeat) cutShort(ctx context.Context, b *beat, at string, summary Summary) (executions.Result, error) {
 	ctx = ungated(ctx)
 	reached := false
-	for _, p := range phases() {
+	for _, p := range b.phases() {
 		if reached = reached || p.name == at; !reached {
 			continue
 		}
@@ -336,7 +358,8 @@ func (b *beat) sentence() string {
 	return strings.Join(b.did, "; ")
 }
 
-// scope is the name under which a phase reserves tokens and money: each has its own budget, which all turns in it share.
+// scope is the name under which a phase reserves tokens and money: each has its own budget, which all turns in it
+// share.
 func scope(ctx context.Context, phase string) string {
 	return "run:" + string(trace.IDFrom(ctx)) + ":" + phase
 }

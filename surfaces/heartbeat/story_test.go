@@ -254,7 +254,7 @@ func TestAHeartbeatMayCallOnlyWhatIsMeantForIt(t *testing.T) {
 	w.quiet()
 	w.completed(t)
 	want := map[string]string{
-		"Objective o": "any look complete_step fail_step add_steps remember", "Task p": "any look remember", "Reflect": "remember",
+		"Objective o": "add_steps any complete_step fail_step look remember", "Task p": "any look remember", "Reflect": "remember",
 	}
 	for _, r := range w.model.Requests() {
 		var names []string

@@ -1,0 +1,179 @@
+package heartbeat_test
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+)
+
+// declare puts agents into the world, the first as the default.
+func (w *world) declare(t *testing.T, list ...agents.Definition) []agents.Agent {
+	t.Helper()
+	w.beat.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
+	var all []agents.Agent
+	for i, d := range list {
+		d.Default = i == 0
+		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+		a, err := w.beat.Loop.Agents.Find(t.Context(), w.pool, d.Name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, a)
+	}
+	return all
+}
+
+// asked are the prompts of the requests so far, and the instructions that went with them.
+func (w *world) asked() string {
+	var b strings.Builder
+	for _, r := range w.model.Requests() {
+		b.WriteString(r.Messages[0].Content + "\n" + r.Messages[1].Content + "\n")
+	}
+	return b.String()
+}
+
+func (w *world) runOf(t *testing.T, a agents.Agent) executions.Execution {
+	t.Helper()
+	x, err := w.engine(t, false).RunNow(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
+	if err != nil || x.Status != executions.Completed {
+		t.Fatalf("the heartbeat of %s is %s: %v, %v", a.Name, x.Status, deref(x.ErrorMessage), err)
+	}
+	return x
+}
+
+func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.quiet()
+	all := w.declare(t,
+		agents.Definition{Name: "sales", Instructions: "You sell."},
+		agents.Definition{Name: "billing", Instructions: "You bill.", Heartbeat: &agents.Heartbeat{Prompt: "Look at open returns."}},
+		agents.Definition{Name: "press", Instructions: "You write."})
+	for _, d := range []objectives.Definition{
+		{Name: "sell more", Goal: "Sell more."}, {Name: "bill more", Goal: "Bill more.", Agent: "billing"},
+		{Name: "write more", Goal: "Write more.", Agent: "press"}, // which has no heartbeat
+	} {
+		w.objective(t, d)
+	}
+	w.automation(t, automations.Definition{Name: "digest", Prompt: "Write the digest.", Agent: "press"})
+
+	x := w.runOf(t, all[1])
+	asked := w.asked()
+	if !strings.Contains(asked, "Bill more.") || !strings.Contains(asked, "Look at open returns.") ||
+		strings.Contains(asked, "Sell more.") || strings.Contains(asked, "Write") || strings.Contains(asked, "You sell.") {
+		t.Errorf("billing's heartbeat asked %s", asked)
+	}
+	phases := value[string](t, w.pool, `
+		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity where execution_id = $1 and kind = 'phase'`, x.ID)
+	if phases != "advance_plan billing, heartbeat_prompt billing, save_memories billing" {
+		t.Errorf("its phases are %s", phases)
+	}
+	if lane := value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
+		t.Errorf("its lanes are %s", lane)
+	}
+
+	before := len(asked)
+	x = w.runOf(t, all[0])
+	asked = w.asked()[before:]
+	if !strings.Contains(asked, "Sell more.") || !strings.Contains(asked, "Write more.") || strings.Contains(asked, "Bill more.") ||
+		strings.Contains(asked, "open returns") {
+		t.Errorf("the default agent's heartbeat asked %s", asked)
+	}
+	acting := value[string](t, w.pool, `
+		select string_agg(distinct agent || ' ' || purpose, ', ' order by agent || ' ' || purpose)
+		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
+	if acting != "press advance_plan, press automation digest, sales advance_plan" {
+		t.Errorf("in it acted %s", acting)
+	}
+}
+
+func TestTheHealingReportIsDataForTheModel(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.quiet()
+	w.declare(t, agents.Definition{Name: "sales"})
+	w.failing(t, "broken")
+	w.objective(t, objectives.Definition{Name: "sell more", Goal: "Sell more."})
+	w.completed(t)
+	first := w.model.Requests()[0].Messages
+	if strings.Contains(first[0].Content, "503") || !strings.Contains(first[1].Content, "503") ||
+		strings.Index(first[1].Content, "503") > strings.Index(first[1].Content, "[End of context]") {
+		t.Errorf("the messages are %+v", first)
+	}
+}
+
+func TestSchedulesFollowTheAgents(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *", Timezone: "UTC"}}
+	w.beat.Loop.Agents = d
+	schedules := func(server bool) string {
+		t.Helper()
+		if err := heartbeat.Sync(t.Context(), w.pool, d, server); err != nil {
+			t.Fatal(err)
+		}
+		return value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', ' order by name) from agent_schedules`)
+	}
+	put := func(d agents.Definition) {
+		t.Helper()
+		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := schedules(true); got != "heartbeat house */30 * * * * UTC" {
+		t.Errorf("without agents: %s", got)
+	}
+	put(agents.Definition{Name: "sales", Default: true})
+	put(agents.Definition{Name: "billing", Timezone: "Europe/Madrid", Heartbeat: &agents.Heartbeat{Cron: "0 8 * * *"}})
+	put(agents.Definition{Name: "press"})
+	d.Settings.HeartbeatCron = "* * * * *" // of another shell, which is no reason to change what is there
+	if got := schedules(false); got != "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid" {
+		t.Errorf("with agents: %s", got)
+	}
+	next := value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
+	schedules(false)
+	if again := value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`); again != next {
+		t.Errorf("applying again postpones the heartbeat from %s to %s", next, again)
+	}
+	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
+		t.Fatal(err)
+	}
+	if got := schedules(true); got != "heartbeat sales * * * * * UTC" {
+		t.Errorf("after a removal: %s", got)
+	}
+}
+
+func TestIdleHeartbeatsOfTenAgentsCallNoModel(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.quiet()
+	list := []agents.Definition{{Name: "a0"}}
+	for _, name := range []string{"a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"} {
+		list = append(list, agents.Definition{Name: name, Heartbeat: &agents.Heartbeat{Cron: "@every 1s"}})
+	}
+	w.declare(t, list...)
+	if err := heartbeat.Sync(t.Context(), w.pool, w.beat.Loop.Agents, true); err != nil {
+		t.Fatal(err)
+	}
+	w.engine(t, true)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
+	}, "nine agents had a heartbeat")
+	if n := len(w.model.Requests()); n != 0 {
+		t.Errorf("they called the model %d times", n)
+	}
+	lanesHeld := value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
+	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {
+		t.Errorf("they held %s", lanesHeld)
+	}
+}
