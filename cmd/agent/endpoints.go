@@ -83,6 +83,27 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			Handler: a.chat.CompletionHandler(),
 			About:   "A completion that was made or is being made, for a client whose connection broke; ?stream=true attaches to it.",
 		}, {
+			Method: "POST", Path: "/v1/responses", Access: api.Visitor, Body: json.RawMessage{},
+			Answer: json.RawMessage{}, Stream: true, Ends: true, OpenAIErrors: true, MaxBody: limit,
+			Handler: a.chat.ResponsesHandler(),
+			About: "OpenAI's Responses, streamed or not, over the same conversations. The thread is conversation, " +
+				"else that of previous_response_id, else X-Thread-Id, else new. background: true answers at once.",
+		}, {
+			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Answer: json.RawMessage{},
+			Stream: true, Ends: true, OpenAIErrors: true, Handler: a.chat.ResponseHandler(),
+			About: "A response as it stands; ?stream=true attaches to it.",
+		}, {
+			Method: "POST", Path: "/v1/responses/{id}/cancel", Access: api.Visitor, Body: json.RawMessage{},
+			Answer: json.RawMessage{}, OpenAIErrors: true, Handler: a.chat.CancelResponseHandler(),
+			About: "End a response that is under way. What it has said stays in its conversation.",
+		}, {
+			Method: "GET", Path: "/v1/responses/{id}/input_items", Access: api.Visitor, Answer: json.RawMessage{},
+			OpenAIErrors: true, Handler: a.chat.InputItemsHandler(), About: "The messages that a response answers.",
+		}, {
+			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Answer: json.RawMessage{},
+			OpenAIErrors: true, Handler: a.chat.DeleteResponseHandler(),
+			About: "Always refused: a response is a message of its conversation.",
+		}, {
 			Method: "GET", Path: "/v1/models", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
 		}, {

@@ -43,6 +43,8 @@ type Ask struct {
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
 	fresh       bool            // the name was made up here
+	response    *responseEcho   // of a request for a response
+	last        string          // execution that must be the thread's last; "" for any
 	retry       *retry          // recognises the request when it is sent again; nil when it cannot be
 	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
 }
@@ -59,6 +61,7 @@ func (a Ask) principal() threads.Principal {
 func (a Ask) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
+		Response: a.response,
 	}
 }
 
@@ -72,6 +75,8 @@ type input struct {
 	MaxTokens int    `json:"max_tokens,omitempty"`
 	Hash      string `json:"request_hash,omitempty"`
 	To        string `json:"to,omitempty"` // of a relay: the execution that the message is for
+	// Response is what a response repeats of its request; nil for a completion.
+	Response *responseEcho `json:"response,omitempty"`
 }
 
 // isOf reports whether a principal asked for this.
@@ -195,9 +200,8 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execution, created bool, cut []string, err error) {
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
-	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
-		postgres.Strict{"thread": a.thread}); err != nil {
-		return x, false, nil, fmt.Errorf("lock thread: %w", err)
+	if err := lockThread(ctx, tx, a.thread); err != nil {
+		return x, false, nil, err
 	}
 	if a.retry != nil {
 		if x, found, err := a.retry.find(ctx, tx); err != nil || found {
@@ -208,6 +212,11 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 				err = a.retry.note(ctx, tx, x.ID)
 			}
 		}()
+	}
+	if a.last != "" {
+		if err := a.isLast(ctx, tx); err != nil {
+			return x, false, nil, err
+		}
 	}
 	to, err := c.listener(ctx, tx, a.thread)
 	if err != nil {
@@ -225,6 +234,16 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 	}
 	cut, err = c.store(ctx, tx, a, x)
 	return x, true, cut, err
+}
+
+// lockThread lets one transaction at a time store messages of a thread.
+func lockThread(ctx context.Context, tx pgx.Tx, thread string) error {
+	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
+		postgres.Strict{"thread": thread})
+	if err != nil {
+		return fmt.Errorf("lock thread: %w", err)
+	}
+	return nil
 }
 
 // launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.

@@ -188,13 +188,9 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 // unfinishedAnswer shows what was said so far: 202, to be asked for again.
 func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun, model string) error {
 	stamp(w, b.exec.TraceID, b.name)
-	v := b.feed.look(false)
-	if !v.local {
-		sketch, err := threads.SketchOf(r.Context(), c.Front, b.exec.ID)
-		if err != nil {
-			return err
-		}
-		v.text = sketch.Content
+	v, err := c.soFar(r, b)
+	if err != nil {
+		return err
 	}
 	w.Header().Set("Retry-After", "2")
 	return chatwire.WriteUnfinished(w, chatwire.Answer{
@@ -202,10 +198,24 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun,
 	})
 }
 
+// soFar is what a turn that is under way has said.
+func (c *Chat) soFar(r *http.Request, b begun) (view, error) {
+	v := b.feed.look(false)
+	if v.local {
+		return v, nil
+	}
+	sketch, err := threads.SketchOf(r.Context(), c.Front, b.exec.ID)
+	v.text = sketch.Content
+	return v, err
+}
+
 // find reads the turn behind a completion's id. Another visitor's is not told apart from one that never was.
 func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (executions.Execution, input, error) {
 	missing := unknown("completion_not_found", "There is no completion %q.", clip(id, 100))
 	execution, ok := strings.CutPrefix(id, idPrefix)
+	if !ok {
+		execution, ok = strings.CutPrefix(id, responsePrefix)
+	}
 	if !ok {
 		return executions.Execution{}, input{}, missing
 	}

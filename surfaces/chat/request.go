@@ -42,37 +42,47 @@ type streamOptions struct {
 // decode reads a request.
 func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, error) {
 	var req request
-	body, err := admission.All(w, r, c.MaxBody)
-	large, isLarge := errors.AsType[*admission.TooLarge](err)
-	switch {
-	case isLarge:
-		return req, "", &Refusal{
-			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
-			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.Most),
-		}
-	case err != nil:
-		return req, "", bad("", "invalid_body", "The request's body could not be read.")
-	}
-	defer r.Body.Close() // which frees the memory: the answer may take minutes
-	if err := json.Unmarshal(body, &req); err != nil {
-		var kind *json.UnmarshalTypeError
-		if refusal, is := errors.AsType[*Refusal](err); is {
-			return req, "", refusal
-		}
-		if errors.As(err, &kind) && kind.Field != "" {
-			return req, "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
-		}
-		return req, "", bad("", "invalid_json", "The request's body is not valid JSON.")
+	hash, err := c.readJSON(w, r, &req)
+	if err != nil {
+		return req, "", err
 	}
 	var values map[string]json.RawMessage
 	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) == nil {
 		var ok bool
 		if req.thread, ok = text(values["thread_id"]); !ok { // another thread than meant would be begun
-			return req, "", bad("metadata.thread_id", "invalid_type", "The parameter metadata.thread_id must be a string.")
+			return req, "", bad("metadata.thread_id", "invalid_type",
+				"The parameter metadata.thread_id must be a string.")
 		}
 	}
+	return req, hash, nil
+}
+
+// readJSON decodes a request's body and returns its digest.
+func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (string, error) {
+	body, err := admission.All(w, r, c.MaxBody)
+	large, isLarge := errors.AsType[*admission.TooLarge](err)
+	switch {
+	case isLarge:
+		return "", &Refusal{
+			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
+			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.Most),
+		}
+	case err != nil:
+		return "", bad("", "invalid_body", "The request's body could not be read.")
+	}
+	defer r.Body.Close() // which frees the memory: the answer may take minutes
+	if err := json.Unmarshal(body, into); err != nil {
+		var kind *json.UnmarshalTypeError
+		if refusal, is := errors.AsType[*Refusal](err); is {
+			return "", refusal
+		}
+		if errors.As(err, &kind) && kind.Field != "" {
+			return "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
+		}
+		return "", bad("", "invalid_json", "The request's body is not valid JSON.")
+	}
 	sum := sha256.Sum256(compact(body))
-	return req, hex.EncodeToString(sum[:]), nil
+	return hex.EncodeToString(sum[:]), nil
 }
 
 // compact is JSON without its white space, so that two encoders of one request agree.
@@ -98,6 +108,26 @@ func threadOf(owner, user string) string {
 
 // ask turns a request into what the visitor wants to say.
 func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
+	a, err := c.address(r, req, secret)
+	if err != nil {
+		return a, err
+	}
+	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
+		if bound == nil {
+			continue
+		}
+		if *bound < 1 {
+			return Ask{}, bad(name, "invalid_value", "%s must be at least 1.", name)
+		}
+		if a.MaxTokens == 0 || *bound < a.MaxTokens {
+			a.MaxTokens = *bound
+		}
+	}
+	return a, c.messages(&a, req.Messages)
+}
+
+// address finds out who speaks to which agent, and in which thread.
+func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
@@ -125,21 +155,10 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 		return Ask{}, bad("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
-	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
-		if bound == nil {
-			continue
-		}
-		if *bound < 1 {
-			return Ask{}, bad(name, "invalid_value", "%s must be at least 1.", name)
-		}
-		if a.MaxTokens == 0 || *bound < a.MaxTokens {
-			a.MaxTokens = *bound
-		}
-	}
 	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key || !utf8.ValidString(a.Key) {
 		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
-	return a, c.messages(&a, req.Messages)
+	return a, nil
 }
 
 // NewThreadID is an id that nobody can guess.
@@ -165,7 +184,7 @@ func content(raw json.RawMessage) (words string, whole bool, err error) {
 	whole = true
 	for _, p := range parts {
 		switch p.Type {
-		case "text", "input_text", "refusal":
+		case "text", "input_text", "output_text", "refusal":
 			texts = append(texts, p.Text+p.Refusal)
 		default:
 			whole = false

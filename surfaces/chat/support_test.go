@@ -150,6 +150,11 @@ func (p *process) serve(t *testing.T) {
 	mux := http.NewServeMux()
 	mux.Handle("POST /v1/chat/completions", p.chat.CompletionsHandler())
 	mux.Handle("GET /v1/chat/completions/{id}", p.chat.CompletionHandler())
+	mux.Handle("POST /v1/responses", p.chat.ResponsesHandler())
+	mux.Handle("GET /v1/responses/{id}", p.chat.ResponseHandler())
+	mux.Handle("POST /v1/responses/{id}/cancel", p.chat.CancelResponseHandler())
+	mux.Handle("GET /v1/responses/{id}/input_items", p.chat.InputItemsHandler())
+	mux.Handle("DELETE /v1/responses/{id}", p.chat.DeleteResponseHandler())
 	mux.Handle("GET /v1/models", p.chat.ModelsHandler())
 	mux.Handle("GET /v1/models/{id}", p.chat.ModelHandler())
 	guarded := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -77,21 +77,25 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 		return nil, r
 	}
 	for _, b := range busy {
-		status, err := executions.CancelTx(ctx, tx, b.ExecutionID, byInterrupt, "a newer message came")
+		cancelled, err := c.cutOff(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
 		if err != nil {
 			return nil, err
 		}
-		if status.Ended() && status != executions.Cancelled {
-			continue // it has ended just now
-		}
-		if status == executions.Cancelled { // else as soon as its step has ended
+		if cancelled {
 			cut = append(cut, b.ExecutionID)
-		}
-		if err := c.keepPartial(ctx, tx, a.thread, x.TraceID, b); err != nil {
-			return nil, err
 		}
 	}
 	return cut, nil
+}
+
+// cutOff cancels a turn and keeps what it has said. It is false when the turn has ended just now, or ends as soon as
+// its step has.
+func (c *Chat) cutOff(ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b underWay) (bool, error) {
+	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, why)
+	if err != nil || status.Ended() && status != executions.Cancelled {
+		return false, err
+	}
+	return status == executions.Cancelled, c.keepPartial(ctx, tx, thread, traceID, b)
 }
 
 // keepPartial stores what a cancelled turn has said so far.

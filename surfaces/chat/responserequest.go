@@ -1,0 +1,262 @@
+package chat
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// mostReferences bounds how many answers of its own a new thread takes over by their ids.
+const mostReferences = 50
+
+// reference is the role of an item that names an answer by its id.
+const reference = "reference"
+
+// responseRequest is what is read of a request for a response. instructions are dropped like a client's system message.
+type responseRequest struct {
+	Model        json.RawMessage `json:"model"`
+	Input        responseInput   `json:"input"`
+	Stream       *bool           `json:"stream"`
+	Background   *bool           `json:"background"`
+	Previous     json.RawMessage `json:"previous_response_id"`
+	Conversation json.RawMessage `json:"conversation"`
+	MaxTokens    *int            `json:"max_output_tokens"`
+	Metadata     json.RawMessage `json:"metadata"`
+	User         json.RawMessage `json:"user"`
+
+	Tools        json.RawMessage   `json:"tools"`
+	ToolChoice   json.RawMessage   `json:"tool_choice"`
+	MaxToolCalls json.RawMessage   `json:"max_tool_calls"`
+	Prompt       json.RawMessage   `json:"prompt"`
+	TopLogprobs  json.RawMessage   `json:"top_logprobs"`
+	Moderation   json.RawMessage   `json:"moderation"`
+	Include      []string          `json:"include"`
+	Text         *responseTextForm `json:"text"`
+}
+
+// responseTextForm is how the answer shall look.
+type responseTextForm struct {
+	Format json.RawMessage `json:"format"`
+}
+
+// agentResponseParameters are accepted and change nothing, as agentParameters are.
+func agentResponseParameters() []string {
+	return []string{
+		"instructions", "temperature", "top_p", "parallel_tool_calls", "reasoning", "service_tier", "store",
+		"truncation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+		"stream_options",
+		"context_management", "access_programs",
+	}
+}
+
+// refuse returns what the request asks for in vain.
+func (q responseRequest) refuse() error {
+	if is(q.ToolChoice, `"none"`) {
+		q.Tools = nil
+	}
+	var format json.RawMessage
+	if q.Text != nil && formatType(q.Text.Format) != "text" {
+		format = q.Text.Format
+	}
+	for _, what := range q.Include {
+		if strings.HasSuffix(what, "logprobs") {
+			return bad("include", "unsupported_value", "include: %s", whyLogprobs)
+		}
+	}
+	return refuse([]rule{
+		{"tools", q.Tools, []string{`[]`}, whyTools},
+		{"tool_choice", q.ToolChoice, []string{`"none"`, `"auto"`}, whyChoice},
+		{"max_tool_calls", q.MaxToolCalls, nil, "How many tools the agent calls is its own limit."},
+		{"prompt", q.Prompt, nil, "Prompt templates are not stored here; the agent has its own instructions."},
+		{"top_logprobs", q.TopLogprobs, []string{`0`}, whyLogprobs},
+		{"text.format", format, nil, whyFormat},
+		{"moderation", q.Moderation, nil, whyModerate},
+	})
+}
+
+// responseInput is the input of a request as messages: a text, or the latest of a list of items.
+type responseInput struct{ history }
+
+// UnmarshalJSON reads a text or a list of items.
+func (i *responseInput) UnmarshalJSON(raw []byte) error {
+	i.history = history{}
+	if words, ok := text(raw); ok {
+		if words != "" {
+			i.latest = []said{{Role: threads.User, Content: bytes.Clone(raw)}}
+		}
+		return nil
+	}
+	dec := json.NewDecoder(bytes.NewReader(raw))
+	if open, err := dec.Token(); err != nil || open != json.Delim('[') {
+		return bad("input", "invalid_type", "The parameter input must be a string or a list of items.")
+	}
+	for n := 0; dec.More(); n++ {
+		m, err := item(dec, n)
+		if err != nil {
+			return err
+		}
+		i.latest = append(i.latest, m)
+		if len(i.latest) == 2*mostRead {
+			i.skipped += mostRead
+			i.latest = append(i.latest[:0], i.latest[mostRead:]...)
+		}
+	}
+	return nil
+}
+
+// item reads one item of the input.
+func item(dec *json.Decoder, n int) (said, error) {
+	var it struct {
+		said
+		Type string `json:"type"`
+		ID   string `json:"id"`
+	}
+	if err := dec.Decode(&it); err != nil {
+		return said{}, bad(fmt.Sprintf("input[%d]", n), "invalid_type",
+			"An item is an object with role and content, or with a type.")
+	}
+	switch it.Type {
+	case "", "message":
+		return it.said, nil
+	case "item_reference":
+		id, err := json.Marshal(it.ID)
+		return said{Role: reference, Content: id}, err
+	case "reasoning": // of another model, perhaps: it is no part of what was said
+		return said{Role: "system"}, nil
+	}
+	return said{}, bad(fmt.Sprintf("input[%d]", n), "unsupported_value",
+		"Items of the type %q are not taken: a client's tools are not called here.", clip(it.Type, 40))
+}
+
+// askResponse turns a request for a response into what the visitor wants to say.
+func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (Ask, error) {
+	req := request{Model: q.Model, User: json.RawMessage("null")}
+	a, err := c.address(r, req, secret)
+	if err != nil {
+		return a, err
+	}
+	if err := q.refuse(); err != nil {
+		return a, err
+	}
+	echo := &responseEcho{Background: q.Background != nil && *q.Background}
+	if a.response = echo; q.MaxTokens != nil {
+		if a.MaxTokens = *q.MaxTokens; a.MaxTokens < 1 {
+			return a, bad("max_output_tokens", "invalid_value", "max_output_tokens must be at least 1.")
+		}
+	}
+	if echo.Metadata, err = metadata(q.Metadata); err != nil {
+		return a, err
+	}
+	if err := c.threadOfResponse(r.Context(), &a, q); err != nil {
+		return a, err
+	}
+	if a.Name != "" && threads.CheckID(a.Name) != nil {
+		return a, bad("conversation", "invalid_thread_id",
+			"A conversation's id is 1 to %d printable characters.", threads.MaxID)
+	}
+	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
+		return a, err
+	}
+	return a, inputNamed(c.messages(&a, q.Input.history))
+}
+
+// threadOfResponse finds the thread: the conversation, else that of the previous response, else X-Thread-Id.
+func (c *Chat) threadOfResponse(ctx context.Context, a *Ask, q responseRequest) error {
+	previous, ok := text(q.Previous)
+	if !ok {
+		return bad("previous_response_id", "invalid_type", "The parameter previous_response_id must be a string.")
+	}
+	conversation, ok := text(q.Conversation)
+	if !ok {
+		var named struct {
+			ID string `json:"id"`
+		}
+		if json.Unmarshal(q.Conversation, &named) != nil || named.ID == "" {
+			return bad("conversation", "invalid_type",
+				"The parameter conversation must be an id, or an object with one.")
+		}
+		conversation = named.ID
+	}
+	switch {
+	case conversation != "" && previous != "":
+		return bad("previous_response_id", "mutually_exclusive_parameters",
+			"Send conversation or previous_response_id, not both: each names the thread.")
+	case conversation != "":
+		a.Name = conversation
+	case previous != "":
+		x, in, err := c.find(ctx, a.principal(), previous)
+		var refusal *Refusal
+		if errors.As(err, &refusal) {
+			return bad("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
+				clip(previous, 100))
+		}
+		if err != nil {
+			return err
+		}
+		a.Name, a.Join, a.last, a.response.Previous = in.name(), "", x.ID, previous
+	}
+	return nil
+}
+
+// metadata is what a client keeps with its response, within OpenAI's bounds.
+func metadata(raw json.RawMessage) (map[string]string, error) {
+	var m map[string]string
+	if len(raw) > 0 && json.Unmarshal(raw, &m) != nil || len(m) > 16 {
+		return nil, bad("metadata", "invalid_type", "metadata is an object of at most 16 texts.")
+	}
+	for key, value := range m {
+		if len(key) > 64 || len(value) > 512 {
+			return nil, bad("metadata", "invalid_value", "A key of metadata has at most 64 bytes, a value 512.")
+		}
+	}
+	return m, nil
+}
+
+// dereference puts the text of the caller's own answers in place of their ids. Only a thread that is new needs them.
+func (c *Chat) dereference(ctx context.Context, a Ask, items []said) error {
+	left := mostReferences
+	if a.Name != "" {
+		left = 0
+	}
+	for i := len(items) - 1; i >= 0; i-- {
+		if items[i].Role != reference {
+			continue
+		}
+		items[i].Role = threads.Assistant
+		id, _ := text(items[i].Content)
+		items[i].Content = json.RawMessage(`""`)
+		if left--; left < 0 {
+			continue
+		}
+		x, _, err := c.find(ctx, a.principal(), responsePrefix+strings.TrimPrefix(id, itemPrefix))
+		var refusal *Refusal
+		if errors.As(err, &refusal) {
+			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", clip(id, 100))
+		}
+		if err != nil {
+			return err
+		}
+		got, _ := answerOf(x)
+		if items[i].Content, err = json.Marshal(got.Text); err != nil {
+			return fmt.Errorf("encode answer: %w", err)
+		}
+	}
+	return nil
+}
+
+// inputNamed says input where a refusal of a message says messages.
+func inputNamed(err error) error {
+	var r *Refusal
+	if errors.As(err, &r) {
+		r.Param = cmp.Or(strings.Replace(r.Param, "messages", "input", 1), "input")
+		r.Message = strings.Replace(r.Message, "messages must", "input must", 1)
+	}
+	return err
+}

@@ -1,0 +1,335 @@
+package chat
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+
+	"github.com/jackc/pgx/v5"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/responsewire"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// The ids of a response and of its message begin so; the execution's follows. A completion of the same execution is the
+// same answer.
+const (
+	responsePrefix = "resp_"
+	itemPrefix     = "msg_"
+)
+
+// byClient is who cancelled a response.
+const byClient = "client"
+
+// reasonApproval is why a response is incomplete that waits for an admin.
+const reasonApproval = "approval_pending"
+
+// responseEcho is what a response repeats of its request.
+type responseEcho struct {
+	Previous   string            `json:"previous_response_id,omitempty"`
+	Metadata   map[string]string `json:"metadata,omitempty"`
+	Background bool              `json:"background,omitempty"`
+}
+
+// ResponsesHandler serves POST /v1/responses.
+func (c *Chat) ResponsesHandler() http.Handler { return c.handler(c.respond) }
+
+// ResponseHandler serves GET /v1/responses/{id}: as it stands, or with ?stream=true from its beginning.
+func (c *Chat) ResponseHandler() http.Handler { return c.handler(c.showResponse) }
+
+// CancelResponseHandler serves POST /v1/responses/{id}/cancel.
+func (c *Chat) CancelResponseHandler() http.Handler { return c.handler(c.cancelResponse) }
+
+// InputItemsHandler serves GET /v1/responses/{id}/input_items.
+func (c *Chat) InputItemsHandler() http.Handler { return c.handler(c.inputItems) }
+
+// DeleteResponseHandler serves DELETE /v1/responses/{id}. It always refuses: the answer is a message of its thread.
+func (c *Chat) DeleteResponseHandler() http.Handler {
+	return c.handler(func(_ http.ResponseWriter, r *http.Request, _ trace.ID) error {
+		if _, _, err := c.response(r); err != nil {
+			return err
+		}
+		return bad("response_id", "unsupported_value",
+			"A response is a message of its conversation and is not deleted alone; retention removes conversations.")
+	})
+}
+
+// respond takes a message and answers it.
+func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) error {
+	var req responseRequest
+	hash, err := c.readJSON(w, r, &req)
+	if err != nil {
+		return err
+	}
+	user, _ := text(req.User)
+	stream := req.Stream != nil && *req.Stream
+	a, b, err := c.take(w, r, incoming{
+		trace: id, user: user, hash: hash, stream: stream,
+		read: func(secret string) (Ask, error) { return c.askResponse(r, req, secret) },
+	})
+	if err != nil {
+		return err
+	}
+	defer b.leave()
+	return c.answering(w, r, a.retry, func(w http.ResponseWriter) error {
+		in, err := inputOf(b.exec)
+		switch {
+		case err != nil:
+			return err
+		case stream:
+			return c.streamResponse(w, r, b, in)
+		case a.response.Background:
+			return c.responseNow(w, r, b, in)
+		}
+		return c.wholeResponse(w, r, b, in)
+	})
+}
+
+// wholeResponse waits for the answer.
+func (c *Chat) wholeResponse(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+	stamp(w, b.exec.TraceID, b.name)
+	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
+	got, err := f.follow(r.Context())
+	if err != nil {
+		return err
+	}
+	return responsewire.Write(w, answered(headOf(b.exec, in), got))
+}
+
+// responseNow shows a response as it stands.
+func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+	stamp(w, b.exec.TraceID, b.name)
+	x, head := b.exec, headOf(b.exec, in)
+	switch {
+	case x.Status == executions.Completed:
+		got, err := answerOf(x)
+		if err != nil {
+			return err
+		}
+		return responsewire.Write(w, answered(head, got))
+	case x.Status.Ended():
+		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
+		_, err := f.conclude(r.Context(), x)
+		return responsewire.Write(w, failed(head, x, err))
+	}
+	v, err := c.soFar(r, b)
+	if err != nil {
+		return err
+	}
+	head.Text = v.text
+	return responsewire.Write(w, head)
+}
+
+// streamResponse sends a response as it is made.
+func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+	stamp(w, b.exec.TraceID, b.name)
+	head := headOf(b.exec, in)
+	s := responsewire.Open(w, head)
+	ctx, stop := context.WithCancel(r.Context())
+	defer stop()
+	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
+	f.show = func(piece string) {
+		if s.Text(piece); s.Err() != nil {
+			stop()
+		}
+	}
+	f.alive = func() {
+		if s.Idle(); s.Err() != nil {
+			stop()
+		}
+	}
+	got, err := f.follow(ctx)
+	switch refusal := (*Refusal)(nil); {
+	case err == nil:
+		s.Finish(answered(head, got))
+	case errors.As(err, &refusal):
+		s.Finish(failed(head, b.exec, err))
+	case ctx.Err() == nil:
+		c.Logger.ErrorContext(ctx, "stream broken off", "execution", b.exec.ID, "error", err)
+		s.Finish(failed(head, b.exec, errors.New("something went wrong here; trace "+b.exec.TraceID)))
+	}
+	return nil // what could not be sent has nobody to read it
+}
+
+// response finds the turn behind the id in the request's path.
+func (c *Chat) response(r *http.Request) (begun, input, error) {
+	who, err := c.principal(r)
+	if err != nil {
+		return begun{}, input{}, err
+	}
+	x, in, err := c.find(r.Context(), who, r.PathValue("id"))
+	if err != nil {
+		return begun{}, input{}, err
+	}
+	return begun{exec: x, name: in.name()}, in, nil
+}
+
+// showResponse shows a response by its id.
+func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	b, in, err := c.response(r)
+	if err != nil {
+		return err
+	}
+	b.feed, b.leave = c.feeds.join(b.exec.ID)
+	defer b.leave()
+	if b.exec.Status.Ended() {
+		b.feed.finish(b.exec)
+	}
+	q := r.URL.Query()
+	if after := q.Get("starting_after"); after != "" && after != "0" {
+		return bad("starting_after", "unsupported_value", "A stream begins at its beginning: leave starting_after out.")
+	}
+	if q.Get("stream") == "true" {
+		return c.streamResponse(w, r, b, in)
+	}
+	return c.responseNow(w, r, b, in)
+}
+
+// cancelResponse ends a response that is under way, and keeps what was said; one that has ended is shown as it is.
+func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	b, in, err := c.response(r)
+	if err != nil {
+		return err
+	}
+	ctx, x := r.Context(), b.exec
+	if !x.Status.Ended() {
+		err := c.intake.Do(ctx, c.Front, in.Thread, func(tx pgx.Tx) error {
+			if err := lockThread(ctx, tx, in.Thread); err != nil {
+				return err
+			}
+			busy, err := unfinished(ctx, tx, in.Thread, 0)
+			for _, u := range busy {
+				if err == nil && u.ExecutionID == x.ID {
+					_, err = c.cutOff(ctx, tx, in.Thread, x.TraceID, byClient, "the client cancelled the response", u)
+				}
+			}
+			return err
+		})
+		if err != nil {
+			return refused(err)
+		}
+		if _, err := c.Engine.Cancel(ctx, x.ID, byClient, "the client cancelled the response"); err != nil {
+			return fmt.Errorf("cancel response: %w", err)
+		}
+		if b.exec, err = executions.Get(ctx, c.Front, x.ID); err != nil {
+			return err
+		}
+	}
+	b.feed, b.leave = c.feeds.join(x.ID)
+	defer b.leave()
+	return c.responseNow(w, r, b, in)
+}
+
+// inputItems lists the messages that a response answers, newest first.
+func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	b, _, err := c.response(r)
+	if err != nil {
+		return err
+	}
+	filter := threads.MessageFilter{ExecutionID: b.exec.ID, Role: threads.User}
+	messages, err := threads.Messages(r.Context(), c.Front, filter)
+	if err != nil {
+		return err
+	}
+	stamp(w, b.exec.TraceID, b.name)
+	data := make([]map[string]any, len(messages))
+	list := map[string]any{"object": "list", "data": data, "has_more": false, "first_id": nil, "last_id": nil}
+	for i, m := range messages {
+		data[i] = map[string]any{
+			"id": itemPrefix + m.ID, "type": "message", "role": m.Role, "status": "completed",
+			"content": []map[string]any{{"type": "input_text", "text": m.Content}},
+		}
+		if list["last_id"] = data[i]["id"]; i == 0 {
+			list["first_id"] = data[i]["id"]
+		}
+	}
+	return responsewire.WriteJSON(w, list)
+}
+
+// headOf is a response that is under way.
+func headOf(x executions.Execution, in input) responsewire.Response {
+	r := responsewire.Response{
+		ID: responsePrefix + x.ID, ItemID: itemPrefix + x.ID, Model: in.Model, Status: responsewire.InProgress,
+		Created: x.CreatedAt.Unix(), Conversation: in.name(), MaxTokens: in.MaxTokens,
+	}
+	if e := in.Response; e != nil {
+		r.Previous, r.Metadata, r.Background = e.Previous, e.Metadata, e.Background
+	}
+	return r
+}
+
+// answered is a response with its answer.
+func answered(r responsewire.Response, got answer) responsewire.Response {
+	if got.Refused {
+		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "rate_limit_exceeded", Message: got.Text}
+		return r
+	}
+	r.Status, r.Text = responsewire.Completed, got.Text
+	r.Usage = &responsewire.Usage{Input: got.Usage.PromptTokens, Output: got.Usage.CompletionTokens}
+	if d := got.Usage.PromptTokensDetails; d != nil {
+		r.Usage.Cached = d.CachedTokens
+	}
+	switch {
+	case got.Ended == "approval":
+		r.Status, r.Reason, r.Usage = responsewire.Incomplete, reasonApproval, nil
+	case got.Finish == openai.FinishReasonLength:
+		r.Status, r.Reason = responsewire.Incomplete, "max_output_tokens"
+	case got.Finish == openai.FinishReasonContentFilter:
+		r.Status, r.Reason = responsewire.Incomplete, "content_filter"
+	}
+	return r
+}
+
+// failed is a response without an answer.
+func failed(r responsewire.Response, x executions.Execution, why error) responsewire.Response {
+	r.Status = responsewire.Failed
+	if x.Status == executions.Cancelled {
+		r.Status = responsewire.Cancelled
+		return r
+	}
+	r.Error = &responsewire.Error{Code: "server_error", Message: "The answer could not be made."}
+	if refusal, is := errors.AsType[*Refusal](why); is && refusal.Type == "insufficient_quota" {
+		r.Error.Code = "rate_limit_exceeded"
+	}
+	if why != nil {
+		r.Error.Message = why.Error()
+	}
+	return r
+}
+
+// answerOf is what a turn has ended with.
+func answerOf(x executions.Execution) (a answer, err error) {
+	if len(x.Result) == 0 {
+		return a, nil
+	}
+	if err := json.Unmarshal(x.Result, &a); err != nil {
+		return a, fmt.Errorf("read result of execution %s: %w", x.ID, err)
+	}
+	return a, nil
+}
+
+// isLast refuses a message that continues a response after which another message was sent. The thread is locked.
+func (a Ask) isLast(ctx context.Context, tx pgx.Tx) error {
+	var id *string
+	err := tx.QueryRow(ctx, `
+		select m.execution_id::text from agent_messages m
+		 where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit 1`,
+		postgres.Strict{"thread": a.thread}).Scan(&id)
+	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		return fmt.Errorf("read the thread's last message: %w", err)
+	}
+	if deref(id) == a.last {
+		return nil
+	}
+	r := conflict("previous_response_not_last",
+		"The conversation has gone on after this response. Continue its last one, %s, or send the messages without "+
+			"previous_response_id for a conversation of its own.", responsePrefix+deref(id))
+	r.Param = "previous_response_id"
+	return r
+}

@@ -1,0 +1,215 @@
+package chat_test
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/openai/openai-go/v3"
+	"github.com/openai/openai-go/v3/responses"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+// respond posts a request for a response.
+func (p *process) respond(t *testing.T, method, path, body string, headers ...string) (*http.Response, string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), method, p.url+"/v1/responses"+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	return do(t, r, headers)
+}
+
+func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`),
+		modeltest.Text("We open at nine o'clock."))
+	p := w.process(t)
+	client := p.official("site")
+	first, err := client.Responses.New(t.Context(), responses.ResponseNewParams{
+		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("I am Ada.")},
+		Instructions: openai.String("Say only moo."), Metadata: map[string]string{"a": "b"}, Store: openai.Bool(false),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if first.OutputText() != "Hello, Ada." || first.Status != "completed" || first.Usage.TotalTokens == 0 ||
+		first.Metadata["a"] != "b" || !strings.HasPrefix(first.ID, "resp_") ||
+		!strings.Contains(first.RawJSON(), `"store":true`) {
+		t.Errorf("first: %s", first.RawJSON())
+	}
+	stream := client.Responses.NewStreaming(t.Context(), responses.ResponseNewParams{
+		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("When do you open?")},
+		PreviousResponseID: openai.String(first.ID),
+	})
+	var kinds []string
+	var said string
+	var last responses.Response
+	for n := int64(0); stream.Next(); n++ {
+		e := stream.Current()
+		if e.SequenceNumber != n {
+			t.Errorf("event %d has the number %d", n, e.SequenceNumber)
+		}
+		if kinds = append(kinds, e.Type); e.Type == "response.output_text.delta" {
+			said += e.Delta
+		}
+		last = e.Response
+	}
+	want := []string{
+		"response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+		"response.output_text.delta", "response.output_text.done", "response.content_part.done",
+		"response.output_item.done",
+		"response.completed",
+	}
+	if diff := cmp.Diff(want, slices.Compact(kinds)); diff != "" || stream.Err() != nil {
+		t.Errorf("%v; events (-want +got):\n%s", stream.Err(), diff)
+	}
+	if said != "We open at nine o'clock." || last.OutputText() != said || last.PreviousResponseID != first.ID {
+		t.Errorf("said %q; last %s", said, last.RawJSON())
+	}
+	lines := w.transcript(t, first.Conversation.ID)
+	if len(lines) != 4 || w.called("opening") != 1 {
+		t.Errorf("the thread has %q", lines)
+	}
+	for _, req := range w.model.Requests() {
+		if strings.Contains(req.Body, "moo") {
+			t.Error("a client's instructions reached the model")
+		}
+	}
+	stored, err := client.Responses.Get(t.Context(), last.ID, responses.ResponseGetParams{})
+	if err != nil || stored.OutputText() != said || stored.Status != "completed" {
+		t.Errorf("stored %v, %v", stored, err)
+	}
+	_, err = client.Responses.New(t.Context(), responses.ResponseNewParams{
+		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("And before?")},
+		PreviousResponseID: openai.String(first.ID),
+	})
+	var failure *openai.Error
+	if !errors.As(err, &failure) || failure.StatusCode != http.StatusConflict ||
+		failure.Code != "previous_response_not_last" || !strings.Contains(failure.Message, last.ID) {
+		t.Errorf("a response that is not the last: %v", err)
+	}
+}
+
+func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t)
+	for _, c := range []struct{ body, want string }{
+		{`"input":"hi","tools":[{"type":"function","name":"f"}]`, "unsupported_value tools"},
+		{`"input":"hi","tool_choice":"required"`, "unsupported_value tool_choice"},
+		{`"input":"hi","max_tool_calls":1`, "unsupported_value max_tool_calls"},
+		{`"input":"hi","prompt":{"id":"pmpt_1"}`, "unsupported_value prompt"},
+		{`"input":"hi","include":["message.output_text.logprobs"]`, "unsupported_value include"},
+		{`"input":"hi","text":{"format":{"type":"json_schema"}}`, "unsupported_value text.format"},
+		{`"input":"hi","max_output_tokens":0`, "invalid_value max_output_tokens"},
+		{`"input":"hi","metadata":{"a":1}`, "invalid_type metadata"},
+		{`"input":"hi","conversation":7`, "invalid_type conversation"},
+		{`"input":"hi","conversation":"a","previous_response_id":"b"`, "mutually_exclusive_parameters previous_response_id"},
+		{`"input":"hi","previous_response_id":"resp_none"`, "previous_response_not_found previous_response_id"},
+		{`"input":[{"type":"function_call_output","call_id":"c","output":"x"}]`, "unsupported_value input[0]"},
+		{
+			`"input":[{"type":"item_reference","id":"msg_x"},{"role":"user","content":"a"}]`,
+			"item_not_found input[0]",
+		},
+		{
+			`"input":[{"role":"user","content":[{"type":"input_image","image_url":"x"}]}]`,
+			"unsupported_content input[0].content",
+		},
+		{`"input":[{"role":"assistant","content":"a"}]`, "invalid_value input"},
+		{`"input":""`, "missing_messages input"},
+		{`"input":7`, "invalid_type input"},
+	} {
+		r, got := p.respond(t, "POST", "", `{"model":"agent",`+c.body+`}`)
+		f := failureOf(t, got)
+		param := ""
+		if f.Param != nil {
+			param = *f.Param
+		}
+		if r.StatusCode != http.StatusBadRequest || f.Code+" "+param != c.want || f.Message == "" {
+			t.Errorf("%s: %d %s", c.body, r.StatusCode, got)
+		}
+	}
+	if n := value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
+		t.Errorf("%d threads were begun by requests that were refused", n)
+	}
+}
+
+func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t, reply)
+	p := w.process(t)
+	r, body := p.respond(t, "POST", "", `{"model":"agent","background":true,"input":"slowly",
+		"conversation":{"id":"c"}}`)
+	var got struct {
+		ID, Status, Object string
+		Background         bool
+	}
+	if err := json.Unmarshal([]byte(body), &got); err != nil || got.Status != "in_progress" ||
+		r.StatusCode != http.StatusOK || got.Object != "response" || !got.Background ||
+		r.Header.Get("X-Thread-Id") != "c" || r.Header.Get("X-Trace-Id") == "" {
+		t.Fatalf("%d %s", r.StatusCode, body)
+	}
+	receive(t, g.asked)
+	send(t, g.pieces, "Half of it")
+	pgtest.Eventually(t, patience, func() bool {
+		_, body := p.respond(t, "GET", "/"+got.ID, "")
+		return strings.Contains(body, `"status":"in_progress"`) && strings.Contains(body, "Half of it")
+	}, "the text so far is shown")
+	for _, c := range []struct{ method, path string }{
+		{"GET", "/" + got.ID}, {"POST", "/" + got.ID + "/cancel"}, {"GET", "/" + got.ID + "/input_items"},
+		{"DELETE", "/" + got.ID},
+	} {
+		r, theirs := p.respond(t, c.method, c.path, "", "Authorization", "Bearer shop")
+		if r.StatusCode != http.StatusNotFound {
+			t.Errorf("another's %s %s: %d %s", c.method, c.path, r.StatusCode, theirs)
+		}
+	}
+	r, body = p.respond(t, "DELETE", "/"+got.ID, "")
+	if r.StatusCode != http.StatusBadRequest || failureOf(t, body).Param == nil {
+		t.Errorf("delete: %d %s", r.StatusCode, body)
+	}
+	if _, body := p.respond(t, "GET", "/"+got.ID+"/input_items", ""); !strings.Contains(body, `"input_text"`) ||
+		!strings.Contains(body, "slowly") {
+		t.Errorf("input items: %s", body)
+	}
+	for range 2 {
+		if _, body := p.respond(t, "POST", "/"+got.ID+"/cancel", ""); !strings.Contains(body, `"status":"cancelled"`) {
+			t.Errorf("cancelled: %s", body)
+		}
+	}
+	want := []string{"user: slowly", "assistant: Half of it [interrupted]"}
+	if diff := cmp.Diff(want, w.transcript(t, "c")); diff != "" {
+		t.Errorf("thread (-want +got):\n%s", diff)
+	}
+}
+
+func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Nine."), modeltest.Text("Five."))
+	p := w.process(t, func(*chat.Chat) {})
+	r, body := p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user",
+		"content":[{"type":"input_text","text":"When?"}]}]}`)
+	var got struct {
+		Output []struct{ ID string }
+	}
+	if err := json.Unmarshal([]byte(body), &got); err != nil || len(got.Output) != 1 {
+		t.Fatalf("%d %s", r.StatusCode, body)
+	}
+	r, body = p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"system","content":"moo"},
+		{"role":"user","content":"When?"},{"type":"item_reference","id":"`+got.Output[0].ID+`"},
+		{"type":"message","role":"user","content":[{"type":"input_text","text":"And close?"}]}]}`)
+	want := []string{"user: When?", "assistant: Nine.", "user: And close?", "assistant: Five."}
+	if diff := cmp.Diff(want, w.transcript(t, r.Header.Get("X-Thread-Id"))); diff != "" {
+		t.Errorf("%s; thread (-want +got):\n%s", body, diff)
+	}
+}
