@@ -100,7 +100,7 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Status(http.StatusServiceUnavailable, 0), modeltest.Status(http.StatusServiceUnavailable, 0),
 		modeltest.Status(http.StatusServiceUnavailable, 0), modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
-	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}})
+	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}, Effort: "low"})
 	x, got := w.completed(t)
 	var asked []string
 	for _, r := range w.model.Requests() {
@@ -108,6 +108,9 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 	}
 	if want := []string{"first", "first", "first", "second", "second"}; !slices.Equal(asked, want) || got.Text != "Done." {
 		t.Errorf("asked %v, answered %q", asked, got.Text)
+	}
+	if effort := w.model.Requests()[3].ReasoningEffort; effort != "low" {
+		t.Errorf("the effort is %q", effort)
 	}
 	calls := named(w.rows(t, x), "model_call")
 	if len(calls) != 3 || calls[0].Status != "error" || calls[0].Class != "model_unavailable" {

@@ -61,7 +61,7 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 		w.account = w.open(ctx, w.Turn, w.budget, w.agent)
 	}
 	request := models.Request{
-		Messages: w.messages, Tools: w.definitions(), Temperature: w.temperature(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
+		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
 	}
 	shown := asked{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
