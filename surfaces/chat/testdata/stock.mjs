@@ -1,0 +1,32 @@
+import OpenAI from "openai";
+import { createOpenAI } from "@ai-sdk/openai";
+import { generateText, streamText } from "ai";
+import { ChatOpenAI } from "@langchain/openai";
+const baseURL = process.env.BASE, apiKey = "site", out = {};
+const client = new OpenAI({ baseURL, apiKey, maxRetries: 0 });
+const first = await client.responses.create({ model: "agent", input: "I am Ada." });
+out.first = first.output_text;
+const stream = client.responses.stream({ model: "agent", input: "Who am I?", previous_response_id: first.id });
+out.deltas = "";
+stream.on("response.output_text.delta", (e) => { out.deltas += e.delta; });
+const final = await stream.finalResponse();
+out.final = final.output_text; out.previous = final.previous_response_id === first.id;
+out.same = final.conversation.id === first.conversation.id;
+try { await client.responses.create({ model: "agent", input: "x", previous_response_id: first.id }); } catch (e) { out.stale = e.status + " " + e.code; }
+try { await client.responses.create({ model: "agent", input: "x", tools: [{ type: "web_search" }] }); } catch (e) { out.tools = e.status + " " + e.param; }
+const ai = createOpenAI({ baseURL, apiKey });
+const one = await generateText({ model: ai("agent"), prompt: "Hi." });
+out.ai = one.text;
+const two = await generateText({ model: ai("agent"), messages: [{ role: "user", content: "Hi." }, ...one.response.messages, { role: "user", content: "Again." }] });
+out.aiAgain = two.text;
+out.aiStream = ""; for await (const t of streamText({ model: ai("agent"), prompt: "Hi." }).textStream) out.aiStream += t;
+out.aiHeld = (await generateText({ model: ai("agent"), prompt: "On.", providerOptions: { openai: { previousResponseId: one.response.id } } })).text;
+out.aiChat = (await generateText({ model: ai.chat("agent"), prompt: "Hi." })).text;
+out.aiChatStream = ""; for await (const t of streamText({ model: ai.chat("agent"), prompt: "Hi." }).textStream) out.aiChatStream += t;
+for (const useResponsesApi of [true, false]) {
+  const lc = new ChatOpenAI({ model: "agent", apiKey, useResponsesApi, temperature: 0.5, configuration: { baseURL } });
+  out["lc" + useResponsesApi] = (await lc.invoke("Hi.")).text;
+  let s = ""; for await (const c of await lc.stream("Hi.")) s += c.text;
+  out["lcStream" + useResponsesApi] = s;
+}
+console.log(JSON.stringify(out));
