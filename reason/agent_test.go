@@ -228,3 +228,12 @@ func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 		t.Errorf("%d tasks were delegated", n)
 	}
 }
+
+func TestAFilteredAnswerSaysSo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
+	_, got := w.completed(t)
+	if got.Ended != "answered" || got.Cut != "content_filter" || !strings.Contains(got.Text, "content filter") || len(w.model.Requests()) != 1 {
+		t.Errorf("after %d requests: %+v", len(w.model.Requests()), got)
+	}
+}

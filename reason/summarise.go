@@ -38,6 +38,9 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 		return "", fmt.Errorf("summarise: %w", err)
 	}
 	text := strings.TrimSpace(got.Message.Content)
+	if text == "" && got.Cut == string(models.FinishContentFilter) {
+		return "", fmt.Errorf("summarise: %w", &executions.StepError{Class: "model", Message: "the content filter withheld the summary"})
+	}
 	if text == "" {
 		return "", fmt.Errorf("summarise: %w", &executions.StepError{Class: "model", Message: "the model gave no text"})
 	}

@@ -162,12 +162,19 @@ func (w *turn) answer(ctx context.Context, text string) error {
 		w.outcome.Text, w.outcome.Ended = text, Answered
 		return nil
 	}
+	if w.outcome.Cut == string(models.FinishContentFilter) { // asked again, the server would filter it again
+		w.outcome.Text, w.outcome.Ended = filteredText, Answered
+		return nil
+	}
 	if w.silent++; w.silent > 1 {
 		return w.stall(ctx, nil, "the model gave no text", fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
 	}
 	w.say(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
 }
+
+// filteredText stands for an answer of which the model's server has withheld all.
+const filteredText = "The model's provider has withheld this answer: its content filter found something in the request or in the answer."
 
 // say adds a message.
 func (w *turn) say(role, text string) {

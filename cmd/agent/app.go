@@ -109,7 +109,7 @@ func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 // directory finds agents, and says what the settings are for those that say nothing else.
 func directory(cfg config.Config) *agents.Directory {
 	return &agents.Directory{Settings: agents.Settings{
-		Name: cfg.Name, Model: cfg.Model, Timezone: cfg.Timezone, HeartbeatCron: cfg.HeartbeatCron,
+		Name: cfg.Name, Model: cfg.Model, Effort: cfg.Provider.Effort, Timezone: cfg.Timezone, HeartbeatCron: cfg.HeartbeatCron,
 		Limits: agents.Limits{
 			Iterations: cfg.Budget.MaxIterations, Tokens: cfg.Budget.MaxTokens, CostUSD: cfg.Budget.MaxCostUSD,
 			DayUSD: cfg.Limits.DayUSD,

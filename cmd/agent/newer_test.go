@@ -13,7 +13,7 @@ import (
 )
 
 // withoutDatabase are the commands that open no database.
-var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true}
+var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true, "init": true}
 
 // Every command that opens the database refuses one that a newer version migrated, with what to do about it, and leaves it as it is. A
 // command that is added later is held to it too: it is called in ways that fit most.

@@ -15,7 +15,7 @@ import (
 )
 
 func (c *cli) operateCommand() *cobra.Command {
-	var id string
+	var id, agent string
 	var wait, watch bool
 	cmd := &cobra.Command{
 		Use:   "operate [MESSAGE]",
@@ -34,8 +34,8 @@ for a turn without an answer: the model stalled, or a limit of tokens, money, ti
 		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the indexes?' --json",
 		Args:    message,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if watch && (len(args) > 0 || wait || id != "") {
-				return usageError("--watch goes with no message, no --wait and no --session")
+			if watch && (len(args) > 0 || wait || id != "" || agent != "") {
+				return usageError("--watch goes with no message, no --wait, no --agent and no --session")
 			}
 			if id != "" && threads.CheckID(id) != nil {
 				return usageError("--session: %w", threads.ErrInvalid)
@@ -44,11 +44,12 @@ for a turn without an answer: the model stalled, or a limit of tokens, money, ti
 				if watch {
 					return c.watchOperate(ctx, a)
 				}
-				return c.operate(ctx, s, a, id, wait, args)
+				return c.operate(ctx, s, a, sessionOf{id, agent, wait}, args)
 			})
 		},
 	}
 	cmd.Flags().StringVar(&id, "session", "", "go on with this session")
+	cmd.Flags().StringVar(&agent, "agent", "", "talk with this agent instead of the session's or the default one")
 	cmd.Flags().BoolVar(&wait, "wait", false, "wait while another admin is at work")
 	cmd.Flags().BoolVar(&watch, "watch", false, "follow the admin who is at work, read only, until ^C")
 	return cmd
@@ -76,14 +77,23 @@ func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, 
 	return a.beat(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
 }
 
+// sessionOf says which session is meant.
+type sessionOf struct {
+	id, agent string
+	wait      bool
+}
+
 // operate takes turns in the way that suits where the words come from.
-func (c *cli) operate(ctx context.Context, s *session, a *app, id string, wait bool, args []string) (err error) {
-	desk, err := a.operate.Session(id, true)
+func (c *cli) operate(ctx context.Context, s *session, a *app, which sessionOf, args []string) (err error) {
+	desk, err := a.operate.Session(which.id, true)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, desk.Close(ctx)) }()
-	if err := c.enter(ctx, a, desk, wait); err != nil {
+	if err := desk.As(ctx, which.agent); err != nil {
+		return err
+	}
+	if err := c.enter(ctx, a, desk, which.wait); err != nil {
 		return err
 	}
 	o := &operator{cli: c, s: s, app: a, desk: desk, left: map[string]string{}}

@@ -70,6 +70,7 @@ func (k *checker) connections(c *Config) {
 	k.token("AGENT_ADMIN_TOKEN", c.AdminToken)
 	k.token("AGENT_CHAT_KEY", c.ChatKey)
 	k.token("OPENAI_API_KEY", c.OpenAIKey)
+	k.provider(&c.Provider)
 	if c.OpenAIBaseURL != "" {
 		u, err := url.Parse(c.OpenAIBaseURL)
 		if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {

@@ -43,6 +43,8 @@ type Config struct {
 	Model         string `env:"AGENT_MODEL" help:"the model's name at its provider"`
 	PricesSource  string `env:"AGENT_PRICES" help:"USD per million tokens, as JSON or a file of it: {\"gpt-4o\":{\"input\":2.5,\"output\":10}}"`
 
+	Provider Provider
+
 	LogLevel  string `env:"AGENT_LOG_LEVEL" envDefault:"info" help:"debug, info, warn or error"`
 	LogFormat string `env:"AGENT_LOG_FORMAT" envDefault:"text" help:"text or json"`
 
@@ -79,6 +81,19 @@ type Config struct {
 type Admission struct {
 	Kind, Name string // Kind is flow or surface
 	Running    int
+}
+
+// Provider is how the model's server is spoken to.
+type Provider struct {
+	API         string `env:"AGENT_MODEL_API" envDefault:"auto" help:"the protocol of the model's server: auto, chat or responses"`
+	Effort      string `env:"AGENT_REASONING_EFFORT" help:"how much models that reason think: none, minimal, low, medium, high, xhigh or max; the model's own when not set"`
+	HeadersJSON Secret `env:"AGENT_MODEL_HEADERS" help:"further headers for the model's server, as JSON, for example {\"api-key\":\"…\"}"`
+	QueryJSON   Secret `env:"AGENT_MODEL_QUERY" help:"query parameters for the model's server, as JSON, for example {\"api-version\":\"2026-10-01\"}"`
+	ExtraJSON   string `env:"AGENT_MODEL_EXTRA" help:"what is merged into each request to the model, as JSON, for example {\"chat_template_kwargs\":{\"enable_thinking\":false}}"`
+
+	Headers map[string]string          `env:"-"` // HeadersJSON
+	Query   map[string]string          `env:"-"` // QueryJSON
+	Extra   map[string]json.RawMessage `env:"-"` // ExtraJSON
 }
 
 // Operate is how admins work with the agent.
@@ -129,9 +144,20 @@ type SelfHeal struct {
 
 // Price is what a model costs, in US dollars per million tokens.
 type Price struct {
-	Input  float64 `json:"input"`
-	Cached float64 `json:"cached"` // of the input, what the provider had read before; as Input when 0
-	Output float64 `json:"output"`
+	Input      float64 `json:"input"`
+	Cached     float64 `json:"cached"`      // of the input, what the provider had read before; as Input when 0
+	CacheWrite float64 `json:"cache_write"` // and what it keeps for the next time; as Input when 0
+	Output     float64 `json:"output"`
+	Long       Long    `json:"long"`
+}
+
+// Long is the price of requests whose prompt is over so many tokens; 0 tokens: there is none.
+type Long struct {
+	Over       int     `json:"over"`
+	Input      float64 `json:"input"`
+	Cached     float64 `json:"cached"`      // as Input when 0
+	CacheWrite float64 `json:"cache_write"` // as Input when 0
+	Output     float64 `json:"output"`
 }
 
 // Private is what http: skills may reach although it is not public.

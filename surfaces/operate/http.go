@@ -23,6 +23,8 @@ type Body struct {
 	// SessionID goes on with a session and keeps the lane for it between turns. Without one the turn is a session
 	// of its own, whose lane is freed when it ends.
 	SessionID string `json:"session_id,omitempty"`
+	// Agent is who acts; the session's agent, or the default one, when empty.
+	Agent string `json:"agent,omitempty"`
 	// Wait stands in the lane's queue when another admin is at work.
 	Wait bool `json:"wait,omitempty"`
 }
@@ -70,6 +72,10 @@ func (o *Operate) Handler() http.Handler {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
+		if err := s.As(r.Context(), body.Agent); err != nil {
+			problem.Write(w, r, err, "", o.log)
+			return
+		}
 		if wantsDocument(r) {
 			o.document(w, r, s, body, key)
 			return
@@ -93,7 +99,7 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		return body, problem.New(http.StatusRequestEntityTooLarge, "the body is longer than %d bytes", tooLong.Limit)
 	}
 	if err != nil {
-		return body, badBody("the body is not {message, session_id?, wait?}: %s", bodyFault(err))
+		return body, badBody("the body is not {message, session_id?, agent?, wait?}: %s", bodyFault(err))
 	}
 	if threads.CheckID(body.SessionID) != nil && body.SessionID != "" {
 		return body, badBody("session_id: %s", threads.ErrInvalid)

@@ -17,6 +17,7 @@
 //     that is busy the turn waits durably until it is free. Its answer is in the thread.
 //   - An admin who goes away while a turn runs cancels it: the execution ends, and what it was doing is stopped.
 //     One who goes away while it waits for an approval leaves it waiting.
+//   - A session has one agent, the default one or the one that the admin names first (package agents).
 //   - Whoever finds the lane held is told by whom, and may wait in the lane's queue or watch (Watch).
 //   - Events carry no secrets of tool calls. The arguments of a call that waits for leave are shown as they are,
 //     because they are what is decided about.
@@ -34,6 +35,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/oklog/ulid/v2"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -61,7 +63,7 @@ type Options struct {
 	Keeper *lanes.Keeper
 	Loop   *reason.Loop
 	Logger *slog.Logger // nil for none
-	Agent  string       // its name; default flowpilot
+	Agent  string       // who acts where the Loop knows no agents; default "agent"
 	// Tools are offered beside the skills, such as the one that delegates.
 	Tools []reason.Tool
 	// Idle is how long a session holds the lane after its last turn; default 5 minutes.
@@ -91,7 +93,7 @@ func New(opts Options) (*Operate, error) {
 	if opts.Pool == nil || opts.Engine == nil || opts.Keeper == nil || opts.Loop == nil {
 		return nil, errors.New("make operate: a pool, an engine, a keeper and a loop are required")
 	}
-	opts.Agent = cmp.Or(opts.Agent, "flowpilot")
+	opts.Agent = cmp.Or(opts.Agent, agents.Alias)
 	opts.Idle = cmp.Or(opts.Idle, 5*time.Minute)
 	opts.History = cmp.Or(opts.History, 16_000)
 	opts.MaxMessage = cmp.Or(opts.MaxMessage, 64<<10)

@@ -29,7 +29,8 @@ type Session struct {
 	look chan struct{} // has room for one: look at the turn now
 
 	mu             sync.Mutex
-	keep           bool // hold the lane between turns
+	agent          string // that the admin named; empty: the thread's, or the default one
+	keep           bool   // hold the lane between turns
 	lease          *lanes.Lease
 	end            context.CancelCauseFunc // of the lease's context
 	next           trace.ID                // of the next turn: the lease is held in its name
@@ -219,10 +220,14 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 	if err != nil {
 		return fmt.Errorf("open session: %w", err)
 	}
+	acting, err := s.acting(ctx)
+	if err != nil {
+		return fmt.Errorf("open session: %w", err)
+	}
 	next := trace.New(trace.Operate)
 	// The lease outlives the request, but the wait for it does not.
 	base, end := context.WithCancelCause(trace.With(context.WithoutCancel(ctx), trace.Span{
-		TraceID: next, Surface: trace.Operate, Agent: s.o.Agent,
+		TraceID: next, Surface: trace.Operate, Agent: acting,
 	}))
 	gone := context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
 	acquire := s.o.Keeper.Acquire

@@ -100,17 +100,27 @@ func (s *Session) insert(ctx context.Context, message, key string) (claimed exec
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
 	defer cancel()
 	id := s.traceID()
+	acting, err := s.acting(ctx)
+	if err != nil {
+		return claimed, fmt.Errorf("begin turn: %w", err)
+	}
 	err = postgres.InTx(ctx, s.o.Pool, func(tx pgx.Tx) error {
-		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: s.id, Channel: Channel, Agent: s.o.Agent, Participant: owner})
+		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{
+			ID: s.id, Channel: Channel, Agent: acting, Participant: owner,
+		})
 		if err == nil && got.Channel != Channel {
 			err = threads.ErrForeign
 		}
 		if err != nil {
 			return err
 		}
+		acting, err := s.pinned(ctx, tx, got.Agent, acting)
+		if err != nil {
+			return err
+		}
 		var begun bool
 		claimed, begun, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
-			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: s.o.Agent, ThreadID: s.id, Queue: executions.Interactive,
+			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: acting, ThreadID: s.id, Queue: executions.Interactive,
 			Priority: 1, Input: input{s.id, message}, DedupeKey: key,
 		})
 		if err == nil && !begun {
