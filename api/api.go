@@ -43,8 +43,8 @@
 //     that is broken is recorded under the trace of who held it.
 //   - Times are RFC 3339 in UTC, ids strings, names snake_case.
 //
-// /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It
-// looks at the database, the schema, whether writes are taken, the worker's lease and the shutdown; a model that is down does not
+// /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It looks at the
+// database, the schema, whether writes are taken, the worker's lease and the shutdown; a model that is down does not
 // make a process unready, because its other work goes on. Whoever asks at the same time gets one answer.
 package api
 
@@ -56,6 +56,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -66,6 +67,8 @@ type Options struct {
 	Pool   *pgxpool.Pool      // required
 	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
 	Engine *executions.Engine // required: cancels executions and says whether this process works
+	// Agents finds whose memory a request is about; nil is an installation without settings.
+	Agents *agents.Directory
 	// AdminToken is what Admin routes ask for; empty refuses every request.
 	AdminToken string
 	// ChatKeys are what Visitor routes ask for, by the name that VisitorFrom tells; empty refuses every
@@ -80,9 +83,9 @@ type Options struct {
 	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
 	// as programs are.
 	Pages Pages
-	// What follows is closed in this order when the process shuts down; nil is never. From Draining on it says that it is not
-	// ready, and closes connections behind its answers; at Stopping what is only watched ends; at Cutting also answers that
-	// are still being made (Endpoint.Ends).
+	// What follows is closed in this order when the process shuts down; nil is never. From Draining on it says that it
+	// is not ready, and closes connections behind its answers; at Stopping what is only watched ends; at Cutting also
+	// answers that are still being made (Endpoint.Ends).
 	Draining, Stopping, Cutting <-chan struct{}
 	Logger                      *slog.Logger // nil for none
 }
@@ -101,7 +104,7 @@ func New(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, engine: o.Engine, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
+		pool: o.Pool, engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
 		unsettled: newUnsettled(o.Pool, o.Cutting), locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
@@ -116,6 +119,7 @@ func New(o Options) (http.Handler, error) {
 type server struct {
 	pool     *pgxpool.Pool
 	engine   *executions.Engine
+	agents   *agents.Directory
 	gate     *gate
 	draining <-chan struct{}
 	stopping <-chan struct{}

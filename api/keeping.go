@@ -1,6 +1,7 @@
 package api
 
 import (
+	"maps"
 	"net/http"
 
 	"github.com/jackc/pgx/v5"
@@ -39,7 +40,8 @@ func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (an
 	var gone memory.Entry
 	done, err := s.audited(r.Context(), "forget_memory", r.body.(because).Reason, input, func(tx pgx.Tx, _ string) (_ any, err error) {
 		gone, err = fn(tx)
-		input["id"], input["category"], input["key"] = gone.ID, gone.Category, gone.Key
+		input["id"] = gone.ID
+		maps.Copy(input, memoryInput(gone.Owner, gone.Category, gone.Key))
 		return map[string]bool{"changed": true}, err
 	})
 	if err != nil {

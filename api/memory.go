@@ -4,11 +4,13 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"maps"
 	"net/http"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
@@ -49,13 +51,16 @@ func (s *server) remembering() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/memory/entries/{category}/{key}", answer: memory.Entry{}, handle: s.getMemory, versioned: true,
-			about: "One entry of the memory. Its ETag is what a change is based on. Category and key are path-escaped.",
+			params: []param{ofAgent},
+			about:  "One entry of the memory. Its ETag is what a change is based on. Category and key are path-escaped.",
 		}, {
 			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, answer: memory.Entry{}, handle: s.putMemory, versioned: true, guarded: true,
-			about: "Keep a value under a key. If-Match with the ETag that was read, or If-None-Match: * for a new key, is required; 412 has both values.",
+			params: []param{ofAgent},
+			about:  "Keep a value under a key. If-Match with the ETag that was read, or If-None-Match: * for a new key, is required; 412 has both values.",
 		}, {
 			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: because{}, answer: change{}, handle: s.deleteMemory, guarded: true,
-			about: "Delete an entry for good. If-Match with the ETag that was read is required; 412 has what is there now.",
+			params: []param{ofAgent},
+			about:  "Delete an entry for good. If-Match with the ETag that was read is required; 412 has what is there now.",
 		}, {
 			method: "POST", path: "/v1/memory/{id}/forget", body: because{}, answer: change{}, handle: s.forgetMemory, guarded: true,
 			about: "Delete an entry of the memory for good, by its id. With If-Match only if it is as it was read.",
@@ -73,29 +78,42 @@ func (s *server) remembering() []route {
 	}
 }
 
-// entryIn is the category and key in the path.
-func entryIn(r request) (category, key string, err error) {
+// ofAgent is the parameter that says whose memory a request is about.
+var ofAgent = text("agent", "The agent whose memory it is; the shared one when left out")
+
+// owner is whose memory a request is about.
+func (s *server) owner(r request) (memory.Owner, error) {
+	owner, err := s.agents.MemoryOf(r.Context(), s.pool, r.query["agent"])
+	if errors.Is(err, agents.ErrNotFound) || errors.Is(err, agents.ErrNoMemory) {
+		err = badParameter("agent: %s", err)
+	}
+	return memory.Owner(owner), err
+}
+
+// entryIn is the owner, the category and the key that a request is about.
+func (s *server) entryIn(r request) (owner memory.Owner, category, key string, err error) {
 	category, key = r.PathValue("category"), r.PathValue("key")
 	for _, text := range []string{category, key} {
 		if !keepable(text) || len(text) > maxText {
-			return "", "", memory.ErrNotFound
+			return "", "", "", memory.ErrNotFound
 		}
 	}
-	return category, key, nil
+	owner, err = s.owner(r)
+	return owner, category, key, err
 }
 
 func (s *server) getMemory(r request) (answer, error) {
-	category, key, err := entryIn(r)
+	owner, category, key, err := s.entryIn(r)
 	if err != nil {
 		return answer{}, err
 	}
-	e, err := memory.Get(r.Context(), s.pool, category, key)
+	e, err := owner.Get(r.Context(), s.pool, category, key)
 	return answer{body: e, revision: e.Revision, trace: e.TraceID}, err
 }
 
 // putMemory keeps a value, based on what the admin has read.
 func (s *server) putMemory(r request) (answer, error) {
-	category, key, err := entryIn(r)
+	owner, category, key, err := s.entryIn(r)
 	if err != nil {
 		return answer{}, err
 	}
@@ -108,14 +126,14 @@ func (s *server) putMemory(r request) (answer, error) {
 	}
 	said := r.body.(memoryWrite)
 	var saved memory.Entry
-	done, err := s.audited(r.Context(), "set_memory", said.Reason, map[string]any{"category": category, "key": key},
+	done, err := s.audited(r.Context(), "set_memory", said.Reason, memoryInput(owner, category, key),
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) { return memory.Get(ctx, tx, category, key) })
+			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
 			if err != nil {
 				return nil, err
 			}
 			saved, err = memory.Save(r.Context(), tx, memory.Note{
-				Category: category, Key: key, Value: said.Value, TTL: time.Duration(said.TTLSeconds * float64(time.Second)),
+				Owner: owner, Category: category, Key: key, Value: said.Value, TTL: time.Duration(said.TTLSeconds * float64(time.Second)),
 				TraceID: traceID, Revision: revision,
 			})
 			return map[string]int{"revision": saved.Revision}, err
@@ -124,6 +142,15 @@ func (s *server) putMemory(r request) (answer, error) {
 		return answer{}, badMemory(err)
 	}
 	return answer{body: saved, revision: saved.Revision, trace: done.TraceID}, nil
+}
+
+// memoryInput is what the record of a change says.
+func memoryInput(owner memory.Owner, category, key string) map[string]any {
+	input := map[string]any{"category": category, "key": key}
+	if owner != memory.Shared {
+		input["agent"] = owner
+	}
+	return input
 }
 
 // badMemory is the client's mistake in what it wants to be kept.
@@ -138,7 +165,7 @@ func badMemory(err error) error {
 }
 
 func (s *server) deleteMemory(r request) (answer, error) {
-	category, key, err := entryIn(r)
+	owner, category, key, err := s.entryIn(r)
 	if err != nil {
 		return answer{}, err
 	}
@@ -153,7 +180,7 @@ func (s *server) deleteMemory(r request) (answer, error) {
 		return answer{}, err
 	}
 	return s.forget(r, func(tx pgx.Tx) (memory.Entry, error) {
-		e, err := memory.Get(r.Context(), tx, category, key)
+		e, err := owner.Get(r.Context(), tx, category, key)
 		if err != nil {
 			return e, err
 		}
@@ -207,7 +234,7 @@ func (s *server) decideMemoryConflict(r request) (answer, error) {
 				if err != nil {
 					return memory.Entry{}, err
 				}
-				return memory.Get(ctx, tx, c.Category, c.Key)
+				return c.Owner.Get(ctx, tx, c.Category, c.Key)
 			})
 			if err != nil {
 				return nil, err
@@ -215,7 +242,7 @@ func (s *server) decideMemoryConflict(r request) (answer, error) {
 			decided, err = memory.Decide(r.Context(), tx, id, memory.Decision{
 				Take: said.Decision == "take", By: admin, Reason: said.Reason, IfRevision: revision, TraceID: traceID,
 			})
-			input["category"], input["key"] = decided.Category, decided.Key
+			maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key))
 			return map[string]any{"status": decided.Status, "revision": decided.Revision}, err
 		})
 	if err != nil {

@@ -164,7 +164,8 @@ func (s *server) state() []route {
 			method: "GET", path: "/v1/memory", answer: page[memory.Entry]{}, handle: s.listMemory,
 			about: "What the agent remembers, newest first; with q what matches best, on one page.",
 			params: listing(text("category", "Only of this category"), text("prefix", "What the key begins with"), traceParam,
-				text("q", "Words to search for, as in a web search")),
+				text("q", "Words to search for, as in a web search; in the shared memory, or that of the agent"),
+				text("agent", "Only what this agent remembers")),
 		}, {
 			method: "GET", path: "/v1/threads", answer: page[threads.Thread]{}, handle: s.listThreads,
 			about:  "Conversations, the one spoken in last first. One that is spoken in meanwhile moves to the front.",

@@ -98,8 +98,8 @@ func (s *server) pull(r request, action, thing string, missing error, fn func(tx
 	return answer{body: done, trace: done.TraceID}, nil
 }
 
-// nameIn is the name or id in the path. What a model has named is looked for as it named it, controls and all: it must be
-// possible to refuse it.
+// nameIn is the name or id in the path. What a model has named is looked for as it named it, controls and all: it must
+// be possible to refuse it.
 func nameIn(r request, missing error) (string, error) {
 	name := r.PathValue("id")
 	if !utf8.ValidString(name) || !keepable(name) || len(name) > maxText {
@@ -116,13 +116,25 @@ func (s *server) listMemory(r request) (answer, error) {
 				return answer{}, badParameter("parameters q and %s do not go together", other)
 			}
 		}
-		found, err := memory.Search(r.Context(), s.pool, q, r.query.limit())
+		owner, err := s.owner(r)
+		if err != nil {
+			return answer{}, err
+		}
+		found, err := owner.Search(r.Context(), s.pool, q, r.query.limit())
 		return answer{body: pageOf(found, "")}, err
+	}
+	var only *memory.Owner
+	if r.query["agent"] != "" {
+		owner, err := s.owner(r)
+		if err != nil {
+			return answer{}, err
+		}
+		only = &owner
 	}
 	got, err := paged("memory", r.query, func(e memory.Entry) string { return e.ID },
 		func(before string, limit int) ([]memory.Entry, error) {
 			return memory.List(r.Context(), s.pool, memory.Filter{
-				Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
+				Owner: only, Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
 			})
 		})
 	return answer{body: got}, err

@@ -33,18 +33,22 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// New returns the builtins by the name behind "builtin:". They work through pool.
-func New(pool *pgxpool.Pool) map[string]skills.Builtin {
+// New returns the builtins by the name behind "builtin:". They work through pool. directory says whose memory
+// they use; nil is an installation without settings.
+func New(pool *pgxpool.Pool, directory *agents.Directory) map[string]skills.Builtin {
+	directory = cmp.Or(directory, &agents.Directory{})
 	return map[string]skills.Builtin{
-		"recall":             reading(pool, recall),
-		"memory_search":      reading(pool, recall),
-		"memory_write":       writing(pool, memoryWrite),
-		"memory_forget":      writing(pool, memoryForget),
+		"recall":             remembering(pool, directory, recall),
+		"memory_search":      remembering(pool, directory, recall),
+		"memory_write":       remembering(pool, directory, memoryWrite),
+		"memory_forget":      remembering(pool, directory, memoryForget),
 		"objectives_list":    reading(pool, objectivesList),
 		"objective_propose":  writing(pool, objectivePropose),
 		"objective_update":   writing(pool, objectiveUpdate),
@@ -92,6 +96,34 @@ func reading[A any](pool *pgxpool.Pool, read func(ctx context.Context, db postgr
 
 // acting is on whose behalf something is written.
 type acting struct{ TraceID, ExecutionID, Agent string }
+
+// remembering makes a builtin of a function that works on the memory of the agent that acts.
+func remembering[A any](
+	pool *pgxpool.Pool, directory *agents.Directory,
+	use func(ctx context.Context, db postgres.Beginner, who rememberer, args A) (any, error),
+) skills.Builtin {
+	return func(ctx context.Context, c skills.Call) (any, error) {
+		args, err := arguments[A](c)
+		if err != nil {
+			return nil, err
+		}
+		span, ok := trace.From(ctx)
+		if !ok && writesMemory(c.Skill) {
+			return nil, fmt.Errorf("call %s: it is not part of any trace", c.Skill.Name)
+		}
+		owner, err := directory.ActingMemory(ctx, pool, span.Agent)
+		if err != nil {
+			return nil, mistake(err, agents.ErrNoMemory)
+		}
+		return use(ctx, pool, rememberer{memory.Owner(owner), string(span.TraceID)}, args)
+	}
+}
+
+// rememberer is whose memory is used, and for which work.
+type rememberer struct {
+	owner   memory.Owner
+	traceID string
+}
 
 // writing makes a builtin of a function that changes the database. It needs a trace, which says who did it.
 func writing[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error)) skills.Builtin {

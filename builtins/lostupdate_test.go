@@ -265,7 +265,7 @@ type person struct {
 
 func (p *person) look(s *scene) {
 	p.open, p.page, p.read = true, nil, s.there
-	e, err := memory.Get(s.t.Context(), s.pool, "test", s.key)
+	e, err := memory.Shared.Get(s.t.Context(), s.pool, "test", s.key)
 	switch {
 	case err == nil:
 		p.page = &e
@@ -289,7 +289,7 @@ func (p *person) act(s *scene) {
 	var err error
 	if forget := s.dice.IntN(4) == 0; forget {
 		next = nil
-		s.write(func() { _, err = memory.Forget(s.t.Context(), s.pool, "test", s.key, p.revision()) })
+		s.write(func() { _, err = memory.Shared.Forget(s.t.Context(), s.pool, "test", s.key, p.revision()) })
 		fresh = fresh || s.there == nil
 	} else {
 		note := memory.Note{Category: "test", Key: s.key, Value: next.token, Revision: p.revision(), TraceID: "op_" + p.name}
@@ -428,7 +428,7 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}
-	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool)})
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -516,7 +516,7 @@ func TestEveryAcknowledgedUpdateIsInTheEnd(t *testing.T) {
 		})
 	}
 	group.Wait()
-	e, err := memory.Get(t.Context(), pool, "test", "shared")
+	e, err := memory.Shared.Get(t.Context(), pool, "test", "shared")
 	if err != nil {
 		t.Fatal(err)
 	}

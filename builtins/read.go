@@ -48,8 +48,8 @@ type memories struct {
 	LeftOut  int        `json:"left_out,omitempty"` // found, but too long to be shown beside the others
 }
 
-func recall(ctx context.Context, db postgres.DB, args recallArgs) (any, error) {
-	found, err := lookUp(ctx, db, args)
+func recall(ctx context.Context, db postgres.Beginner, who rememberer, args recallArgs) (any, error) {
+	found, err := lookUp(ctx, db, who.owner, args)
 	if err != nil {
 		return nil, err
 	}
@@ -64,14 +64,14 @@ func recall(ctx context.Context, db postgres.DB, args recallArgs) (any, error) {
 	return said, nil
 }
 
-func lookUp(ctx context.Context, db postgres.DB, args recallArgs) ([]memory.Entry, error) {
+func lookUp(ctx context.Context, db postgres.DB, owner memory.Owner, args recallArgs) ([]memory.Entry, error) {
 	switch {
 	case args.Query == "":
-		return memory.Recent(ctx, db, args.Category, bounded(args.Limit))
+		return owner.Recent(ctx, db, args.Category, bounded(args.Limit))
 	case args.Category == "":
-		return memory.Search(ctx, db, args.Query, bounded(args.Limit))
+		return owner.Search(ctx, db, args.Query, bounded(args.Limit))
 	}
-	found, err := memory.Search(ctx, db, args.Query, searched)
+	found, err := owner.Search(ctx, db, args.Query, searched)
 	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
 }
 

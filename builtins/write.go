@@ -38,9 +38,10 @@ type memoryWriteArgs struct {
 }
 
 // memoryWrite keeps a value. A call that is made again after a crash finds what the first one wrote, and says so.
-func memoryWrite(ctx context.Context, db postgres.Beginner, who acting, args memoryWriteArgs) (any, error) {
+func memoryWrite(ctx context.Context, db postgres.Beginner, who rememberer, args memoryWriteArgs) (any, error) {
 	note := memory.Note{
-		Category: args.Category, Key: args.Key, Value: args.Value, TraceID: who.TraceID,
+		Owner:    who.owner,
+		Category: args.Category, Key: args.Key, Value: args.Value, TraceID: who.traceID,
 		TTL: time.Duration(args.Days * float64(24*time.Hour)), Revision: readRevision(args.Revision),
 	}
 	saved, err := memory.Save(ctx, db, note)
@@ -83,11 +84,11 @@ type memoryForgetArgs struct {
 	Revision float64 `json:"revision"`
 }
 
-func memoryForget(ctx context.Context, db postgres.Beginner, _ acting, args memoryForgetArgs) (any, error) {
+func memoryForget(ctx context.Context, db postgres.Beginner, who rememberer, args memoryForgetArgs) (any, error) {
 	if args.Category == "" {
 		args.Category = defaultCategory
 	}
-	forgotten, err := memory.Forget(ctx, db, args.Category, args.Key, readRevision(args.Revision))
+	forgotten, err := who.owner.Forget(ctx, db, args.Category, args.Key, readRevision(args.Revision))
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
 		return conflictAnswer(conflict), nil
 	}

@@ -63,24 +63,26 @@ func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
 
 // remembered is an entry as the page shows it.
 type remembered struct {
-	ID, Category, Key string
-	Value             string // JSON, cut
-	Bytes             int64  // of the whole value
-	Revision          int
-	TraceID           string
-	ExpiresAt         *time.Time
-	CreatedAt         time.Time
-	UpdatedAt         time.Time
+	ID, Agent, Category, Key string
+	Value                    string // JSON, cut
+	Bytes                    int64  // of the whole value
+	Revision                 int
+	TraceID                  string
+	ExpiresAt                *time.Time
+	CreatedAt                time.Time
+	UpdatedAt                time.Time
 }
 
 // Shown is the value, set out in lines.
 func (r remembered) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
 
 // memoryAsked is which entries somebody wants to see.
-type memoryAsked struct{ Words, Category, Prefix, Before string }
+type memoryAsked struct{ Agent, Words, Category, Prefix, Before string }
 
 // Narrowed reports whether any filter is set.
-func (a memoryAsked) Narrowed() bool { return a.Words != "" || a.Category != "" || a.Prefix != "" }
+func (a memoryAsked) Narrowed() bool {
+	return a.Agent != "" || a.Words != "" || a.Category != "" || a.Prefix != ""
+}
 
 // memoryPage is what the agent remembers.
 func (room *Room) memoryPage() page {
@@ -98,7 +100,7 @@ func (room *Room) memoryPage() page {
 func askMemory(_ context.Context, v *visit) (string, error) {
 	var asked memoryAsked
 	var err error
-	for name, into := range map[string]*string{"q": &asked.Words, "category": &asked.Category, "prefix": &asked.Prefix} {
+	for name, into := range map[string]*string{"agent": &asked.Agent, "q": &asked.Words, "category": &asked.Category, "prefix": &asked.Prefix} {
 		if *into, err = v.words(name); err != nil {
 			return "", err
 		}
@@ -114,16 +116,17 @@ func askMemory(_ context.Context, v *visit) (string, error) {
 func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(memoryAsked)
 	rows, err := room.Pool.Query(ctx, `
-		select m.id::text, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
+		select m.id::text, m.owner as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
 		 where (@category::text = '' or m.category = @category) and (@prefix::text = '' or m.key like @prefix)
+		   and (@agent::text = '' or m.owner = @agent)
 		   and (@words::text = '' or m.search @@ websearch_to_tsquery('simple', @words))
 		   and (@before::text = '' or m.id < nullif(@before, '')::uuid)
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by m.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{
-			"category": asked.Category, "prefix": beginning(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
+			"agent": asked.Agent, "category": asked.Category, "prefix": beginning(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)
@@ -193,12 +196,12 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered,
 		return nil, memory.ErrNotFound
 	}
 	rows, err := room.Pool.Query(ctx, `
-		select m.id::text, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
+		select m.id::text, m.owner as agent, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
 		 where m.key = @key and (@category::text = '' or m.category = @category)
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
-		 order by m.category limit @most`,
+		 order by m.owner, m.category limit @most`,
 		freshPlan, postgres.Strict{"key": about.Key, "category": about.Category, "most": mostSameKey})
 	if err != nil {
 		return nil, fmt.Errorf("read memory: %w", err)

@@ -33,10 +33,11 @@ const (
 // maxConflicts is how many conflicts may be open.
 const maxConflicts = 1000
 
-// Conflict is a row of agent_memory_conflicts: a value that was not written, because its key had changed since its writer read
-// it, and the writer was not there any more to decide.
+// Conflict is a row of agent_memory_conflicts: a value that was not written, because its key had changed since its
+// writer read it, and the writer was not there any more to decide.
 type Conflict struct {
 	ID            string          `json:"id"`
+	Owner         Owner           `json:"agent,omitempty"` // whose own memory it is about
 	Category      string          `json:"category"`
 	Key           string          `json:"key"`
 	Value         json.RawMessage `json:"value"`          // that was not written
@@ -58,11 +59,12 @@ type Conflict struct {
 }
 
 const conflictColumns = `
-		select c.id, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value, c.found_trace_id, c.trace_id,
+		select c.id, c.owner, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value, c.found_trace_id, c.trace_id,
 		       c.execution_id::text, c.status, c.decided_by, c.decided_reason, c.decided_at, c.created_at,
 		       coalesce(m.revision, 0) as revision, m.value as current
 		  from agent_memory_conflicts c
-		  left join agent_memory m on m.category = c.category and m.key = c.key and (m.expires_at is null or m.expires_at > clock_timestamp())`
+		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
 // KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id: that of an open one
 // with the same value, where there is one. [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
@@ -74,17 +76,18 @@ func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError,
 	err = db.QueryRow(ctx, `
 		with same as (
 		  select c.id from agent_memory_conflicts c
-		   where c.status = 'open' and c.category = @category and c.key = @key and c.value = @value::jsonb limit 1),
+		   where c.status = 'open' and c.owner = @owner and c.category = @category and c.key = @key and c.value = @value::jsonb limit 1),
 		kept as (
 		  insert into agent_memory_conflicts
-		         (category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
-		  select @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id, nullif(@execution, '')::uuid
+		         (owner, category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
+		  select @owner, @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id,
+		         nullif(@execution, '')::uuid
 		   where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most
 		     and not exists (select from same)
 		  returning id)
 		select id from same union all select id from kept`,
 		postgres.Strict{
-			"category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(), "if_revision": max(c.Read, 0),
+			"owner": c.Owner, "category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(), "if_revision": max(c.Read, 0),
 			"found_revision": found.Revision, "found_value": found.Value, "found_trace": found.TraceID, "trace_id": n.TraceID,
 			"execution": executionID, "most": maxConflicts,
 		}).Scan(&id)
@@ -100,6 +103,7 @@ func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError,
 // ConflictFilter narrows [Conflicts]; the zero value lists the newest 20 that are open.
 type ConflictFilter struct {
 	Status        string // ConflictOpen when empty; "all" for all
+	Owner         *Owner // whose memory; everybody's when nil
 	Category, Key string // of one key, when Key is set
 	Before        string // an id: only older ones
 	Limit         int    // 20 when 0, at most 1000
@@ -109,11 +113,12 @@ type ConflictFilter struct {
 func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflict, error) {
 	status := cmp.Or(f.Status, ConflictOpen)
 	rows, err := db.Query(ctx, conflictColumns+`
-		 where (@status = 'all' or c.status = @status) and (@key = '' or c.key = @key and c.category = @category)
+		 where (@status = 'all' or c.status = @status) and (@owner::text is null or c.owner = @owner)
+		   and (@key = '' or c.key = @key and c.category = @category)
 		   and (@before = '' or c.id < nullif(@before, '')::uuid)
 		 order by c.id desc limit @limit`,
 		postgres.Strict{
-			"status": status, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": bounded(f.Limit),
+			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": bounded(f.Limit),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list memory conflicts: %w", err)
@@ -151,9 +156,9 @@ type Decision struct {
 	TraceID    string // under which the value is written
 }
 
-// Decide decides an open conflict, in the caller's transaction, and returns it as it is then. [ErrConflictDecided] when somebody
-// was faster. A late value is written only if the key is still at the revision that the admin saw; otherwise the error is a
-// [*ConflictError], and the conflict stays open.
+// Decide decides an open conflict, in the caller's transaction, and returns it as it is then. [ErrConflictDecided] when
+// somebody was faster. A late value is written only if the key is still at the revision that the admin saw; otherwise
+// the error is a [*ConflictError], and the conflict stays open.
 func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, error) {
 	if strings.TrimSpace(d.By) == "" {
 		return Conflict{}, fmt.Errorf("decide memory conflict: %w: name the admin who does it", ErrInvalid)
@@ -180,7 +185,7 @@ func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, er
 		return c, nil
 	}
 	saved, err := Save(ctx, tx, Note{
-		Category: c.Category, Key: c.Key, Value: c.Value, TTL: time.Duration(c.TTLSeconds * float64(time.Second)), TraceID: d.TraceID,
+		Owner: c.Owner, Category: c.Category, Key: c.Key, Value: c.Value, TTL: time.Duration(c.TTLSeconds * float64(time.Second)), TraceID: d.TraceID,
 		Revision: cmp.Or(d.IfRevision, c.FoundRevision, Absent),
 	})
 	if err != nil {

@@ -71,7 +71,7 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 	for range 32 {
 		wg.Go(func() {
 			for {
-				e, err := memory.Get(t.Context(), pool, "general", "n")
+				e, err := memory.Shared.Get(t.Context(), pool, "general", "n")
 				if err != nil {
 					t.Error(err)
 					return
@@ -93,7 +93,7 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if e, err := memory.Get(t.Context(), pool, "general", "n"); err != nil || string(e.Value) != "32" || e.Revision != 33 {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil || string(e.Value) != "32" || e.Revision != 33 {
 		t.Errorf("got %+v, %v", e, err)
 	}
 	var created atomic.Int32

@@ -7,9 +7,12 @@
 // a run has read. Where no writer is left to decide, the value becomes a [Conflict], which an admin decides.
 // Each entry says under which trace it was last written.
 //
-// What looks like a secret (package redact) is not kept: a memory is read by models, shown to people and never rotated. A
-// category holds at most 5,000 entries; that bound is looked at before each new key, so callers at the same
-// moment may pass it by as many as they are.
+// An entry belongs to an [Owner]: the memory that all agents share, or that of one agent alone. The owner is a part of
+// the key, so what one owner keeps is neither read, found, changed nor forgotten through another.
+//
+// What looks like a secret (package redact) is not kept: a memory is read by models, shown to people and never rotated.
+// A category holds at most 5,000 entries; that bound is looked at before each new key, so callers at the same moment
+// may pass it by as many as they are.
 //
 // An entry may expire. An expired entry is gone from every read at that moment, by the database's
 // clock; [Expire] only frees its room. Search is PostgreSQL's full-text search without a language
@@ -54,11 +57,18 @@ const (
 	maxEntries      = 5000 // of a category
 )
 
+// Owner is whose memory it is: an agent's name for a memory of its own, or [Shared].
+type Owner string
+
+// Shared is the memory of all agents that have none of their own.
+const Shared Owner = ""
+
 // Absent as the revision of a [Note] says that the caller has seen no entry there.
 const Absent = -1
 
 // ConflictError reports a write that did not take place, because the key is not at the revision that its writer read.
 type ConflictError struct {
+	Owner         Owner
 	Category, Key string
 	Read          int             // the revision that the writer read; 0 or Absent: none
 	Yours         json.RawMessage // what it wanted to write; nil to forget
@@ -97,6 +107,7 @@ func clip(value json.RawMessage) string {
 // Entry is a row of agent_memory.
 type Entry struct {
 	ID        string          `json:"id"`
+	Owner     Owner           `json:"agent,omitempty"` // whose own memory it is
 	Category  string          `json:"category"`
 	Key       string          `json:"key"`
 	Value     json.RawMessage `json:"value"`
@@ -109,6 +120,7 @@ type Entry struct {
 
 // Note is something to remember.
 type Note struct {
+	Owner    Owner         // whose memory; that of all when empty
 	Category string        // "general" when empty; at most 255 bytes
 	Key      string        // at most 255 bytes
 	Value    any           // encodes as at most 64 KiB of JSON, without NUL characters
@@ -130,7 +142,7 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	}
 	e, err := n.write(ctx, db, value)
 	if errors.Is(err, pgx.ErrNoRows) {
-		err = conflict(ctx, db, n.Category, n.Key, n.Revision, value)
+		err = conflict(ctx, db, n.Owner, n.Category, n.Key, n.Revision, value)
 	}
 	if err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
@@ -138,12 +150,13 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	return e, nil
 }
 
-// write is one statement, which finds no row when the key is not at the revision that the note is based on. An expired entry that
-// still lies there counts as none. What is based on a revision is an update: an insert would also find no entry where one was
-// deleted at the same moment.
+// write is one statement, which finds no row when the key is not at the revision that the note is based on. An expired
+// entry that still lies there counts as none. What is based on a revision is an update: an insert would also find no
+// entry where one was deleted at the same moment.
 func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage) (Entry, error) {
 	args := postgres.Strict{
-		"category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID, "ttl": n.TTL.Seconds(), "if_revision": n.Revision,
+		"owner": n.Owner, "category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID,
+		"ttl": n.TTL.Seconds(), "if_revision": n.Revision,
 	}
 	var rows pgx.Rows
 	var err error
@@ -152,19 +165,19 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 		update agent_memory m
 		   set value = @value::jsonb, trace_id = @trace_id, revision = m.revision + 1, updated_at = clock_timestamp(),
 		       expires_at = clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
-		 where m.category = @category and m.key = @key and m.revision = @if_revision::int
+		 where m.owner = @owner and m.category = @category and m.key = @key and m.revision = @if_revision::int
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
-		returning id, category, key, value, revision, trace_id, expires_at, created_at, updated_at`, args)
+		returning id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at`, args)
 	} else {
 		rows, err = db.Query(ctx, `
-		insert into agent_memory as m (category, key, value, trace_id, expires_at)
-		values (@category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
-		on conflict (category, key) do update
+		insert into agent_memory as m (owner, category, key, value, trace_id, expires_at)
+		values (@owner, @category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
+		on conflict (owner, category, key) do update
 		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at, revision = m.revision + 1,
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
 		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()
-		returning id, category, key, value, agent_memory_revision(m.category, m.key, m.revision) as revision,
+		returning id, owner, category, key, value, agent_memory_owned_revision(m.owner, m.category, m.key, m.revision) as revision,
 		          trace_id, expires_at, created_at, updated_at`, args)
 	}
 	if err != nil {
@@ -174,9 +187,9 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 }
 
 // conflict is the error of a write that did not take place, with what is there now.
-func conflict(ctx context.Context, db postgres.DB, category, key string, read int, yours json.RawMessage) error {
-	c := &ConflictError{Category: category, Key: key, Read: read, Yours: yours}
-	theirs, err := Get(ctx, db, category, key)
+func conflict(ctx context.Context, db postgres.DB, o Owner, category, key string, read int, yours json.RawMessage) error {
+	c := &ConflictError{Owner: o, Category: category, Key: key, Read: read, Yours: yours}
+	theirs, err := o.Get(ctx, db, category, key)
 	switch {
 	case err == nil:
 		c.Theirs = &theirs
@@ -229,10 +242,12 @@ func secret(key string, value json.RawMessage) bool {
 func room(ctx context.Context, db postgres.DB, n Note) error {
 	var full bool
 	err := db.QueryRow(ctx, `
-		select count(*) >= @most and not exists (select from agent_memory where category = @category and key = @key)
+		select count(*) >= @most and not exists (
+		         select from agent_memory where owner = @owner and category = @category and key = @key)
 		  from (select from agent_memory
-		         where category = @category and (expires_at is null or expires_at > clock_timestamp()) limit @most) held`,
-		pgx.StrictNamedArgs{"category": n.Category, "key": n.Key, "most": maxEntries}).Scan(&full)
+		         where owner = @owner and category = @category
+		           and (expires_at is null or expires_at > clock_timestamp()) limit @most) held`,
+		postgres.Strict{"owner": n.Owner, "category": n.Category, "key": n.Key, "most": maxEntries}).Scan(&full)
 	if err == nil && full {
 		err = ErrFull
 	}
@@ -240,12 +255,13 @@ func room(ctx context.Context, db postgres.DB, n Note) error {
 }
 
 // Get returns one entry, or [ErrNotFound].
-func Get(ctx context.Context, db postgres.DB, category, key string) (Entry, error) {
+func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (Entry, error) {
 	rows, err := db.Query(ctx, `
-		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
-		 where category = @category and key = @key and (expires_at is null or expires_at > clock_timestamp())`,
-		pgx.StrictNamedArgs{"category": category, "key": key})
+		 where owner = @owner and category = @category and key = @key
+		   and (expires_at is null or expires_at > clock_timestamp())`,
+		postgres.Strict{"owner": o, "category": category, "key": key})
 	if err != nil {
 		return Entry{}, fmt.Errorf("get memory %q: %w", key, err)
 	}
@@ -274,6 +290,7 @@ func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 
 // CategoryStats is what one category holds.
 type CategoryStats struct {
+	Owner     Owner     `json:"agent,omitempty"` // whose own memory it is
 	Category  string    `json:"category"`
 	Entries   int64     `json:"entries"`
 	Bytes     int64     `json:"bytes"`    // of keys and values, as stored
@@ -281,13 +298,13 @@ type CategoryStats struct {
 	UpdatedAt time.Time `json:"updated_at"`
 }
 
-// Stats counts the entries by category, by name.
+// Stats counts the entries by owner and category, by name.
 func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
 	rows, err := db.Query(ctx, `
-		select category, count(*) as entries, sum(octet_length(key) + pg_column_size(value))::bigint as bytes,
+		select owner, category, count(*) as entries, sum(octet_length(key) + pg_column_size(value))::bigint as bytes,
 		       count(expires_at) as expiring, max(updated_at) as updated_at
 		  from agent_memory where expires_at is null or expires_at > clock_timestamp()
-		 group by category order by category`)
+		 group by owner, category order by owner, category`)
 	if err != nil {
 		return nil, fmt.Errorf("count memory: %w", err)
 	}

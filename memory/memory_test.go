@@ -55,7 +55,7 @@ func TestSaveReplacesAndCounts(t *testing.T) {
 		t.Errorf("got %+v", second)
 	}
 	other := save(t, pool, memory.Note{Category: "facts", Key: "size", Value: "x"})
-	if got, err := memory.Get(t.Context(), pool, "facts", "size"); err != nil || got.ID != other.ID {
+	if got, err := memory.Shared.Get(t.Context(), pool, "facts", "size"); err != nil || got.ID != other.ID {
 		t.Errorf("got %+v, %v", got, err)
 	}
 }
@@ -98,7 +98,7 @@ func TestConcurrentSavesAreAllCounted(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if e, err := memory.Get(t.Context(), pool, "general", "n"); err != nil || e.Revision != 20 {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil || e.Revision != 20 {
 		t.Errorf("revision %d, %v; want 20", e.Revision, err)
 	}
 }
@@ -131,11 +131,11 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	save(t, pool, memory.Note{Key: "kept", Value: "word", TTL: time.Hour})
 	save(t, pool, memory.Note{Key: "gone", Value: "word", TTL: time.Hour})
 	expire(t, pool, "gone")
-	if _, err := memory.Get(t.Context(), pool, "general", "gone"); !errors.Is(err, memory.ErrNotFound) {
+	if _, err := memory.Shared.Get(t.Context(), pool, "general", "gone"); !errors.Is(err, memory.ErrNotFound) {
 		t.Errorf("get: %v", err)
 	}
-	found, _ := memory.Search(t.Context(), pool, "word", 0)
-	recent, _ := memory.Recent(t.Context(), pool, "", 0)
+	found, _ := memory.Shared.Search(t.Context(), pool, "word", 0)
+	recent, _ := memory.Shared.Recent(t.Context(), pool, "", 0)
 	if keys(found) != "kept" || keys(recent) != "kept" {
 		t.Errorf("search %q, recent %q", keys(found), keys(recent))
 	}
@@ -145,7 +145,7 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1}); !errors.Is(err, memory.ErrConflict) {
 		t.Errorf("save at the revision of an expired entry: %v", err)
 	}
-	if ok, err := memory.Forget(t.Context(), pool, "general", "gone", 0); ok || err != nil {
+	if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "gone", 0); ok || err != nil {
 		t.Errorf("forgot what was gone: %v, %v", ok, err)
 	}
 	save(t, pool, memory.Note{Key: "again", Value: 1})
@@ -166,7 +166,7 @@ func TestForget(t *testing.T) {
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "a", Value: 1})
 	for _, want := range []bool{true, false} {
-		if ok, err := memory.Forget(t.Context(), pool, "general", "a", 0); ok != want || err != nil {
+		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "a", 0); ok != want || err != nil {
 			t.Errorf("got %v, %v; want %v", ok, err, want)
 		}
 	}
@@ -190,7 +190,7 @@ func TestSearch(t *testing.T) {
 		"'; drop table x; --":     "orders table,users",
 		"a & | ! ( :*":            "",
 	} {
-		found, err := memory.Search(t.Context(), pool, query, 0)
+		found, err := memory.Shared.Search(t.Context(), pool, query, 0)
 		if err != nil {
 			t.Errorf("%q: %v", query, err)
 			continue
@@ -206,7 +206,7 @@ func TestSearch(t *testing.T) {
 			t.Errorf("%q: got %v, want %s", query, got, want)
 		}
 	}
-	if found, err := memory.Search(t.Context(), pool, "", 2); err != nil || keys(found) != "weather users" {
+	if found, err := memory.Shared.Search(t.Context(), pool, "", 2); err != nil || keys(found) != "weather users" {
 		t.Errorf("recent: %q, %v", keys(found), err)
 	}
 }
@@ -220,7 +220,7 @@ func TestStatsAndRecentByCategory(t *testing.T) {
 	if err != nil || len(stats) != 2 || stats[0].Category != "facts" || stats[0].Entries != 2 || stats[0].Expiring != 1 || stats[0].Bytes < 100 {
 		t.Errorf("got %+v, %v", stats, err)
 	}
-	if recent, err := memory.Recent(t.Context(), pool, "facts", 0); err != nil || keys(recent) != "b a" {
+	if recent, err := memory.Shared.Recent(t.Context(), pool, "facts", 0); err != nil || keys(recent) != "b a" {
 		t.Errorf("got %q, %v", keys(recent), err)
 	}
 }

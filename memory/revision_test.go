@@ -38,7 +38,7 @@ func TestAConflictHasBothValues(t *testing.T) {
 	if c := refused(t, pool, memory.Note{Key: "none", Value: 1, Revision: 4}); c.Theirs != nil {
 		t.Errorf("got %+v", c.Theirs)
 	}
-	if e, err := memory.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 2 || string(e.Value) != `"theirs"` {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 2 || string(e.Value) != `"theirs"` {
 		t.Errorf("a conflict changed it: %+v, %v", e, err)
 	}
 }
@@ -47,12 +47,12 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 	pool := pgtest.DB(t)
 	for name, begin := range map[string]func(key string){
 		"forgotten": func(key string) {
-			if ok, err := memory.Forget(t.Context(), pool, "general", key, 2); !ok || err != nil {
+			if ok, err := memory.Shared.Forget(t.Context(), pool, "general", key, 2); !ok || err != nil {
 				t.Fatal(ok, err)
 			}
 		},
 		"forgotten by id": func(key string) {
-			e, err := memory.Get(t.Context(), pool, "general", key)
+			e, err := memory.Shared.Get(t.Context(), pool, "general", key)
 			if err == nil {
 				_, err = memory.ForgetID(t.Context(), pool, e.ID, 2)
 			}
@@ -97,7 +97,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(t.Context()) }()
-	if _, err := memory.Forget(t.Context(), tx, "general", "k", 2); err != nil {
+	if _, err := memory.Shared.Forget(t.Context(), tx, "general", "k", 2); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
@@ -117,7 +117,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 		t.Fatal(err)
 	}
 	wg.Wait()
-	if e, err := memory.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 3 {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 3 {
 		t.Errorf("it is at revision %d, %v", e.Revision, err)
 	}
 }
@@ -127,7 +127,7 @@ func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
 	e := save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
 	for _, revision := range []int{1, memory.Absent} {
-		if ok, err := memory.Forget(t.Context(), pool, "general", "k", revision); ok || !errors.Is(err, memory.ErrConflict) {
+		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", revision); ok || !errors.Is(err, memory.ErrConflict) {
 			t.Errorf("at %d: %v, %v", revision, ok, err)
 		}
 	}
@@ -135,7 +135,7 @@ func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
 		t.Errorf("by id: %v", err)
 	}
 	for _, want := range []bool{true, false} {
-		if ok, err := memory.Forget(t.Context(), pool, "general", "k", 2); ok != want || err != nil {
+		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", 2); ok != want || err != nil {
 			t.Errorf("got %v, %v", ok, err)
 		}
 	}

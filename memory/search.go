@@ -13,7 +13,7 @@ import (
 // Search returns the entries that match query, the best first. The query is as one types it into a web
 // search: words, "a phrase", or, -not. When no entry has all its words, those that have any are
 // returned, unless it excludes or quotes something. A query without a word is [Recent].
-func Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
+func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
 	var words int
 	var plain bool // nothing but words: no phrase, no or, no exclusion
 	err := db.QueryRow(ctx, `
@@ -24,26 +24,26 @@ func Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Ent
 		return nil, fmt.Errorf("search memory: %w", err)
 	}
 	if words == 0 {
-		return Recent(ctx, db, "", limit)
+		return o.Recent(ctx, db, "", limit)
 	}
-	found, err := matching(ctx, db, query, false, limit)
+	found, err := o.matching(ctx, db, query, false, limit)
 	if err == nil && len(found) == 0 && plain {
-		found, err = matching(ctx, db, query, true, limit)
+		found, err = o.matching(ctx, db, query, true, limit)
 	}
 	return found, err
 }
 
-func matching(ctx context.Context, db postgres.DB, query string, anyWord bool, limit int) ([]Entry, error) {
+func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWord bool, limit int) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
 		with q as (
 		  select case when @any_word::boolean
 		         then (select string_agg(quote_literal(lexeme), ' | ')::tsquery from unnest(to_tsvector('simple', @query)))
 		         else websearch_to_tsquery('simple', @query) end as query)
-		select m.id, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m, q
-		 where m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
+		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
-		 limit @limit`, pgx.StrictNamedArgs{"query": query, "any_word": anyWord, "limit": bounded(limit)})
+		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": bounded(limit)})
 	if err != nil {
 		return nil, fmt.Errorf("search memory: %w", err)
 	}
@@ -54,8 +54,9 @@ func matching(ctx context.Context, db postgres.DB, query string, anyWord bool, l
 	return found, nil
 }
 
-// Filter narrows [List]; the zero value lists the newest 20.
+// Filter narrows [List]; the zero value lists the newest 20 of all owners.
 type Filter struct {
+	Owner    *Owner // whose memory; everybody's when nil
 	Category string
 	Prefix   string     // of the key
 	TraceIDs []trace.ID // the work that wrote it last: what [trace.ParseAny] makes of one id
@@ -66,14 +67,14 @@ type Filter struct {
 // List returns entries, the newest first, by when their key was first kept; expired ones are left out.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
-		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
-		 where (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
+		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids)) and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by id desc limit @limit`,
-		pgx.StrictNamedArgs{
-			"category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": bounded(f.Limit),
+		postgres.Strict{
+			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": bounded(f.Limit),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)
@@ -87,13 +88,14 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 
 // Recent returns the entries of a category, or of all when it is empty, the last written first. limit
 // is 20 when 0, and at most 1000.
-func Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
+func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
-		select id, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
-		 where (@category = '' or category = @category) and (expires_at is null or expires_at > clock_timestamp())
+		 where owner = @owner and (@category = '' or category = @category)
+		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by updated_at desc, id desc limit @limit`,
-		pgx.StrictNamedArgs{"category": category, "limit": bounded(limit)})
+		postgres.Strict{"owner": o, "category": category, "limit": bounded(limit)})
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)
 	}

@@ -237,3 +237,27 @@ func TestAFilteredAnswerSaysSo(t *testing.T) {
 		t.Errorf("after %d requests: %+v", len(w.model.Requests()), got)
 	}
 }
+
+func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
+	t.Parallel()
+	for memoryOf, want := range map[string]string{
+		agents.MemoryShared: `policy/returns: "of all"`, agents.MemoryOwn: `policy/returns: "of sales"`,
+	} {
+		t.Run(memoryOf+" memory", func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, modeltest.Text("Done."))
+			w.declare(t, agents.Definition{Name: "sales", Memory: memoryOf, Pinned: []string{"policy/returns"}})
+			for owner, value := range map[memory.Owner]string{memory.Shared: "of all", "sales": "of sales", "billing": "of billing"} {
+				note := memory.Note{Owner: owner, Category: "policy", Key: "returns", Value: value}
+				if _, err := memory.Save(t.Context(), w.pool, note); err != nil {
+					t.Fatal(err)
+				}
+			}
+			w.completed(t)
+			shown := w.model.Requests()[0].Messages[0].Content
+			if !strings.Contains(shown, want) || strings.Count(shown, "policy/returns") != 1 {
+				t.Errorf("pinned is not %s: %s", want, shown)
+			}
+		})
+	}
+}

@@ -20,7 +20,7 @@ import (
 func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
 	w := newWorld(t)
-	maps.Copy(w.builtins, builtins.New(w.pool))
+	maps.Copy(w.builtins, builtins.New(w.pool, nil))
 	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func (w *world) keep(t *testing.T, value any) {
 // kept is what k holds, with its revision.
 func (w *world) kept(t *testing.T) string {
 	t.Helper()
-	e, err := memory.Get(t.Context(), w.pool, "general", "k")
+	e, err := memory.Shared.Get(t.Context(), w.pool, "general", "k")
 	if err != nil {
 		t.Fatal(err)
 	}

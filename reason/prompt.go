@@ -108,9 +108,13 @@ func (l *Loop) colleagues(ctx context.Context, a agents.Agent) (list []colleague
 // out.
 func pinned(ctx context.Context, db postgres.DB, a agents.Agent) ([]pinnedEntry, error) {
 	var list []pinnedEntry
+	owner, ok := a.MemoryOwner()
+	if !ok {
+		return nil, nil
+	}
 	for _, name := range a.Pinned {
 		category, key, _ := strings.Cut(name, "/")
-		e, err := memory.Get(ctx, db, category, key)
+		e, err := memory.Owner(owner).Get(ctx, db, category, key)
 		if errors.Is(err, memory.ErrNotFound) {
 			continue
 		}

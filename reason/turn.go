@@ -85,6 +85,9 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 		return Outcome{}, err
 	}
 	ctx = trace.As(ctx, t.Agent)
+	if p.Agent != nil {
+		ctx = agents.With(ctx, p.resolve)
+	}
 	w := l.newTurn(t, p)
 	w.view = view
 	if w.more > 0 {

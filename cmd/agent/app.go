@@ -71,7 +71,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.getenv, Logger: log, Agent: cfg.Name, Version: buildVersion(),
 	})
 	a.registry, err = skills.New(skills.Options{
-		Builtins: builtins.New(pool), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log, MCP: a.remote.Call,
+		Builtins: builtins.New(pool, directory(a.config)), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log, MCP: a.remote.Call,
 		Flow: skills.Flows(pool, a.engine, cfg.Name),
 	})
 	if err != nil {

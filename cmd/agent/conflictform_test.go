@@ -99,7 +99,7 @@ func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
 	}
 	holds := func(value string, revision int) {
 		t.Helper()
-		e, err := memory.Get(t.Context(), pool, "general", "contact")
+		e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
 		if err != nil || string(e.Value) != `"`+value+`"` || e.Revision != revision {
 			t.Errorf("it holds %s at %d, want %s at %d, %v", e.Value, e.Revision, value, revision, err)
 		}
@@ -113,7 +113,7 @@ func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
 	contains(t, decide(bea, "take", "3"), "decided already")
 	holds("the late one", 4)
 
-	e, err := memory.Get(t.Context(), pool, "general", "contact")
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,8 +12,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
+
+// sharedMemory stands where an agent's name would.
+const sharedMemory = "(shared)"
 
 func (c *cli) memoryCommand() *cobra.Command {
 	return group("memory", "See, search and change what the agent remembers",
@@ -23,6 +27,8 @@ func (c *cli) memoryCommand() *cobra.Command {
 
 func memoryHint(err error) error {
 	switch {
+	case errors.Is(err, agents.ErrNotFound):
+		return hint(err, "see agent agents ls")
 	case errors.Is(err, memory.ErrNotFound):
 		return hint(err, "see agent memory ls")
 	case errors.Is(err, memory.ErrConflict):
@@ -36,22 +42,43 @@ func memoryHint(err error) error {
 	return err
 }
 
+// agentFlag is whose memory a command is about.
+func agentFlag(cmd *cobra.Command, into *string) {
+	cmd.Flags().StringVar(into, "agent", "", "the agent whose memory it is; the shared one when left out")
+}
+
+// memoryOf is the memory of the agent that --agent names.
+func memoryOf(ctx context.Context, s *session, agent string) (memory.Owner, error) {
+	owner, err := directory(s.config).MemoryOf(ctx, s.pool, agent)
+	return memory.Owner(owner), memoryHint(err)
+}
+
 // writeMemories shows entries to a person.
 func writeMemories(w io.Writer, entries []memory.Entry, none string) error {
 	rows := make([][]string, len(entries))
 	for i, e := range entries {
-		rows[i] = []string{e.Category, e.Key, clipped(string(e.Value), 60), fmt.Sprint(e.Revision), when(e.UpdatedAt), maybe(e.ExpiresAt), e.TraceID}
+		rows[i] = []string{
+			cmp.Or(string(e.Owner), sharedMemory), e.Category, e.Key, clipped(string(e.Value), 60), fmt.Sprint(e.Revision), when(e.UpdatedAt), maybe(e.ExpiresAt), e.TraceID,
+		}
 	}
-	return table(w, none, []string{"CATEGORY", "KEY", "VALUE", "REVISION", "WRITTEN", "EXPIRES", "TRACE"}, rows)
+	return table(w, none, []string{"AGENT", "CATEGORY", "KEY", "VALUE", "REVISION", "WRITTEN", "EXPIRES", "TRACE"}, rows)
 }
 
 func (c *cli) memoryListCommand() *cobra.Command {
 	var f memory.Filter
+	var agent string
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List memories, newest first", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			limit := f.Limit
 			f.Limit = limit + 1
+			if agent != "" {
+				owner, err := memoryOf(cmd.Context(), s, agent)
+				if err != nil {
+					return err
+				}
+				f.Owner = &owner
+			}
 			all, err := memory.List(cmd.Context(), s.pool, f)
 			if err != nil {
 				return err
@@ -62,6 +89,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 			})
 		}),
 	}
+	cmd.Flags().StringVar(&agent, "agent", "", "only what this agent remembers")
 	cmd.Flags().StringVar(&f.Category, "category", "", "only this category")
 	cmd.Flags().StringVar(&f.Prefix, "prefix", "", "only keys that begin so")
 	traceFlag(cmd.Flags(), &f.TraceIDs)
@@ -72,17 +100,23 @@ func (c *cli) memoryListCommand() *cobra.Command {
 
 func (c *cli) memorySearchCommand() *cobra.Command {
 	var limit int
+	var agent string
 	cmd := &cobra.Command{
 		Use: "search WORDS", Short: "Search memories, the best match first", Args: args(1, 1, "what to search for, in quotes"),
 		Example: `  agent memory search 'orders "grew by" -test'`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			got, err := memory.Search(cmd.Context(), s.pool, args[0], limit)
+			owner, err := memoryOf(cmd.Context(), s, agent)
+			if err != nil {
+				return err
+			}
+			got, err := owner.Search(cmd.Context(), s.pool, args[0], limit)
 			if err != nil {
 				return err
 			}
 			return c.print(listing(got, ""), func(w io.Writer) error { return writeMemories(w, got, "nothing matches") })
 		}),
 	}
+	agentFlag(cmd, &agent)
 	limitFlag(cmd.Flags(), &limit, 20)
 	return cmd
 }
@@ -92,11 +126,15 @@ func categoryFlag(cmd *cobra.Command, into *string) {
 }
 
 func (c *cli) memoryGetCommand() *cobra.Command {
-	var category string
+	var category, agent string
 	cmd := &cobra.Command{
 		Use: "get KEY", Short: "Show one memory, whole", Args: args(1, 1, "a key"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			e, err := memory.Get(cmd.Context(), s.pool, category, args[0])
+			owner, err := memoryOf(cmd.Context(), s, agent)
+			if err != nil {
+				return err
+			}
+			e, err := owner.Get(cmd.Context(), s.pool, category, args[0])
 			if err != nil {
 				return memoryHint(err)
 			}
@@ -108,6 +146,7 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 		}),
 	}
 	categoryFlag(cmd, &category)
+	agentFlag(cmd, &agent)
 	return cmd
 }
 
@@ -119,7 +158,7 @@ type setMemory struct {
 
 func (c *cli) memorySetCommand() *cobra.Command {
 	var note memory.Note
-	var reason string
+	var reason, agent string
 	var named int
 	cmd := &cobra.Command{
 		Use: "set KEY VALUE", Short: "Keep something in the agent's memory", Args: args(2, 2, "a key and a value"),
@@ -130,6 +169,9 @@ nothing is written, and both values are shown. What looks like a secret is refus
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			revision, err := revisionOf(cmd, named)
 			if err != nil {
+				return err
+			}
+			if note.Owner, err = memoryOf(cmd.Context(), s, agent); err != nil {
 				return err
 			}
 			note.Revision = cmp.Or(revision, note.Revision)
@@ -148,6 +190,7 @@ nothing is written, and both values are shown. What looks like a secret is refus
 		}),
 	}
 	categoryFlag(cmd, &note.Category)
+	agentFlag(cmd, &agent)
 	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	cmd.Flags().DurationVar(&note.TTL, "expires", time.Duration(0), "how long it is kept; 0: for ever")
 	ifRevisionFlag(cmd, &named, "write only if the key is at this revision; 0: only if it is new")
@@ -156,8 +199,8 @@ nothing is written, and both values are shown. What looks like a secret is refus
 	return cmd
 }
 
-// setNote stores a note in place of what is there, or based on the revision that it names. What it replaced is known for sure: it
-// is based on that, and tried again when somebody was faster.
+// setNote stores a note in place of what is there, or based on the revision that it names. What it replaced is known
+// for sure: it is based on that, and tried again when somebody was faster.
 func setNote(ctx context.Context, s *session, note memory.Note, reason string) (set setMemory, err error) {
 	const tries = 20
 	for range tries {
@@ -171,10 +214,10 @@ func setNote(ctx context.Context, s *session, note memory.Note, reason string) (
 
 func setOnce(ctx context.Context, s *session, note memory.Note, reason string) (set setMemory, err error) {
 	output := map[string]any{}
-	_, err = actSaying(ctx, s, "set_memory", map[string]any{"category": note.Category, "key": note.Key, "reason": reason}, output,
+	_, err = actSaying(ctx, s, "set_memory", memoryInput(note.Owner, note.Category, note.Key, reason), output,
 		func(tx pgx.Tx, traceID string) (bool, error) {
 			note.TraceID = traceID
-			there, err := memory.Get(ctx, tx, note.Category, note.Key)
+			there, err := note.Owner.Get(ctx, tx, note.Category, note.Key)
 			switch {
 			case err == nil:
 				set.Replaced = &there
@@ -192,6 +235,15 @@ func setOnce(ctx context.Context, s *session, note memory.Note, reason string) (
 	return set, err
 }
 
+// memoryInput is what the record of a change says.
+func memoryInput(owner memory.Owner, category, key, reason string) map[string]any {
+	input := map[string]any{"category": category, "key": key, "reason": reason}
+	if owner != memory.Shared {
+		input["agent"] = owner
+	}
+	return input
+}
+
 func writeSet(w io.Writer, set setMemory) error {
 	if _, err := fmt.Fprintf(w, "%s / %s is at revision %d\n", printable(set.Category), printable(set.Key), set.Revision); err != nil || set.Replaced == nil {
 		return err
@@ -202,7 +254,7 @@ func writeSet(w io.Writer, set setMemory) error {
 }
 
 func (c *cli) memoryForgetCommand() *cobra.Command {
-	var category, reason string
+	var category, reason, agent string
 	var named int
 	cmd := &cobra.Command{
 		Use: "forget KEY", Short: "Drop one memory, for good", Args: args(1, 1, "a key"),
@@ -211,9 +263,13 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			changed, err := act(cmd.Context(), s, "forget_memory", map[string]any{"category": category, "key": args[0], "reason": reason},
+			owner, err := memoryOf(cmd.Context(), s, agent)
+			if err != nil {
+				return err
+			}
+			changed, err := act(cmd.Context(), s, "forget_memory", memoryInput(owner, category, args[0], reason),
 				func(tx pgx.Tx, _ string) (bool, error) {
-					return memory.Forget(cmd.Context(), tx, category, args[0], revision)
+					return owner.Forget(cmd.Context(), tx, category, args[0], revision)
 				})
 			if err != nil {
 				return memoryHint(err)
@@ -229,6 +285,7 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 		}),
 	}
 	categoryFlag(cmd, &category)
+	agentFlag(cmd, &agent)
 	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
 	ifRevisionFlag(cmd, &named, "only if the key is at this revision")
 	return cmd
@@ -245,9 +302,11 @@ func (c *cli) memoryStatsCommand() *cobra.Command {
 			return c.print(listing(got, ""), func(w io.Writer) error {
 				rows := make([][]string, len(got))
 				for i, st := range got {
-					rows[i] = []string{st.Category, fmt.Sprint(st.Entries), fmt.Sprint(st.Bytes), fmt.Sprint(st.Expiring), when(st.UpdatedAt)}
+					rows[i] = []string{
+						cmp.Or(string(st.Owner), sharedMemory), st.Category, fmt.Sprint(st.Entries), fmt.Sprint(st.Bytes), fmt.Sprint(st.Expiring), when(st.UpdatedAt),
+					}
 				}
-				return table(w, "nothing is remembered", []string{"CATEGORY", "ENTRIES", "BYTES", "EXPIRING", "LAST WRITTEN"}, rows)
+				return table(w, "nothing is remembered", []string{"AGENT", "CATEGORY", "ENTRIES", "BYTES", "EXPIRING", "LAST WRITTEN"}, rows)
 			})
 		}),
 	}

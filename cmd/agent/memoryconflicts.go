@@ -1,9 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -32,11 +34,11 @@ func (c *cli) memoryConflictsListCommand() *cobra.Command {
 				rows := make([][]string, len(got))
 				for i, x := range got {
 					rows[i] = []string{
-						x.ID, x.Category, x.Key, x.Status, clipped(string(x.Value), 40), nothingOr(x.Current), fmt.Sprint(x.Revision), when(x.CreatedAt), x.TraceID,
+						x.ID, cmp.Or(string(x.Owner), sharedMemory), x.Category, x.Key, x.Status, clipped(string(x.Value), 40), nothingOr(x.Current), fmt.Sprint(x.Revision), when(x.CreatedAt), x.TraceID,
 					}
 				}
 				return table(w, "no memory conflict; nothing was written too late",
-					[]string{"CONFLICT", "CATEGORY", "KEY", "STATUS", "NOT WRITTEN", "THERE NOW", "REVISION", "SINCE", "TRACE"}, rows)
+					[]string{"CONFLICT", "AGENT", "CATEGORY", "KEY", "STATUS", "NOT WRITTEN", "THERE NOW", "REVISION", "SINCE", "TRACE"}, rows)
 			})
 		}),
 	}
@@ -108,7 +110,7 @@ as it was when the conflict arose, or at the revision that --if-revision names. 
 					decided, err = memory.Decide(cmd.Context(), tx, args[0], memory.Decision{
 						Take: take == "mine", By: admin, Reason: reason, IfRevision: revision, TraceID: traceID,
 					})
-					input["category"], input["key"] = decided.Category, decided.Key
+					maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key, reason))
 					output["status"], output["revision"] = decided.Status, decided.Revision
 					return err == nil, err
 				})

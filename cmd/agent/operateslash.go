@@ -113,7 +113,7 @@ func (o *operator) showObjectives(ctx context.Context) error {
 }
 
 func (o *operator) showMemory(ctx context.Context, query string) error {
-	found, err := memory.Search(ctx, o.s.pool, query, 20)
+	found, err := memory.Shared.Search(ctx, o.s.pool, query, 20)
 	if err != nil {
 		return err
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	memories "github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -120,12 +121,17 @@ func badArguments(err error) error {
 	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
 }
 
-// save stores one memory and its row in one transaction, and returns its revision. 0: others have written the key since the model
-// read it, and what it noted is kept as a conflict, which an admin decides.
+// save stores one memory and its row in one transaction, and returns its revision. 0: others have written the key since
+// the model read it, and what it noted is kept as a conflict, which an admin decides.
 func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 	return executions.StepTx(ctx, "save memory", func(ctx context.Context, tx pgx.Tx) (int, error) {
+		current, _ := executions.Current(ctx)
+		owner, err := b.owner(ctx, tx, current.Agent)
+		if err != nil {
+			return 0, err
+		}
 		note := memories.Note{
-			Category: m.Category, Key: m.Key, Value: m.Value, TTL: time.Duration(m.Days * float64(24*time.Hour)),
+			Owner: memories.Owner(owner), Category: m.Category, Key: m.Key, Value: m.Value, TTL: time.Duration(m.Days * float64(24*time.Hour)),
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
@@ -136,7 +142,6 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 				saved, err = memories.Save(ctx, tx, note)
 			}
 		}
-		current, _ := executions.Current(ctx)
 		entry := activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m}
 		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok {
 			id, err := memories.KeepConflict(ctx, tx, note, conflict, current.ID)
@@ -154,6 +159,16 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 		_, err = activity.Note(ctx, tx, entry, activity.Outcome{Output: map[string]int{"revision": saved.Revision}})
 		return saved.Revision, err
 	}, executions.Input(m))
+}
+
+// owner names the memory of the agent whose heartbeat it is.
+func (b *beat) owner(ctx context.Context, tx pgx.Tx, agent string) (string, error) {
+	directory := cmp.Or(b.Loop.Agents, &agents.Directory{})
+	owner, err := directory.ActingMemory(ctx, tx, agent)
+	if errors.Is(err, agents.ErrNoMemory) {
+		err = &executions.StepError{Class: "invalid_params", Message: err.Error()}
+	}
+	return owner, err
 }
 
 // known is the entry that a note meets without a conflict, although the model has not read it: one of the same value,

@@ -19,7 +19,7 @@ import (
 func knowing(t *testing.T, script ...modeltest.Reply) *world {
 	t.Helper()
 	w := newWorld(t)
-	maps.Copy(w.builtins, builtins.New(w.pool))
+	maps.Copy(w.builtins, builtins.New(w.pool, nil))
 	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}
@@ -39,7 +39,7 @@ func (w *world) keep(t *testing.T, value string) {
 
 func (w *world) contact(t *testing.T) memory.Entry {
 	t.Helper()
-	e, err := memory.Get(t.Context(), w.pool, "observation", "contact")
+	e, err := memory.Shared.Get(t.Context(), w.pool, "observation", "contact")
 	if err != nil {
 		t.Fatal(err)
 	}
