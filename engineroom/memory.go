@@ -116,7 +116,7 @@ func askMemory(_ context.Context, v *visit) (string, error) {
 func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(memoryAsked)
 	rows, err := room.Pool.Query(ctx, `
-		select m.id::text, m.owner as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
+		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
 		 where (@category::text = '' or m.category = @category) and (@prefix::text = '' or m.key like @prefix)
@@ -196,7 +196,7 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered,
 		return nil, memory.ErrNotFound
 	}
 	rows, err := room.Pool.Query(ctx, `
-		select m.id::text, m.owner as agent, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
+		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
 		 where m.key = @key and (@category::text = '' or m.category = @category)
