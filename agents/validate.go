@@ -68,7 +68,8 @@ func (v *validator) texts(d Definition) {
 		most         int
 	}{
 		{"instructions", d.Instructions, maxInstructions},
-		{"description", d.Description, maxText}, {"greeting", d.Greeting, maxText},
+		{"description", d.Description, maxText},
+		{"greeting", d.Greeting, maxText},
 	} {
 		if len(text.value) > text.most || strings.ContainsRune(text.value, 0) {
 			v.add(text.field, "must have at most %d bytes and no NUL character", text.most)
@@ -141,8 +142,10 @@ func (v *validator) limits(l Limits) {
 		field string
 		value float64
 	}{
-		{"iterations", float64(l.Iterations)}, {"tokens", float64(l.Tokens)},
-		{"cost_usd", l.CostUSD}, {"day_usd", l.DayUSD},
+		{"iterations", float64(l.Iterations)},
+		{"tokens", float64(l.Tokens)},
+		{"cost_usd", l.CostUSD},
+		{"day_usd", l.DayUSD},
 	} {
 		if limit.value < 0 {
 			v.add("limits."+limit.field, "must not be negative; leave it out for no limit of the agent's own")

@@ -82,8 +82,10 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	}
 	for _, agent := range all {
 		for _, ask := range []struct{ name, args string }{
-			{"recall", `{}`}, {"recall", `{"category": "general"}`},
-			{"memory_search", `{"query": "number"}`}, {"memory_search", `{"query": "number", "category": "general"}`},
+			{"recall", `{}`},
+			{"recall", `{"category": "general"}`},
+			{"memory_search", `{"query": "number"}`},
+			{"memory_search", `{"query": "number", "category": "general"}`},
 		} {
 			answer := h.must(agent, ask.name, ask.args)
 			for _, other := range all {

@@ -78,10 +78,10 @@ func responseItems(m Message, origin string, d dialect) ([]string, error) {
 		return m.Opaque.Items, nil
 	}
 	var items []responseItem
-	switch {
-	case m.Role == RoleTool:
+	switch m.Role {
+	case RoleTool:
 		items = append(items, responseItem{Type: "function_call_output", CallID: m.ToolCallID, Output: m.Text()})
-	case m.Role == RoleAssistant:
+	case RoleAssistant:
 		text := m.Text()
 		if text == "" {
 			text = m.Refusal

@@ -132,7 +132,10 @@ func unnested(raw []byte) []byte {
 // begun keeps what two items of text say apart.
 func (r *response) begun(item json.RawMessage) (string, error) {
 	var begun outputItem
-	if json.Unmarshal(item, &begun) != nil || begun.Type != "message" {
+	if err := json.Unmarshal(item, &begun); err != nil {
+		begun.Type = "" // of no kind that is known here
+	}
+	if begun.Type != "message" {
 		return "", nil
 	}
 	if r.spoken++; r.spoken > 1 && r.text.Len() > 0 {
@@ -205,10 +208,10 @@ func (r *response) said() (text, refusal, reasoning string) {
 	for _, item := range r.items {
 		var one strings.Builder
 		for _, part := range item.Content {
-			switch {
-			case item.Type == "reasoning":
+			switch item.Type {
+			case "reasoning":
 				thoughts = append(thoughts, string(part.Text))
-			case item.Type == "message":
+			case "message":
 				one.WriteString(string(part.Text))
 				if part.Refusal != "" {
 					refusals = append(refusals, string(part.Refusal))

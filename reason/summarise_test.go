@@ -6,10 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/lanekeeper/lanekeeper/models"
-
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 

@@ -168,11 +168,11 @@ func jsonText(text string) string {
 func writeResponse(w http.ResponseWriter, a chatwire.Answer, stream bool) error {
 	items := responseItems(a)
 	status, detail := "completed", "null"
-	switch a.Finish {
-	case openai.FinishReasonLength:
-		status, detail = "incomplete", `{"reason": "max_output_tokens"}`
-	case openai.FinishReasonContentFilter:
-		status, detail = "incomplete", `{"reason": "content_filter"}`
+	reasons := map[openai.FinishReason]string{
+		openai.FinishReasonLength: "max_output_tokens", openai.FinishReasonContentFilter: "content_filter",
+	}
+	if reason := reasons[a.Finish]; reason != "" {
+		status, detail = "incomplete", fmt.Sprintf(`{"reason": %q}`, reason)
 	}
 	usage := "null"
 	if u := a.Usage; u != nil {

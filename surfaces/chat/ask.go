@@ -169,7 +169,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	}
 	switch {
 	case a.retry != nil && a.retry.attached:
-		return c.joined(ctx, x)
+		return c.joined(x)
 	case !created:
 		return c.repeated(ctx, a, x)
 	}

@@ -192,8 +192,7 @@ func (c *Chat) threadOfResponse(ctx context.Context, a *Ask, q responseRequest) 
 		a.Name = conversation
 	case previous != "":
 		x, in, err := c.find(ctx, a.principal(), previous)
-		var refusal *Refusal
-		if errors.As(err, &refusal) {
+		if _, refused := errors.AsType[*Refusal](err); refused {
 			return bad("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
 				clip(previous, 100))
 		}
@@ -236,8 +235,7 @@ func (c *Chat) dereference(ctx context.Context, a Ask, items []said) error {
 			continue
 		}
 		x, _, err := c.find(ctx, a.principal(), responsePrefix+strings.TrimPrefix(id, itemPrefix))
-		var refusal *Refusal
-		if errors.As(err, &refusal) {
+		if _, refused := errors.AsType[*Refusal](err); refused {
 			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", clip(id, 100))
 		}
 		if err != nil {
@@ -253,8 +251,7 @@ func (c *Chat) dereference(ctx context.Context, a Ask, items []said) error {
 
 // inputNamed says input where a refusal of a message says messages.
 func inputNamed(err error) error {
-	var r *Refusal
-	if errors.As(err, &r) {
+	if r, refused := errors.AsType[*Refusal](err); refused {
 		r.Param = cmp.Or(strings.Replace(r.Param, "messages", "input", 1), "input")
 		r.Message = strings.Replace(r.Message, "messages must", "input must", 1)
 	}

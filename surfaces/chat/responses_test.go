@@ -166,7 +166,9 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		return strings.Contains(body, `"status":"in_progress"`) && strings.Contains(body, "Half of it")
 	}, "the text so far is shown")
 	for _, c := range []struct{ method, path string }{
-		{"GET", "/" + got.ID}, {"POST", "/" + got.ID + "/cancel"}, {"GET", "/" + got.ID + "/input_items"},
+		{"GET", "/" + got.ID},
+		{"POST", "/" + got.ID + "/cancel"},
+		{"GET", "/" + got.ID + "/input_items"},
 		{"DELETE", "/" + got.ID},
 	} {
 		r, theirs := p.respond(t, c.method, c.path, "", "Authorization", "Bearer shop")

@@ -154,7 +154,7 @@ func (c *Chat) settle(ctx context.Context, t *retry, delivered bool) {
 }
 
 // joined attaches a retry to the turn of the first request.
-func (c *Chat) joined(ctx context.Context, x executions.Execution) (begun, error) {
+func (c *Chat) joined(x executions.Execution) (begun, error) {
 	in, err := inputOf(x)
 	if err != nil {
 		return begun{}, err

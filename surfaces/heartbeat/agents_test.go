@@ -60,7 +60,8 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 		agents.Definition{Name: "billing", Instructions: "You bill.", Heartbeat: &agents.Heartbeat{Prompt: "Look at open returns."}},
 		agents.Definition{Name: "press", Instructions: "You write."})
 	for _, d := range []objectives.Definition{
-		{Name: "sell more", Goal: "Sell more."}, {Name: "bill more", Goal: "Bill more.", Agent: "billing"},
+		{Name: "sell more", Goal: "Sell more."},
+		{Name: "bill more", Goal: "Bill more.", Agent: "billing"},
 		{Name: "write more", Goal: "Write more.", Agent: "press"}, // which has no heartbeat
 	} {
 		w.objective(t, d)
