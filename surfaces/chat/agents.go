@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -22,12 +23,21 @@ const formerName = "flowpilot"
 
 // reachable lists the agents that a request's key reaches.
 func (c *Chat) reachable(r *http.Request) ([]agents.Agent, error) {
-	return c.Agents.Reachable(r.Context(), c.Front, c.Visitor(r))
+	return c.reachedBy(r.Context(), c.Visitor(r))
+}
+
+// reachedBy lists the agents that a chat key reaches. A connection that breaks is no answer: another is asked.
+func (c *Chat) reachedBy(ctx context.Context, key string) (list []agents.Agent, err error) {
+	err = postgres.Again(ctx, func() error {
+		list, err = c.Agents.Reachable(ctx, c.Front, key)
+		return err
+	})
+	return list, err
 }
 
 // agentOf is the agent that a model id means for a chat key.
 func (c *Chat) agentOf(ctx context.Context, key, model string) (agents.Agent, error) {
-	all, err := c.Agents.Reachable(ctx, c.Front, key)
+	all, err := c.reachedBy(ctx, key)
 	if err != nil {
 		return agents.Agent{}, err
 	}
