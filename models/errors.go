@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/url"
 	"regexp"
 	"strconv"
 	"strings"
@@ -83,6 +84,11 @@ func (c Config) secrets() []string {
 	all := []string{c.APIKey}
 	for _, value := range c.Headers {
 		all = append(all, value)
+	}
+	for _, values := range c.Query {
+		for _, value := range values {
+			all = append(all, value, url.QueryEscape(value))
+		}
 	}
 	return all
 }

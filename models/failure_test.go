@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -199,4 +200,33 @@ func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
 			t.Errorf("%s: err = %v, %+v", model, err, resp.Message)
 		}
 	}
+}
+
+func TestNoErrorShowsWhatHeadersAndQuerySay(t *testing.T) {
+	t.Parallel()
+	const header, query = "header-value-0123", "query value/0123"
+	set := func(c *models.Config) {
+		c.Headers = map[string]string{"api-key": header}
+		c.Query = url.Values{"code": {query}}
+		c.Retry = models.Retry{Attempts: 1}
+	}
+	shown := func(err error) {
+		t.Helper()
+		for _, secret := range []string{header, query, url.QueryEscape(query)} {
+			if err == nil || strings.Contains(err.Error(), secret) {
+				t.Errorf("%q is shown by: %v", secret, err)
+			}
+		}
+	}
+	words := "not with " + header + " and " + query
+	_, err := client(t, modeltest.New(t, modeltest.Refusal(401, "", "", words, 0)), set).Complete(t.Context(), ask("hi"))
+	shown(err)
+	config := models.Config{BaseURL: "http://127.0.0.1:1/v1", Model: "m", Logger: slog.New(slog.DiscardHandler)}
+	set(&config)
+	away, err := models.New(config) // the error of a connection names the whole URL
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = away.Complete(t.Context(), ask("hi"))
+	shown(err)
 }
