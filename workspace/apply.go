@@ -72,11 +72,20 @@ func wrap(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// match makes what tx sees match w.
-func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
+// Lock keeps applies, and whatever else follows from what they write, apart until the end of tx. The statements after it
+// see what the apply before has committed.
+func Lock(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
 	if err != nil {
-		return Diff{}, fmt.Errorf("lock workspace: %w", err)
+		return fmt.Errorf("lock workspace: %w", err)
+	}
+	return nil
+}
+
+// match makes what tx sees match w.
+func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
+	if err := Lock(ctx, tx); err != nil {
+		return Diff{}, err
 	}
 	diff := Diff{Items: []Item{}}
 	for _, t := range tables(w) {

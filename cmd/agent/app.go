@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -159,7 +160,8 @@ func healPolicy(cfg config.Config) selfheal.Policy {
 // run works until ctx ends: takes executions, keeps leases, ticks schedules, serves the surfaces. more runs beside
 // it and is waited for.
 func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) error {
-	if err := heartbeat.Sync(ctx, a.pool, a.loop.Agents, true); err != nil {
+	err := postgres.InTx(ctx, a.pool, func(tx pgx.Tx) error { return heartbeat.Sync(ctx, tx, a.loop.Agents, true) })
+	if err != nil {
 		return err
 	}
 	if err := a.engine.SetLimits(ctx, admission(a.config)); err != nil {

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -11,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
 // input says whose heartbeat it is; empty: the default agent's.
@@ -41,8 +44,11 @@ func SpecOf(a agents.Agent) executions.Spec {
 // Sync makes the schedules of heartbeats those of the agents in service. A process that serves calls it when it begins.
 // Who changes agents calls it in that transaction, and is no server: its settings may be another shell's. Then the
 // times of a schedule that is there stay, unless the agent's document says them.
-func Sync(ctx context.Context, db postgres.DB, directory *agents.Directory, server bool) error {
-	all, err := directory.List(ctx, db)
+func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bool) error {
+	if err := workspace.Lock(ctx, tx); err != nil { // or it would remove the schedule of an agent that is applied meanwhile
+		return err
+	}
+	all, err := directory.List(ctx, tx)
 	if err != nil {
 		return err
 	}
@@ -60,12 +66,12 @@ func Sync(ctx context.Context, db postgres.DB, directory *agents.Directory, serv
 			s.Name = nameFor(a.Name)
 		}
 		declared := a.AsDeclared().Heartbeat != nil && a.AsDeclared().Heartbeat.Cron != ""
-		if err := put(ctx, db, s, server || declared); err != nil {
+		if err := put(ctx, tx, s, server || declared); err != nil {
 			return err
 		}
 		keep = append(keep, s.Name)
 	}
-	return executions.RemoveSchedules(ctx, db, Flow, keep)
+	return executions.RemoveSchedules(ctx, tx, Flow, keep)
 }
 
 // put writes a schedule. Without times it changes those of none that is there.

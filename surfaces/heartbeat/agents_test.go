@@ -6,12 +6,17 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
 // declare puts agents into the world, the first as the default.
@@ -113,6 +118,55 @@ func TestTheHealingReportIsDataForTheModel(t *testing.T) {
 	}
 }
 
+func (w *world) sync(t *testing.T, d *agents.Directory, server bool) {
+	t.Helper()
+	err := postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, server) })
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A server that begins while an agent is applied would remove the schedule that it has not seen.
+func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
+	apply, err := w.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = apply.Rollback(context.WithoutCancel(t.Context())) }()
+	if err := workspace.Lock(t.Context(), apply); err != nil {
+		t.Fatal(err)
+	}
+	var group errgroup.Group
+	group.Go(func() error {
+		return postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, true) })
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
+			and database = (select oid from pg_database where datname = current_database()))`)
+	}, "the server waits")
+	for _, a := range []agents.Definition{{Name: "sales", Default: true}, {Name: "billing", Heartbeat: &agents.Heartbeat{}}} {
+		if _, err := agents.Put(t.Context(), apply, a, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := heartbeat.Sync(t.Context(), apply, d, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := apply.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	names := value[string](t, w.pool, `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
+	if names != "heartbeat sales, heartbeat:billing billing" {
+		t.Errorf("the schedules are %s", names)
+	}
+}
+
 func TestSchedulesFollowTheAgents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -120,9 +174,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	w.beat.Loop.Agents = d
 	schedules := func(server bool) string {
 		t.Helper()
-		if err := heartbeat.Sync(t.Context(), w.pool, d, server); err != nil {
-			t.Fatal(err)
-		}
+		w.sync(t, d, server)
 		return value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', ' order by name) from agent_schedules`)
 	}
 	put := func(d agents.Definition) {
@@ -163,9 +215,7 @@ func TestIdleHeartbeatsOfTenAgentsCallNoModel(t *testing.T) {
 		list = append(list, agents.Definition{Name: name, Heartbeat: &agents.Heartbeat{Cron: "@every 1s"}})
 	}
 	w.declare(t, list...)
-	if err := heartbeat.Sync(t.Context(), w.pool, w.beat.Loop.Agents, true); err != nil {
-		t.Fatal(err)
-	}
+	w.sync(t, w.beat.Loop.Agents, true)
 	w.engine(t, true)
 	pgtest.Eventually(t, patience, func() bool {
 		return value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
