@@ -16,9 +16,12 @@ package agents
 
 import (
 	"errors"
+	"fmt"
 	"path"
 	"slices"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
 // ErrNotFound reports an agent, or a version of one, that does not exist.
@@ -26,8 +29,8 @@ var ErrNotFound = errors.New("no such agent")
 
 // The memories that an agent can have.
 const (
-	MemoryShared = "shared" // that of the installation; the default
-	MemoryOwn    = "own"    // one that no other agent reads or writes
+	MemoryShared = "shared" // the default: all agents read and write one memory
+	MemoryOwn    = "own"    // no other agent reads or writes it
 	MemoryNone   = "none"
 )
 
@@ -95,16 +98,16 @@ func (a Agent) May(skill string) bool {
 	})
 }
 
-// MemoryOwner names the memory that the agent reads and writes: its own, or "" for the shared one. ok is false when it
-// has none.
-func (a Agent) MemoryOwner() (owner string, ok bool) {
+// MemoryOwner names the memory that the agent reads and writes: its own, or "" for the shared one. [ErrNoMemory] when
+// it has none.
+func (a Agent) MemoryOwner() (string, error) {
 	switch a.Memory {
 	case MemoryOwn:
-		return a.Name, true
+		return a.Name, nil
 	case MemoryNone:
-		return "", false
+		return "", fmt.Errorf("use memory of agent %s: %w", a.Name, ErrNoMemory)
 	}
-	return "", true
+	return "", nil
 }
 
 // reachedBy reports whether a chat key of this name reaches the agent, where bound says whether any agent names the
@@ -118,7 +121,7 @@ func (a Agent) reachedBy(key string, bound bool) bool {
 
 // Location is the agent's time zone; UTC when its name is unknown here.
 func (a Agent) Location() *time.Location {
-	zone, err := time.LoadLocation(a.Timezone)
+	zone, err := schedule.Location(a.Timezone)
 	if err != nil {
 		return time.UTC
 	}

@@ -3,7 +3,6 @@ package agents
 import (
 	"context"
 	"errors"
-	"fmt"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -28,11 +27,7 @@ func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name strin
 			return "", err
 		}
 	}
-	owner, ok := a.MemoryOwner()
-	if !ok {
-		return "", fmt.Errorf("use memory of agent %s: %w", a.Name, ErrNoMemory)
-	}
-	return owner, nil
+	return a.MemoryOwner()
 }
 
 // MemoryOf names the memory of an agent that a person names; the shared one for "". What a removed agent keeps for
@@ -52,9 +47,5 @@ func (d *Directory) MemoryOf(ctx context.Context, db postgres.DB, name string) (
 	if err != nil {
 		return "", err
 	}
-	owner, ok := a.MemoryOwner()
-	if !ok {
-		return "", fmt.Errorf("use memory of agent %s: %w", a.Name, ErrNoMemory)
-	}
-	return owner, nil
+	return a.MemoryOwner()
 }

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/text/language"
 
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
@@ -26,7 +27,6 @@ const Alias = "agent"
 var (
 	validName  = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 	validModel = regexp.MustCompile(`^[!-~]{1,200}$`)
-	efforts    = []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"}
 )
 
 // Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
@@ -87,8 +87,8 @@ func (v *validator) model(d Definition) {
 			v.add(field, "%q is not the name of a model: printable characters without blanks", name)
 		}
 	}
-	if d.Effort != "" && !slices.Contains(efforts, d.Effort) {
-		v.add("effort", "%q is none of %s", d.Effort, strings.Join(efforts, ", "))
+	if d.Effort != "" && !slices.Contains(config.Efforts(), d.Effort) {
+		v.add("effort", "%q is none of %s", d.Effort, strings.Join(config.Efforts(), ", "))
 	}
 	if t := d.Temperature; t != nil && !(*t >= 0 && *t <= 2) {
 		v.add("temperature", "must be between 0 and 2")

@@ -275,6 +275,29 @@ func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (E
 	return e, nil
 }
 
+// Named returns the entries of names, in their order. Those that are not there are left out.
+func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entry, error) {
+	categories, keys := make([]string, len(names)), make([]string, len(names))
+	for i, name := range names {
+		categories[i], keys[i] = name.Category, name.Key
+	}
+	rows, err := db.Query(ctx, `
+		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		  from unnest(@categories::text[], @keys::text[]) with ordinality n (category, key, place)
+		  join agent_memory m on m.owner = @owner and m.category = n.category and m.key = n.key
+		 where m.expires_at is null or m.expires_at > clock_timestamp()
+		 order by n.place`,
+		postgres.Strict{"owner": o, "categories": categories, "keys": keys})
+	if err != nil {
+		return nil, fmt.Errorf("get named memories: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
+	if err != nil {
+		return nil, fmt.Errorf("get named memories: %w", err)
+	}
+	return found, nil
+}
+
 // Expire deletes the entries whose time has come and returns how many. What is kept about keys that are gone, and
 // conflicts that were decided, go after 90 days. Any number of callers may run at once.
 func Expire(ctx context.Context, db postgres.DB) (int64, error) {

@@ -179,8 +179,7 @@ func aboutRoles(words string) bool {
 	about := strings.Contains(words, "system") || strings.Contains(words, "role")
 	for _, sign := range []string{
 		"role", "beginning", "must be the first", "at the start", "only one", "single system", "alternate", "template",
-		"jinja",
-		"first message", "multiple system",
+		"jinja", "first message", "multiple system",
 	} {
 		if about && strings.Contains(words, sign) {
 			return true

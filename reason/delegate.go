@@ -128,7 +128,7 @@ func (w *turn) bind() {
 
 // allowed are the skills that the agent may use and, of a delegated turn, that it was given.
 func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
-	_, remembers := a.MemoryOwner()
+	remembers := a.Memory != agents.MemoryNone
 	return slices.DeleteFunc(all, func(s skills.Skill) bool {
 		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) || len(t.only) > 0 && !slices.Contains(t.only, s.Name)
 	})

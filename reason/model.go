@@ -61,7 +61,8 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 		w.account = w.open(ctx, w.Turn, w.budget, w.agent)
 	}
 	request := models.Request{
-		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
+		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(),
+		OnDelta: w.OnDelta, OnRestart: w.OnRestart,
 	}
 	shown := asked{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
@@ -89,11 +90,9 @@ func (w *turn) fallBack(ctx context.Context, ask func(model string, more bool) (
 		if !ok || failure.Class != classUnavailable {
 			return got, err
 		}
-		w.log().WarnContext(ctx, "model unavailable, falling back", "model", w.models[0], "fallback", w.models[1], "error", failure.Message)
+		w.log().WarnContext(ctx, "model unavailable, falling back", "model", w.models[0], "fallback", w.models[1],
+			"error", failure.Message)
 		w.models = w.models[1:]
-		if w.OnRestart != nil {
-			w.OnRestart()
-		}
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -35,8 +34,8 @@ type prepared struct {
 	Now    time.Time     `json:"now,omitzero"`
 	Pinned []pinnedEntry `json:"pinned,omitempty"`
 	// Delegates are the agents that the turn's agent may delegate to.
-	Delegates []colleague `json:"delegates,omitempty"`
-	resolve   agents.Agent
+	Delegates []colleague  `json:"delegates,omitempty"`
+	who       agents.Agent // in full; it is not recorded, its name and version are
 }
 
 // acting names the agent of a turn.
@@ -56,25 +55,25 @@ type pinnedEntry struct {
 func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 	p, err := executions.Step(ctx, "tools", func(ctx context.Context) (p prepared, err error) {
 		if l.Agents != nil {
-			if p.resolve, err = l.acting(ctx, t); err != nil {
+			if p.who, err = l.acting(ctx, t); err != nil {
 				return p, err
 			}
-			p.Agent, p.Now = &acting{p.resolve.Name, p.resolve.Version}, time.Now().UTC().Truncate(time.Second)
-			if p.Pinned, err = pinned(ctx, l.Pool, p.resolve); err != nil {
+			p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
+			if p.Pinned, err = pinned(ctx, l.Pool, p.who); err != nil {
 				return p, err
 			}
-			if p.Delegates, err = l.colleagues(ctx, p.resolve); err != nil {
+			if p.Delegates, err = l.colleagues(ctx, p.who); err != nil {
 				return p, err
 			}
 		}
-		p.offer, err = l.offered(ctx, t, p.resolve)
+		p.offer, err = l.offered(ctx, t, p.who)
 		return p, err
 	})
 	if err != nil {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
-	if p.Agent != nil && p.resolve.Name == "" { // recorded by another run
-		p.resolve, err = executions.Persist(ctx, func(ctx context.Context) (agents.Agent, error) {
+	if p.Agent != nil && p.who.Name == "" { // recorded by another run
+		p.who, err = executions.Persist(ctx, func(ctx context.Context) (agents.Agent, error) {
 			return l.Agents.Version(ctx, l.Pool, p.Agent.Name, p.Agent.Version)
 		})
 	}
@@ -107,23 +106,23 @@ func (l *Loop) colleagues(ctx context.Context, a agents.Agent) (list []colleague
 // pinned reads the entries that an agent always sees, in the order of its document. Those that are not there are left
 // out.
 func pinned(ctx context.Context, db postgres.DB, a agents.Agent) ([]pinnedEntry, error) {
-	var list []pinnedEntry
-	owner, ok := a.MemoryOwner()
-	if !ok {
+	if len(a.Pinned) == 0 {
 		return nil, nil
 	}
-	for _, name := range a.Pinned {
-		category, key, _ := strings.Cut(name, "/")
-		e, err := memory.Owner(owner).Get(ctx, db, category, key)
-		if errors.Is(err, memory.ErrNotFound) {
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		list = append(list, pinnedEntry{memory.Name{Category: category, Key: key}, e.Value, e.Revision})
+	owner, err := a.MemoryOwner()
+	if err != nil {
+		return nil, err
 	}
-	return list, nil
+	names := make([]memory.Name, len(a.Pinned))
+	for i, name := range a.Pinned {
+		names[i].Category, names[i].Key, _ = strings.Cut(name, "/")
+	}
+	found, err := memory.Owner(owner).Named(ctx, db, names...)
+	list := make([]pinnedEntry, len(found))
+	for i, e := range found {
+		list[i] = pinnedEntry{memory.Name{Category: e.Category, Key: e.Key}, e.Value, e.Revision}
+	}
+	return list, err
 }
 
 // system composes the system message. It is the same for every turn of an agent on a surface, until its document or a
@@ -132,7 +131,7 @@ func (p prepared) system(rules string) string {
 	if p.Agent == nil {
 		return rules
 	}
-	a := p.resolve
+	a := p.who
 	var b strings.Builder
 	b.WriteString(strings.TrimSpace(rules))
 	fmt.Fprintf(&b, "\n\nYour name in this installation is %q. If your instructions give you another name, use that one.", a.Name)
@@ -188,8 +187,8 @@ func (p prepared) request(t Turn) string {
 		}
 		return t.Prompt
 	}
-	now := p.Now.In(p.resolve.Location())
-	text := prefaceStart + "Now: " + now.Format("Monday 2006-01-02 15:04 -07:00") + " (" + p.resolve.Timezone + ")"
+	now := p.Now.In(p.who.Location())
+	text := prefaceStart + "Now: " + now.Format("Monday 2006-01-02 15:04 -07:00") + " (" + p.who.Timezone + ")"
 	if context := strings.TrimSpace(t.Context); context != "" {
 		text += "\n" + strings.ReplaceAll(context, strings.TrimSpace(prefaceEnd), "")
 	}
@@ -221,5 +220,5 @@ func (b Budget) tightened(l agents.Limits) Budget {
 
 // candidates are the models of an agent: its own, then those it falls back to.
 func (p prepared) candidates() []string {
-	return append([]string{p.resolve.Model}, slices.Clone(p.resolve.Fallback)...)
+	return append([]string{p.who.Model}, slices.Clone(p.who.Fallback)...)
 }

@@ -50,8 +50,8 @@ type turn struct {
 // newTurn opens the transcript.
 func (l *Loop) newTurn(t Turn, p prepared) *turn {
 	w := &turn{
-		Loop: l, Turn: t, budget: t.budget(l.Budget).tightened(p.resolve.Limits), denied: map[string]string{},
-		seen: memory.Seen{}, mark: time.Now(), agent: p.resolve, models: p.candidates(),
+		Loop: l, Turn: t, budget: t.budget(l.Budget).tightened(p.who.Limits), denied: map[string]string{},
+		seen: memory.Seen{}, mark: time.Now(), agent: p.who, models: p.candidates(),
 		colleagues: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
 	}
 	w.seen.Add(t.Seen...)
@@ -86,7 +86,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	}
 	ctx = trace.As(ctx, t.Agent)
 	if p.Agent != nil {
-		ctx = agents.With(ctx, p.resolve)
+		ctx = agents.With(ctx, p.who)
 	}
 	w := l.newTurn(t, p)
 	w.view = view

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -11,7 +10,6 @@ import (
 
 	"github.com/aymanbagabas/go-udiff"
 	"github.com/spf13/cobra"
-	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
@@ -206,16 +204,7 @@ func documentOf(ctx context.Context, s *session, name string, version int) (agen
 	if err != nil {
 		return agentVersion{}, err
 	}
-	text, err := json.Marshal(a.AsDeclared())
-	if err != nil {
-		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
-	}
-	var node yaml.Node // of JSON, which is YAML too: the order of the keys stays
-	if err := yaml.Unmarshal(text, &node); err != nil {
-		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
-	}
-	blocks(&node)
-	shown, err := yaml.Marshal(&node)
+	shown, err := asYAML(a.AsDeclared())
 	if err != nil {
 		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
 	}

@@ -128,21 +128,26 @@ func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
 		}
 		fmt.Fprintf(w, "#   version %d of %s%s\n", v.Version, when(v.CreatedAt), word)
 	}
-	text, err := json.Marshal(f.Definition)
-	if err != nil {
-		return fmt.Errorf("show flow %s: %w", f.Name, err)
-	}
-	var node yaml.Node // of JSON, which is YAML too: the order of the keys stays
-	if err := yaml.Unmarshal(text, &node); err != nil {
-		return fmt.Errorf("show flow %s: %w", f.Name, err)
-	}
-	blocks(&node)
-	shown, err := yaml.Marshal(&node)
+	shown, err := asYAML(f.Definition)
 	if err != nil {
 		return fmt.Errorf("show flow %s: %w", f.Name, err)
 	}
 	_, err = fmt.Fprintf(w, "kind: flow\n%s", shown)
 	return err
+}
+
+// asYAML is a definition as a workspace file has it: by its JSON, which is YAML, too, so the order of the keys stays.
+func asYAML(definition any) ([]byte, error) {
+	text, err := json.Marshal(definition)
+	if err != nil {
+		return nil, err
+	}
+	var node yaml.Node
+	if err := yaml.Unmarshal(text, &node); err != nil {
+		return nil, err
+	}
+	blocks(&node)
+	return yaml.Marshal(&node)
 }
 
 // blocks writes nodes in YAML's own style in place of JSON's.

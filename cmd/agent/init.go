@@ -55,7 +55,7 @@ A database URL goes into DIR/.env, which agent dev reads, and never into the wor
 			if len(args) == 1 {
 				opts.dir = args[0]
 			}
-			return c.begin(cmd.Context(), opts)
+			return c.initWorkspace(cmd.Context(), opts)
 		},
 	}
 	flags := cmd.Flags()
@@ -67,8 +67,8 @@ A database URL goes into DIR/.env, which agent dev reads, and never into the wor
 	return cmd
 }
 
-// begin writes the workspace.
-func (c *cli) begin(ctx context.Context, opts initOptions) error {
+// initWorkspace writes the workspace.
+func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 	if err := opts.free(); err != nil {
 		return err
 	}

@@ -33,6 +33,27 @@ type follower struct {
 	shown string
 }
 
+// stream is where an answer is shown as it is made.
+type stream interface {
+	Text(piece string)
+	Idle() // shows that the connection is alive
+	Err() error
+}
+
+// into shows the answer in a stream, and calls stop when that breaks.
+func (f *follower) into(s stream, stop func()) {
+	f.show = func(piece string) {
+		if s.Text(piece); s.Err() != nil {
+			stop()
+		}
+	}
+	f.alive = func() {
+		if s.Idle(); s.Err() != nil {
+			stop()
+		}
+	}
+}
+
 // follow returns what the turn ends with. When an admin's approval takes too long, it is the text so far and
 // the notice. The error is ctx's, or a *Refusal for the visitor.
 func (f *follower) follow(ctx context.Context) (answer, error) {

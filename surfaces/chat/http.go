@@ -131,16 +131,7 @@ func (c *Chat) stream(w http.ResponseWriter, r *http.Request, f *follower, x exe
 	s.Role()
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
-	f.show = func(piece string) {
-		if s.Text(piece); s.Err() != nil {
-			stop()
-		}
-	}
-	f.alive = func() {
-		if s.Idle(); s.Err() != nil {
-			stop()
-		}
-	}
+	f.into(s, stop)
 	got, err := f.follow(ctx)
 	var refusal *Refusal
 	switch {

@@ -134,16 +134,7 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b begun, i
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
-	f.show = func(piece string) {
-		if s.Text(piece); s.Err() != nil {
-			stop()
-		}
-	}
-	f.alive = func() {
-		if s.Idle(); s.Err() != nil {
-			stop()
-		}
-	}
+	f.into(s, stop)
 	got, err := f.follow(ctx)
 	switch refusal := (*Refusal)(nil); {
 	case err == nil:
