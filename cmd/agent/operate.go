@@ -85,18 +85,18 @@ type sessionOf struct {
 
 // operate takes turns in the way that suits where the words come from.
 func (c *cli) operate(ctx context.Context, s *session, a *app, which sessionOf, args []string) (err error) {
-	desk, err := a.operate.Session(which.id, true)
+	admin, err := a.operate.Session(which.id, true)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, desk.Close(ctx)) }()
-	if err := desk.As(ctx, which.agent); err != nil {
+	defer func() { err = errors.Join(err, admin.Close(ctx)) }()
+	if err := admin.As(ctx, which.agent); err != nil {
 		return err
 	}
-	if err := c.enter(ctx, a, desk, which.wait); err != nil {
+	if err := c.enter(ctx, a, admin, which.wait); err != nil {
 		return err
 	}
-	o := &operator{cli: c, s: s, app: a, desk: desk, left: map[string]string{}}
+	o := &operator{cli: c, s: s, app: a, admin: admin, left: map[string]string{}}
 	switch {
 	case len(args) > 0:
 		return o.once(ctx, args[0])
@@ -107,19 +107,19 @@ func (c *cli) operate(ctx context.Context, s *session, a *app, which sessionOf, 
 }
 
 // enter takes the lane, and says who has it when it is not free.
-func (c *cli) enter(ctx context.Context, a *app, desk *operate.Session, wait bool) error {
-	err := desk.Hold(ctx, false)
+func (c *cli) enter(ctx context.Context, a *app, admin *operate.Session, wait bool) error {
+	err := admin.Hold(ctx, false)
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
 		return err
 	}
 	told := errors.New(a.operate.Explain(ctx, busy))
 	if !wait {
-		a.operate.NoteSkipped(ctx, desk.ID(), busy)
+		a.operate.NoteSkipped(ctx, admin.ID(), busy)
 		return &exitError{exitBusy, hint(told, "wait with --wait, or look on with --watch")}
 	}
 	c.say("%s; waiting …", printable(told.Error()))
-	if err = desk.Hold(ctx, true); errors.Is(err, lanes.ErrBusy) {
+	if err = admin.Hold(ctx, true); errors.Is(err, lanes.ErrBusy) {
 		return &exitError{exitBusy, err}
 	}
 	return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"math"
 	"os"
 	"regexp"
 	"strings"
@@ -19,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -493,5 +495,43 @@ func TestOperateFailsWithoutAnAnswer(t *testing.T) {
 				t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 			}
 		})
+	}
+}
+
+func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
+	server := modeltest.New(t, modeltest.Text("It is 42."), modeltest.Text("It is 43."))
+	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
+		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
+		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
+	contains(t, p.must("operate", "how many?"), "It is 42.")
+	asked := server.Requests()[0]
+	if asked.Path != "/v1/chat/completions" || asked.Header.Get("Api-Key") != "key-of-azure" || asked.Query.Get("api-version") != "2026-10-01" {
+		t.Errorf("asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
+	}
+	contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
+	p = on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
+	got := p.run("operate", "how many?")
+	contains(t, got.out, "It is 43.")
+	contains(t, got.err, "AGENT_MODEL is not set")
+	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != assumedModel {
+		t.Errorf("asked %s at %s", asked.Model, asked.Path)
+	}
+}
+
+func TestPricesHaveCacheWritesAndALongTier(t *testing.T) {
+	table := prices(config.Config{Prices: map[string]config.Price{
+		"m": {Input: 2, Cached: 0.2, CacheWrite: 2.5, Output: 10, Long: config.Long{Over: 1000, Input: 4, Output: 15}},
+	}})
+	price, found := table.Of("m")
+	for _, c := range []struct {
+		used models.Usage
+		want float64
+	}{
+		{models.Usage{PromptTokens: 1000, CompletionTokens: 10, CachedTokens: 500, CacheWriteTokens: 300}, 0.00135},
+		{models.Usage{PromptTokens: 2000, CompletionTokens: 10, CachedTokens: 500}, 0.00815},
+	} {
+		if got := price.Cost(c.used); !found || math.Abs(got-c.want) > 1e-9 {
+			t.Errorf("%+v costs %g, not %g", c.used, got, c.want)
+		}
 	}
 }

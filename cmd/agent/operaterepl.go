@@ -150,7 +150,7 @@ func (o *operator) through(w io.Writer) *operator {
 
 // loop reads lines and does what they say.
 func (c *console) loop(ctx context.Context) error {
-	c.say("session %s; /help lists commands, ^C cancels a turn, ^D leaves", c.desk.ID())
+	c.say("session %s; /help lists commands, ^C cancels a turn, ^D leaves", c.admin.ID())
 	show := c.shower()
 	show.live, show.colour = true, c.colour()
 	for {
@@ -162,7 +162,7 @@ func (c *console) loop(ctx context.Context) error {
 			}
 			return show.failed
 		}
-		c.desk.Touch()
+		c.admin.Touch()
 		if line = strings.TrimSpace(line); line == "" {
 			continue
 		}

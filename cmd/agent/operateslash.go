@@ -71,7 +71,7 @@ func (o *operator) settle(ctx context.Context, id string, approve bool, reason s
 		return err
 	}
 	done, err := o.take(ctx, func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
-		return o.desk.Resume(ctx, execution, emit)
+		return o.admin.Resume(ctx, execution, emit)
 	}, show)
 	return o.failure(ctx, done, err)
 }

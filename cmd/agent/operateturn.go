@@ -13,14 +13,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// operator is an admin at a desk: what `agent operate` works with.
+// operator is what `agent operate` works with: a session of an admin, and the process that takes its turns.
 type operator struct {
 	*cli
-	s    *session
-	app  *app
-	desk *operate.Session
-	last string            // the trace of the latest turn
-	left map[string]string // approvals that were left open, and the turns that wait for them
+	s     *session
+	app   *app
+	admin *operate.Session
+	last  string            // the trace of the latest turn
+	left  map[string]string // approvals that were left open, and the turns that wait for them
 	// ask puts a question to the admin. heard is false when there is no answer, because nobody is there any more or
 	// because it was decided elsewhere. nil: there is nobody to ask.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
@@ -34,7 +34,7 @@ type turn func(ctx context.Context, emit func(operate.Event)) (operate.Done, err
 // message is a turn with one.
 func (o *operator) message(text string) turn {
 	return func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
-		return o.desk.Turn(ctx, text, false, emit)
+		return o.admin.Turn(ctx, text, false, emit)
 	}
 }
 
@@ -97,7 +97,7 @@ func (o *operator) decide(ctx context.Context, a operate.Approval) bool {
 // record decides an approval.
 func (o *operator) record(ctx context.Context, id string, approve bool, reason string) error {
 	_, err := approvals.Decide(ctx, o.s.pool, id, approve, "admin", reason)
-	o.desk.Look()
+	o.admin.Look()
 	return err
 }
 
