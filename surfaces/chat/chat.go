@@ -1,4 +1,4 @@
-// Package chat is the surface on which visitors talk with the agent: OpenAI's chat completions protocol, a small
+// Package chat is the surface on which visitors talk with an agent: OpenAI's chat completions and responses, a small
 // page, and `agent chat`.
 //
 // A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by metadata.thread_id
@@ -30,6 +30,10 @@
 // any other, to attach to. When nothing was said, one sentence says that the message was passed on. Into a thread that
 // somebody else began a visitor gets by a join token, X-Thread-Join, or because the key was named (package threads);
 // any other is refused, and looks as if it did not exist.
+//
+// A client that sends a request again, because its connection broke, gets the turn that the first one began: see retry.
+// POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response, which
+// must be the thread's last (409); client tools and formats other than text are refused by name.
 //
 // The model of a request names an agent (package agents). A key reaches the agents that name it, else the default one.
 // A thread has one agent: another model there is refused with 409. An agent's greeting is the first message of each new
