@@ -96,7 +96,7 @@ func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Repl
 			said++
 		}
 	}
-	words := req.Messages[last].Content
+	words := modeltest.Said(req.Messages[last])
 	orders := strings.Contains(words, "order")
 	switch {
 	case said == 0:

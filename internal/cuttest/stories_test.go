@@ -93,7 +93,7 @@ func answers(req openai.ChatCompletionRequest) (words string, n int) {
 			n++
 		}
 	}
-	return req.Messages[last].Content, n
+	return modeltest.Said(req.Messages[last]), n
 }
 
 // pursue is the model of a heartbeat. What it says depends only on what it is shown.

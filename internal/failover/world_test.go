@@ -264,7 +264,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 
 // think is the model: visitors get an answer to what they said last, everybody else hears that all is well.
 func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	last := req.Messages[len(req.Messages)-1].Content
+	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
 		w.pass(w.t.Context(), "model")
 		return modeltest.Text("answer to " + last)

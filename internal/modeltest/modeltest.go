@@ -204,6 +204,14 @@ func (s *Server) report(tb testing.TB) {
 	}
 }
 
+// Said is what somebody said in a message: its text without what the runtime says before it.
+func Said(m openai.ChatCompletionMessage) string {
+	if _, after, found := strings.Cut(m.Content, "\n[End of context]\n\n"); found {
+		return after
+	}
+	return m.Content
+}
+
 // lastWords is the end of the last message, to know a request by.
 func lastWords(req Request) string {
 	if len(req.Messages) == 0 {

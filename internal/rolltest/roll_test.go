@@ -97,7 +97,7 @@ func newWorld(t testing.TB) *world {
 
 // think answers visitors slowly, so that answers are under way whenever a replica is stopped.
 func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	last := req.Messages[len(req.Messages)-1].Content
+	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
 		return modeltest.Text("This is the answer to " + last).Slowly(400 * time.Millisecond)
 	}

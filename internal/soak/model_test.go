@@ -58,7 +58,7 @@ func read(req openai.ChatCompletionRequest) transcript {
 			last = i
 		}
 	}
-	t.prompt = req.Messages[last].Content
+	t.prompt = modeltest.Said(req.Messages[last])
 	for _, tool := range req.Tools {
 		t.offered = append(t.offered, tool.Function.Name)
 	}

@@ -198,11 +198,6 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 // insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it
 // has cancelled. created is false when the key was used before.
 func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execution, created bool, cut []string, err error) {
-	// One message of a thread is stored at a time. This lock comes before executions, and they before the
-	// thread's row: the order in which a turn's answer takes them, too.
-	if err := lockThread(ctx, tx, a.thread); err != nil {
-		return x, false, nil, err
-	}
 	if a.retry != nil {
 		if x, found, err := a.retry.find(ctx, tx); err != nil || found {
 			return x, false, nil, err
@@ -212,6 +207,11 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 				err = a.retry.note(ctx, tx, x.ID)
 			}
 		}()
+	}
+	// One message of a thread is stored at a time. This lock comes before executions, and they before the
+	// thread's row: the order in which a turn's answer takes them, too.
+	if err := lockThread(ctx, tx, a.thread); err != nil {
+		return x, false, nil, err
 	}
 	if a.last != "" {
 		if err := a.isLast(ctx, tx); err != nil {

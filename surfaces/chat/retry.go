@@ -78,7 +78,7 @@ func (c *Chat) retryOf(r *http.Request, a Ask, digest string, made, stream bool)
 }
 
 // find looks for the turn that the request asked for before, and makes its answer this connection's. Equal requests
-// wait for each other: in their thread's lock, and without a thread in one of their own.
+// wait for each other, in a lock that is taken before their thread's.
 func (t *retry) find(ctx context.Context, tx pgx.Tx) (x executions.Execution, found bool, err error) {
 	t.attached = false
 	b := &pgx.Batch{}
