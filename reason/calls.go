@@ -175,6 +175,9 @@ func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args jso
 		if busy(err) {
 			effect.Status, ended = activity.Skipped, errSkipped
 		}
+		if misconfigured(err) {
+			ended = errSkipped
+		}
 		if l.After != nil {
 			if after := l.After(ctx, s, ended); after != nil {
 				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
@@ -198,6 +201,12 @@ var errSkipped = errors.New("the call was skipped")
 func busy(err error) bool {
 	failed, ok := errors.AsType[*skills.CallError](err)
 	return ok && failed.Class == skills.ClassBusy
+}
+
+// misconfigured reports a call that this process has no setting for, which says nothing about the skill.
+func misconfigured(err error) bool {
+	failed, ok := errors.AsType[*skills.CallError](err)
+	return ok && failed.Class == skills.ClassConfiguration
 }
 
 // admit lets a skill pass that is in service now, and one that is on trial once. The turn chose its tools

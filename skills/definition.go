@@ -72,10 +72,12 @@ func resolve(d Definition) (resolved, error) {
 	r.timeout = timeout
 	parameters, names, errs := resolveParameters(d.Parameters)
 	add(errs...)
+	var act handler
 	if r.config, err = marshalConfig(d.Config); err != nil {
 		add(err)
 	} else {
-		_, errs := parseHandler(r.handler, r.config, names)
+		var errs []error
+		act, errs = parseHandler(r.handler, r.config, names)
 		add(errs...)
 	}
 	if len(problems) > 0 {
@@ -83,6 +85,9 @@ func resolve(d Definition) (resolved, error) {
 	}
 	if strings.HasPrefix(r.handler, "flow:") {
 		r.idempotent = true // one call is one execution, however often it is made
+	}
+	if query, ok := act.(sqlHandler); ok && query.writes {
+		r.idempotent = true // agent_effects records the call in the transaction that makes it
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})
 	return r, err

@@ -22,6 +22,10 @@ const (
 	ClassUnavailable = "unavailable" // the server behind an mcp: skill cannot be reached
 	ClassPanic       = "panic"
 	ClassHandler     = "handler" // the handler says so, or cannot run
+
+	// ClassConfiguration is a call that this process cannot make as it is configured: a setting is missing or cannot be
+	// read. It is no failure of the skill, and self-heal does not count it.
+	ClassConfiguration = "configuration"
 )
 
 // CallError is a failed call.
@@ -31,6 +35,11 @@ type CallError struct {
 }
 
 func (e *CallError) Error() string { return e.Message }
+
+// Misconfigured is the refusal of a call that this process has no setting for; the message names the setting.
+func Misconfigured(format string, args ...any) *CallError {
+	return failure(ClassConfiguration, format, args...)
+}
 
 func failure(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: clip(fmt.Sprintf(format, args...))}

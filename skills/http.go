@@ -186,7 +186,7 @@ func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[str
 	}
 	if len(missing) > 0 {
 		slices.Sort(missing)
-		return nil, nil, failure(ClassHandler, "set the environment variable %s, which the headers of this skill refer to",
+		return nil, nil, Misconfigured("set the environment variable %s, which the headers of this skill refer to",
 			strings.Join(slices.Compact(missing), " and "))
 	}
 	return headers, secrets, nil

@@ -149,7 +149,11 @@ func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
 	server := serve(t, func(http.ResponseWriter, *http.Request) { asked = true })
 	for reference, want := range map[string]string{"${env:NOPE} ${env:NIX}": "NIX and NOPE", "${env:EVIL}": "line break"} {
 		_, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL, Config: map[string]any{"headers": map[string]any{"X-Key": reference}}}, "")
-		if class(err) != skills.ClassHandler || !strings.Contains(err.Error(), want) {
+		wanted := skills.ClassHandler
+		if strings.Contains(want, "NOPE") {
+			wanted = skills.ClassConfiguration
+		}
+		if class(err) != wanted || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", reference, err)
 		}
 	}

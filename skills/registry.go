@@ -36,6 +36,8 @@ type Options struct {
 	Builtins map[string]Builtin
 	// Pool runs the sql: skills; nil for none.
 	Pool *pgxpool.Pool
+	// Databases opens the named databases of sql: skills; nil for none.
+	Databases Databases
 	// MCP calls the tools of other programs, for mcp: skills; nil for none.
 	MCP RemoteCall
 	// Flow starts executions, for flow: skills; nil for none. See [Flows].
@@ -55,6 +57,7 @@ type Options struct {
 type Registry struct {
 	builtins map[string]Builtin
 	pool     *pgxpool.Pool
+	named    Databases
 	mcp      RemoteCall
 	flow     RunFlow
 	client   *http.Client
@@ -81,6 +84,7 @@ func New(o Options) (*Registry, error) {
 	r := &Registry{
 		builtins: o.Builtins,
 		pool:     o.Pool,
+		named:    o.Databases,
 		mcp:      o.MCP,
 		flow:     o.Flow,
 		client:   client,

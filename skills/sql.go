@@ -33,10 +33,14 @@ type sqlHandler struct {
 	query    string
 	rowLimit int
 	timeout  time.Duration // 0: the skill's
+	database string        // a named one; empty for the agent's own
+	writes   bool
 }
 
 type sqlConfig struct {
 	Query              string `json:"query"`
+	Database           string `json:"database"`
+	Writes             bool   `json:"writes"`
 	RowLimit           int    `json:"row_limit"`
 	StatementTimeoutMS int    `json:"statement_timeout_ms"`
 }
@@ -69,10 +73,17 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 	if c.StatementTimeoutMS < 0 || c.StatementTimeoutMS > int(maxTimeout.Milliseconds()) {
 		problems = append(problems, fmt.Errorf("config.statement_timeout_ms: must be between 1 and %d", maxTimeout.Milliseconds()))
 	}
+	if c.Writes && c.Database == "" {
+		problems = append(problems,
+			errors.New("config.writes: needs config.database; no skill writes to the agent's own database"))
+	}
 	if c.RowLimit == 0 {
 		c.RowLimit = defaultRows
 	}
-	return sqlHandler{query: query, rowLimit: c.RowLimit, timeout: time.Duration(c.StatementTimeoutMS) * time.Millisecond}, problems
+	return sqlHandler{
+		query: query, rowLimit: c.RowLimit, timeout: time.Duration(c.StatementTimeoutMS) * time.Millisecond,
+		database: c.Database, writes: c.Writes,
+	}, problems
 }
 
 // checkPlaceholders wants the query's @names and the parameters to be the same set.
@@ -110,7 +121,7 @@ func placeholders(query string) []string {
 }
 
 func (h sqlHandler) ready(r *Registry) error {
-	if r.pool == nil {
+	if h.database == "" && r.pool == nil || h.database != "" && r.named == nil {
 		return errors.New("there is no database for sql: skills")
 	}
 	return nil
@@ -121,13 +132,23 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if h.timeout > 0 {
 		timeout = min(timeout, h.timeout)
 	}
-	query, values, err := h.rewrite(ctx, args)
+	if err := h.checkVerb(); err != nil {
+		return nil, failure(ClassSQL, "%s", err)
+	}
+	on, err := h.target(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	if h.writes {
+		return h.effect(ctx, on, c, timeout, args)
+	}
+	query, values, err := h.bind(ctx, h.limited(), args)
 	if err != nil {
 		return nil, failure(ClassSQL, "%s", err)
 	}
 	// A query leaves nothing behind, so one that a restart of the database has broken off is made again.
 	result, err := executions.Persist(ctx, func(ctx context.Context) (sqlResult, error) {
-		result, err := h.readOnly(ctx, r, timeout, query, values)
+		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
 			err = sqlFailure(timeout, err) // the time is the skill's own, and is over
 		}
@@ -139,11 +160,25 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	return result, nil
 }
 
+// target is the database that the query runs on.
+func (h sqlHandler) target(ctx context.Context, r *Registry) (Database, error) {
+	if h.database == "" {
+		return Database{Pool: r.pool}, nil
+	}
+	on, err := r.named(ctx, h.database)
+	if err == nil && h.writes && !on.Writes {
+		err = Misconfigured("database %s is read-only; declare access: write, or leave config.writes out", h.database)
+	}
+	return on, err
+}
+
 // readOnly runs the query in a read-only transaction and always rolls that back: what a function may do in
 // one all the same (notify, change a setting of the session, make a large object) leaves nothing. Advisory locks of the
 // session outlive a transaction, and are given back inside it: behind a pooler the session is ours until its end.
-func (h sqlHandler) readOnly(ctx context.Context, r *Registry, timeout time.Duration, query string, values []any) (result sqlResult, err error) {
-	tx, err := r.pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
+func (h sqlHandler) readOnly(
+	ctx context.Context, on Database, timeout time.Duration, query string, values []any,
+) (result sqlResult, err error) {
+	tx, err := on.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
 	if err != nil {
 		return sqlResult{}, err
 	}
@@ -158,26 +193,41 @@ func (h sqlHandler) readOnly(ctx context.Context, r *Registry, timeout time.Dura
 			err = undone
 		}
 	}()
-	_, err = tx.Exec(ctx, "set local statement_timeout = "+strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)+
-		"; set local timezone = 'UTC'; savepoint lanekeeper_query")
-	if err != nil {
+	if _, err = tx.Exec(ctx, prologue(timeout)+"; savepoint lanekeeper_query"+on.asRole()); err != nil {
 		return sqlResult{}, err
 	}
 	return h.run(ctx, tx.Conn(), query, values)
 }
 
-func (h sqlHandler) rewrite(ctx context.Context, args map[string]any) (string, []any, error) {
+// prologue bounds what follows in a transaction.
+func prologue(timeout time.Duration) string {
+	limit := strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)
+	return "set local statement_timeout = " + limit + "; set local timezone = 'UTC'"
+}
+
+// bind replaces the @names of a text by parameters, and returns their values.
+func (h sqlHandler) bind(ctx context.Context, text string, args map[string]any) (string, []any, error) {
 	named := make(pgx.StrictNamedArgs)
 	for _, name := range placeholders(h.query) {
 		named[name] = args[name] // absent and without default: NULL
 	}
-	// The alias is one that no query has as a column, which would be meant instead of the row. The server sends the size of
-	// each row, and the rows themselves only for as long as all of them together are no larger than a result may be.
-	query := "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) + " then lanekeeper_text end, lanekeeper_size" +
+	return named.RewriteQuery(ctx, nil, text, nil)
+}
+
+// limited reads the rows of a query that only reads.
+func (h sqlHandler) limited() string {
+	return bounded("(\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1))
+}
+
+// bounded is a query over rows whose alias is lanekeeper_row, a name that no query has as a column: that would be meant
+// instead of the row. The server sends the size of each row, and the rows themselves only for as long as all of them
+// together are no larger than a result may be.
+func bounded(rows string) string {
+	return "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) +
+		" then lanekeeper_text end, lanekeeper_size" +
 		" from (select lanekeeper_text, octet_length(lanekeeper_text) + 1 as lanekeeper_size" +
-		" from (select to_jsonb(lanekeeper_row)::text as lanekeeper_text from (\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1) +
+		" from (select to_jsonb(lanekeeper_row)::text as lanekeeper_text from " + rows +
 		") lanekeeper_texts) lanekeeper_sizes"
-	return named.RewriteQuery(ctx, nil, query, nil)
 }
 
 // run prepares the query, which refuses more than one statement, and executes it with the arguments
@@ -187,11 +237,9 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	if err != nil {
 		return sqlResult{}, err
 	}
-	texts := make([][]byte, len(values))
-	for i, value := range values {
-		if texts[i], err = parameterText(value, statement.ParamOIDs[i]); err != nil {
-			return sqlResult{}, err
-		}
+	texts, err := parameterTexts(values, statement.ParamOIDs)
+	if err != nil {
+		return sqlResult{}, err
 	}
 	result, large := sqlResult{Rows: []json.RawMessage{}}, ""
 	reader := conn.PgConn().ExecPrepared(ctx, "", texts, nil, nil)

@@ -31,6 +31,19 @@ func sqlFailure(limit fmt.Stringer, err error) error {
 	return failure(ClassSQL, "%s", message)
 }
 
+// parameterTexts writes the values of parameters of the given types.
+func parameterTexts(values []any, oids []uint32) ([][]byte, error) {
+	texts := make([][]byte, len(values))
+	for i, value := range values {
+		text, err := parameterText(value, oids[i])
+		if err != nil {
+			return nil, err
+		}
+		texts[i] = text
+	}
+	return texts, nil
+}
+
 // parameterText writes a JSON value as the text of a parameter of type oid; nil is NULL. The server
 // parses it as a value of that type and as nothing else.
 func parameterText(value any, oid uint32) ([]byte, error) {

@@ -10,7 +10,9 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // errPlanned rolls a plan back.
@@ -20,6 +22,8 @@ var errPlanned = errors.New("only planned")
 type Options struct {
 	// Prune reports whether to remove a row that an earlier apply declared and no file declares now. Nil keeps all.
 	Prune func(Item) bool
+	// Reach opens a named database, which then prepares the queries of its skills. Nil leaves them unchecked.
+	Reach func(ctx context.Context, d databases.Database) (skills.Database, error)
 }
 
 // All is the [Options.Prune] that makes the database match the files alone.
@@ -28,7 +32,11 @@ func All(Item) bool { return true }
 // Plan tells what [Apply] would do now. It writes nothing, but needs a database that could be written to.
 func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+	warnings, err := checkNamed(ctx, db, w, o, false)
+	if err != nil {
+		return Diff{}, wrap("plan workspace", err)
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
 		if diff, err = match(ctx, tx, w, o); err != nil {
 			return err
@@ -38,6 +46,7 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	if !errors.Is(err, errPlanned) {
 		return Diff{}, wrap("plan workspace", err)
 	}
+	diff.Warnings = warnings
 	return diff, nil
 }
 
@@ -46,7 +55,11 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 // What changed, and what was removed of it, is recorded as an admin's act.
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
-	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+	warnings, err := checkNamed(ctx, db, w, o, true)
+	if err != nil {
+		return Diff{}, wrap("apply workspace", err)
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
 		if diff, err = match(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
@@ -61,6 +74,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
+	diff.Warnings = warnings
 	return diff, nil
 }
 
@@ -94,6 +108,9 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error)
 			return Diff{}, err
 		}
 		diff.Items = append(diff.Items, items...)
+	}
+	if err := checkQueries(ctx, tx, w); err != nil {
+		return Diff{}, err
 	}
 	if err := checkFlows(ctx, tx, w); err != nil {
 		return Diff{}, err

@@ -27,7 +27,8 @@ const (
 
 // Diff is what applying a workspace changes, by kind and name.
 type Diff struct {
-	Items []Item `json:"items"`
+	Items    []Item   `json:"items"`
+	Warnings []string `json:"warnings,omitempty"` // what could not be checked
 }
 
 // Item is one row. Changes are those of an update; secrets are blotted out of them.

@@ -20,7 +20,7 @@ type kind struct {
 // kinds lists what documents may be, in the order in which they are applied.
 func kinds() []kind {
 	return []kind{
-		agentKind(),
+		agentKind(), databaseKind(),
 		reader("skill", skills.Validate, func(d skills.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[skills.Definition] { return &w.Skills }),
 		reader("mcp_server", mcp.Validate, func(d mcp.Definition) string { return d.Name },

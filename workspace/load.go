@@ -86,6 +86,7 @@ func find(fsys fs.FS) ([]string, error) {
 type loader struct {
 	fsys      fs.FS
 	name      string // of the file that is read
+	raw       []byte // what the file has
 	workspace Workspace
 	problems  Problems
 	first     map[string]Position // where "kind name" was declared
@@ -99,6 +100,7 @@ func (l *loader) file(name, shown string) {
 		l.problems.add(Position{File: shown}, "%s", err)
 		return
 	}
+	l.raw = raw
 	documents := yaml.NewDecoder(bytes.NewReader(raw))
 	for {
 		var root yaml.Node
@@ -145,7 +147,7 @@ func (l *loader) document(file string, node *yaml.Node) {
 	}
 	for _, k := range kinds() {
 		if value.Kind == yaml.ScalarNode && k.name == value.Value {
-			k.read(l, source{file: file, node: node})
+			k.read(l, source{file: file, raw: l.raw, node: node})
 			return
 		}
 	}

@@ -100,7 +100,7 @@ func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
 		"text for number":   {"kind: objective\nname: a\ngoal: b\npriority: high\n", `f.yaml:4:11: priority: is "high"; it must be a whole number`},
 		"item of list":      {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n", `f.yaml:6:3: steps[1]: is a list; it must be text`},
 		"empty item":        {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- ''\n", `f.yaml:6:3: steps[1]: must have`},
-		"no kind":           {"name: a\n", `f.yaml:1:1: kind: is missing; write kind: agent, skill, `},
+		"no kind":           {"name: a\n", `f.yaml:1:1: kind: is missing; write kind: agent, database, skill, `},
 		"unknown kind":      {"kind: skil\nname: a\n", `f.yaml:1:7: unknown kind "skil"; did you mean "skill"?`},
 		"kind a list":       {"kind: [skill]\n", `f.yaml:1:7: unknown kind `},
 		"not a mapping":     {"- a\n", `f.yaml:1:1: is a list; a document is a mapping`},

@@ -11,6 +11,7 @@ import (
 // source is a document as it was written.
 type source struct {
 	file string
+	raw  []byte // of the file
 	node *yaml.Node
 }
 
@@ -23,7 +24,10 @@ func (s source) decode(into any) Problems {
 
 // at is where the value of path (config.query, steps[1]) stands, or as much of it as there is; the
 // document's own position when there is nothing of it.
-func (s source) at(path string) Position {
+func (s source) at(path string) Position { return position(s.file, s.find(path)) }
+
+// find is the node of a path, as at has it.
+func (s source) find(path string) *yaml.Node {
 	found := s.node
 	node := s.node
 	for _, step := range steps(path) {
@@ -33,7 +37,7 @@ func (s source) at(path string) Position {
 		}
 		found, node = next, next
 	}
-	return position(s.file, found)
+	return found
 }
 
 // steps splits a path at its dots and brackets.

@@ -19,6 +19,7 @@ type matcher interface {
 // tables lists the kinds in the order in which they are applied.
 func tables(w Workspace) []matcher {
 	return []matcher{
+		databaseTable(w),
 		table[skills.Definition, skill]{
 			kind: "skill", documents: w.Skills, name: func(d skills.Definition) string { return d.Name },
 			get: getSkill,

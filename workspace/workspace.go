@@ -1,6 +1,7 @@
 // Package workspace reads what an agent is made of from a folder of YAML files, and makes the database match it.
 //
-// A file has one or more documents, separated by ---. Each says what it is with kind: (agent, skill, mcp_server,
+// A file has one or more documents, separated by ---. Each says what it is with kind: (agent, database, skill,
+// mcp_server,
 // objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's Definition. Which file a document is in does not matter, nor in
 // which folder; skills/, automations.yaml and the like are a custom. Names that begin with a dot are left out.
 //
@@ -26,6 +27,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -39,6 +41,7 @@ const Source = skills.SourceWorkspace
 // Workspace is what the files of a folder declare. The zero value declares nothing.
 type Workspace struct {
 	Agents      []Document[agents.Definition]
+	Databases   []Document[databases.Definition] // beside the agent's own
 	Skills      []Document[skills.Definition]
 	MCPServers  []Document[mcp.Definition]
 	Objectives  []Document[objectives.Definition]

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
@@ -45,6 +46,7 @@ type app struct {
 	registry *skills.Registry
 	loop     *reason.Loop
 	remote   *mcp.Client
+	named    *databases.Client
 	metrics  *telemetry.Metrics
 	exporter *telemetry.Exporter
 	surfaces
@@ -71,8 +73,11 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	a.remote = mcp.NewClient(mcp.Options{
 		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.getenv, Logger: log, Agent: cfg.Name, Version: buildVersion(),
 	})
+	a.named = &databases.Client{DB: pool, Getenv: a.getenv}
 	a.registry, err = skills.New(skills.Options{
-		Builtins: builtins.New(pool, directory(a.config)), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log, MCP: a.remote.Call,
+		Builtins: builtins.New(pool, directory(a.config)), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
+		MCP: a.remote.Call,
+		Databases: a.named.Open, Getenv: a.getenv,
 		Flow: skills.Flows(pool, a.engine, cfg.Name),
 	})
 	if err != nil {
@@ -201,5 +206,6 @@ func (a *app) living(ctx context.Context, fn func(ctx context.Context) error, mo
 		err = below
 	}
 	a.remote.Close()
+	a.named.Close()
 	return err
 }

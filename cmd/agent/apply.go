@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -72,7 +73,9 @@ func (c *cli) apply(ctx context.Context, s *session, files workspace.Workspace, 
 		return err
 	}
 	files.GoFlows, files.Also = names, syncHeartbeats(s)
-	decided, err := c.decideRemovals(ctx, s, files, opts)
+	named := c.namedDatabases(s)
+	defer named.Close()
+	decided, err := c.decideRemovals(ctx, s, files, opts, named)
 	if err != nil {
 		return err
 	}
@@ -84,8 +87,21 @@ func (c *cli) apply(ctx context.Context, s *session, files workspace.Workspace, 
 	if err != nil {
 		return err
 	}
+	c.warn(diff)
 	diff.Items = append([]workspace.Item{}, diff.Items...)
 	return c.print(diff, func(w io.Writer) error { return writeDiff(w, diff, opts) })
+}
+
+// namedDatabases opens the named databases of a workspace. The caller closes it.
+func (c *cli) namedDatabases(s *session) *databases.Client {
+	return &databases.Client{DB: s.pool, Getenv: c.getenv}
+}
+
+// warn tells what an apply could not check.
+func (c *cli) warn(diff workspace.Diff) {
+	for _, warning := range diff.Warnings {
+		c.say("warning: %s", printable(warning))
+	}
 }
 
 // writeDiff shows what an apply has changed and what it kept.
@@ -130,21 +146,22 @@ func syncHeartbeats(s *session) func(ctx context.Context, tx pgx.Tx) error {
 // decideRemovals says which rows an apply may remove: all with --prune, those that a person at a terminal has seen and
 // agreed to, else none.
 func (c *cli) decideRemovals(
-	ctx context.Context, s *session, files workspace.Workspace, opts applyOptions,
+	ctx context.Context, s *session, files workspace.Workspace, opts applyOptions, named *databases.Client,
 ) (workspace.Options, error) {
+	keep := workspace.Options{Reach: named.Reach}
 	if opts.prune {
-		return workspace.Options{Prune: workspace.All}, nil
+		return workspace.Options{Prune: workspace.All, Reach: named.Reach}, nil
 	}
 	if opts.dry || c.json || !terminal(c.in) || !terminal(c.err) {
-		return workspace.Options{}, nil
+		return keep, nil
 	}
-	planned, err := workspace.Plan(ctx, s.pool, files, workspace.Options{Prune: workspace.All})
+	planned, err := workspace.Plan(ctx, s.pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})
 	if err != nil {
-		return workspace.Options{}, err
+		return keep, err
 	}
 	removals := planned.Of(workspace.Remove)
 	if len(removals) == 0 {
-		return workspace.Options{}, nil
+		return keep, nil
 	}
 	c.say("An earlier apply declared this, and no file of %s declares it now:", cmp.Or(opts.dir, "the example"))
 	for _, item := range removals {
@@ -152,14 +169,14 @@ func (c *cli) decideRemovals(
 	}
 	yes, err := c.confirm(ctx, fmt.Sprintf("Remove %d %s?", len(removals), plural("row", len(removals))))
 	if err != nil || !yes {
-		return workspace.Options{}, err
+		return keep, err
 	}
 	agreed := func(item workspace.Item) bool {
 		return slices.ContainsFunc(removals, func(seen workspace.Item) bool {
 			return seen.Kind == item.Kind && seen.Name == item.Name
 		})
 	}
-	return workspace.Options{Prune: agreed}, nil
+	return workspace.Options{Prune: agreed, Reach: named.Reach}, nil
 }
 
 // confirm asks a person at the terminal. Only y or yes is a yes.

@@ -160,7 +160,9 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 		return err
 	}
 	files.GoFlows, files.Also = names, syncHeartbeats(s)
-	decided, err := c.decideRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune})
+	named := c.namedDatabases(s)
+	defer named.Close()
+	decided, err := c.decideRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune}, named)
 	if err != nil {
 		return err
 	}
@@ -203,6 +205,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 
 // sayApplied tells what the workspace brought: in a line when all of it is new.
 func (c *cli) sayApplied(diff workspace.Diff, opts devOptions) error {
+	c.warn(diff)
 	defer func() { fmt.Fprint(c.err, keptText(diff, strings.TrimSpace("agent dev "+opts.dir))) }()
 	if diff.Empty() {
 		return nil

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -112,6 +113,27 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 		autonomy = pause.String() + "; `agent resume` ends it"
 	}
 	add("autonomy", err, autonomy)
+	c.examineNamed(ctx, s, add)
+}
+
+// examineNamed reaches each named database, as calls of sql: skills would.
+func (c *cli) examineNamed(ctx context.Context, s *session, add func(string, error, string) bool) {
+	all, err := databases.List(ctx, s.pool)
+	if err != nil {
+		add("databases", err, "")
+		return
+	}
+	named := c.namedDatabases(s)
+	defer named.Close()
+	for _, d := range all {
+		limited, cancel := context.WithTimeout(ctx, 15*time.Second)
+		on, err := named.Reach(limited, d)
+		if err == nil {
+			err = on.Check(limited)
+		}
+		cancel()
+		add("database "+d.Name, err, fmt.Sprintf("reachable by %s, access: %s", d.URLEnv, d.Access))
+	}
 }
 
 func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {

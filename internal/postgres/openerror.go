@@ -1,6 +1,7 @@
 package postgres
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -94,6 +95,9 @@ func passing(err error) bool {
 	}
 	return unreachable(err) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF)
 }
+
+// Unreachable reports an error of [Open] that may pass: the server is away, is starting, or has no free connection.
+func Unreachable(err error) bool { return passing(err) || errors.Is(err, context.DeadlineExceeded) }
 
 func unreachable(err error) bool {
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, os.ErrDeadlineExceeded) {

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // composed are the files whose statements are put together while the program runs, and why. Their other
@@ -23,6 +24,9 @@ var composed = map[string]string{
 	"migrations/apply.go":           "runs the embedded migrations",
 	"retention/partitions.go":       "names a partition",
 	"skills/sql.go":                 "wraps a skill's query",
+	"skills/sqlcheck.go":            "names a role",
+	"skills/sqldatabase.go":         "names a role",
+	"skills/sqleffect.go":           "names a role, and wraps a skill's query",
 }
 
 // utility are statements that PostgreSQL parses without looking at the schema, and that must not be run
@@ -37,6 +41,10 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Release()
+	// The ledger of effects is in the databases of others.
+	if err := skills.PrepareEffects(t.Context(), skills.Database{Pool: pool}); err != nil {
+		t.Fatal(err)
+	}
 	root, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)

@@ -1,0 +1,86 @@
+package databases
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Put makes the row of d.Name say what d declares, and reports whether anything changed.
+func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	if err := Validate(d); err != nil {
+		return false, fmt.Errorf("put database %q: %w", d.Name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		insert into agent_databases as d (name, description, url_env, access, role, source)
+		values (@name, @description, @url_env, @access, @role, @source)
+		on conflict (name) do update
+		   set description = excluded.description, url_env = excluded.url_env, access = excluded.access,
+		       role = excluded.role, source = excluded.source, updated_at = clock_timestamp()
+		 where (d.description, d.url_env, d.access, d.role, d.source)
+		       is distinct from
+		       (excluded.description, excluded.url_env, excluded.access, excluded.role, excluded.source)`,
+		postgres.Strict{
+			"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
+			"role": d.Role, "source": source,
+		})
+	if err != nil {
+		return false, fmt.Errorf("put database %q: %w", d.Name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// Remove deletes the databases of source that are not among keep, and returns their names.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,
+		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	if err != nil {
+		return nil, fmt.Errorf("remove databases of source %s: %w", source, err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("remove databases of source %s: %w", source, err)
+	}
+	slices.Sort(names)
+	return names, nil
+}
+
+// Get returns one database, or [ErrNotFound].
+func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
+	rows, err := db.Query(ctx, `
+		select name, description, url_env, access, role, source, created_at, updated_at
+		  from agent_databases where name = @name`, postgres.Strict{"name": name})
+	if err != nil {
+		return Database{}, fmt.Errorf("get database %q: %w", name, err)
+	}
+	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Database])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Database{}, fmt.Errorf("get database %q: %w", name, err)
+	}
+	return d, nil
+}
+
+// List returns the declared databases by name.
+func List(ctx context.Context, db postgres.DB) ([]Database, error) {
+	rows, err := db.Query(ctx, `
+		select name, description, url_env, access, role, source, created_at, updated_at
+		  from agent_databases order by name limit 1000`)
+	if err != nil {
+		return nil, fmt.Errorf("list databases: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Database])
+	if err != nil {
+		return nil, fmt.Errorf("list databases: %w", err)
+	}
+	return all, nil
+}

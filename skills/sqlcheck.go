@@ -1,0 +1,215 @@
+package skills
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// SQLError is what is wrong with the query of a sql: skill, and where.
+type SQLError struct {
+	Field   string // handler or config.query
+	Offset  int    // in bytes, in the text of the field; -1 is unknown
+	Message string
+}
+
+func (e *SQLError) Error() string { return e.Message }
+
+// SQLDatabase reports whether d is a sql: skill, and the named database that it runs on; empty for the agent's own.
+func SQLDatabase(d Definition) (database string, ok bool) {
+	kind, _, _ := strings.Cut(strings.TrimSpace(d.Handler), ":")
+	database, _ = d.Config["database"].(string)
+	return database, kind == "sql"
+}
+
+// SQLWrites reports whether d declares that it writes.
+func SQLWrites(d Definition) bool {
+	writes, _ := d.Config["writes"].(bool)
+	return writes
+}
+
+// CheckSQL has the server prepare the query of a sql: skill, as a call would, and runs nothing. What is wrong with the
+// query is an [*SQLError]. It leaves tx usable.
+func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
+	r, err := resolve(d)
+	if err != nil {
+		return err
+	}
+	_, names, _ := resolveParameters(d.Parameters)
+	parsed, _ := parseHandler(r.handler, r.config, names)
+	h, ok := parsed.(sqlHandler)
+	if !ok {
+		return nil
+	}
+	c := sqlCheck{handler: h, tx: tx, on: Database{Role: role}}
+	c.field, c.offset = "config.query", -1
+	text, _ := d.Config["query"].(string)
+	if text == "" {
+		c.field, text = "handler", d.Handler
+	}
+	c.offset = strings.Index(text, h.query)
+	return c.check(ctx)
+}
+
+// sqlCheck is the check of one query. offset is where it begins in its field.
+type sqlCheck struct {
+	handler sqlHandler
+	tx      pgx.Tx
+	on      Database
+	field   string
+	offset  int
+}
+
+func (c sqlCheck) check(ctx context.Context) error {
+	if err := c.handler.checkVerb(); err != nil {
+		_, at := verb(c.handler.query)
+		return &SQLError{c.field, c.offset + at, err.Error()}
+	}
+	fields, err := c.prepare(ctx, c.handler.query)
+	if err != nil {
+		return err
+	}
+	switch {
+	case !c.handler.writes:
+		_, err = c.prepare(ctx, c.handler.limited())
+	case fields > 0:
+		_, err = c.prepare(ctx, c.handler.returning())
+	}
+	return err
+}
+
+// prepare has the server parse a text, which is or holds the query, and returns the number of its columns.
+func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err error) {
+	bound, _, err := c.handler.bind(ctx, text, nil)
+	if err != nil {
+		return 0, &SQLError{c.field, c.offset, err.Error()}
+	}
+	inner, err := c.tx.Begin(ctx)
+	if err != nil {
+		return 0, err
+	}
+	statement, err := func() (*pgconn.StatementDescription, error) {
+		if role := c.on.asRole(); role != "" {
+			if _, err := inner.Exec(ctx, role[2:]); err != nil {
+				return nil, fmt.Errorf("take the role %s: %w", c.on.Role, err)
+			}
+		}
+		return inner.Conn().PgConn().Prepare(ctx, "", bound, nil)
+	}()
+	if undone := inner.Rollback(ctx); err == nil {
+		err = undone
+	}
+	refused, ok := errors.AsType[*pgconn.PgError](err)
+	switch {
+	case err == nil:
+		return len(statement.Fields), nil
+	case !ok:
+		return 0, err
+	}
+	message, err := c.message(ctx, refused)
+	if err != nil {
+		return 0, err
+	}
+	return 0, &SQLError{c.field, c.locate(text, bound, int(refused.Position)), message}
+}
+
+var (
+	meantColumn = regexp.MustCompile(`^Perhaps you meant to reference the column "(?:.*\.)?([^".]+)"`)
+	noRelation  = regexp.MustCompile(`^relation "([^"]+)" does not exist$`)
+	parameter   = regexp.MustCompile(`\$(\d+)`)
+)
+
+// message is what the server says, with its hint, in the words of the file.
+func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string, error) {
+	switch {
+	case strings.Contains(refused.Message, "cannot insert multiple commands"),
+		strings.Contains(refused.Message, "data-modifying statement must be at the top level"):
+		return onlyOne, nil
+	case refused.Code == undefinedTable:
+		if name := noRelation.FindStringSubmatch(refused.Message); name != nil {
+			near, err := c.nearRelation(ctx, name[1])
+			return refused.Message + near, err
+		}
+	}
+	names := placeholders(c.handler.query)
+	text := parameter.ReplaceAllStringFunc(refused.Message, func(ref string) string {
+		n := 0
+		if _, err := fmt.Sscanf(ref, "$%d", &n); err != nil || n < 1 || n > len(names) {
+			return ref
+		}
+		return "@" + names[n-1]
+	})
+	if refused.Code == "42P18" { // indeterminate_datatype
+		text += "; say it, for example @limit::int"
+	}
+	if meant := meantColumn.FindStringSubmatch(refused.Hint); meant != nil {
+		return fmt.Sprintf("%s (did you mean %q?)", text, meant[1]), nil
+	}
+	if refused.Hint != "" {
+		text += "; " + refused.Hint
+	}
+	return text, nil
+}
+
+// nearRelation asks whether another table or view was meant.
+func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error) {
+	rows, err := c.tx.Query(ctx, `
+		select relname from pg_class
+		 where relkind in ('r', 'p', 'v', 'm', 'f') and pg_table_is_visible(oid)
+		   and relnamespace <> 'pg_catalog'::regnamespace limit 5000`)
+	if err != nil {
+		return "", err
+	}
+	known, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if near := nearest.To(name, known); near != "" {
+		return fmt.Sprintf(" (did you mean %q?)", near), err
+	}
+	return "", err
+}
+
+// locate finds where in the field the server's position is, which counts characters of the bound text from 1.
+func (c sqlCheck) locate(text, bound string, position int) int {
+	if c.offset < 0 || position < 1 {
+		return -1
+	}
+	at := inOriginal(text, bound, position-1) - strings.Index(text, c.handler.query)
+	if at < 0 || at > len(c.handler.query) {
+		return -1
+	}
+	return c.offset + at
+}
+
+var placeholderAt = regexp.MustCompile(`^@[\pL_][\pL\pN_]*`)
+
+// inOriginal is the byte in a text with @names that stands where a character of the text with $numbers does. Nothing
+// else differs between them.
+func inOriginal(text, bound string, character int) int {
+	i, j := 0, 0
+	for n := 0; n < character && j < len(bound) && i < len(text); n++ {
+		if bound[j] == '$' && text[i] == '@' {
+			number := parameter.FindString(bound[j:])
+			if n+len(number) > character {
+				return i
+			}
+			n += len(number) - 1
+			i += len(placeholderAt.FindString(text[i:]))
+			j += len(number)
+			continue
+		}
+		_, wide := utf8.DecodeRuneInString(bound[j:])
+		i, j = i+wide, j+wide
+	}
+	return i
+}
+
+// Unreachable reports an error of a [Databases] that says nothing about the settings: the server may be back later.
+func Unreachable(err error) bool { return postgres.Unreachable(err) }

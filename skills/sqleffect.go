@@ -1,0 +1,190 @@
+package skills
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// effectsDDL is the ledger of effects, which a database of access write has. A row is written in the transaction of
+// the effect, under the key of the step that asked for it.
+const effectsDDL = `
+create table if not exists agent_effects (
+  key         text primary key,
+  skill       text not null,
+  fingerprint text not null,
+  result      jsonb,
+  created_at  timestamptz not null default clock_timestamp()
+);
+comment on table agent_effects is
+  'What writing skills of the agent did here, by the key of their step. A step that is repeated gets the result.'`
+
+// undefinedTable is the SQLSTATE of a table that does not exist.
+const undefinedTable = "42P01"
+
+// PrepareEffects makes the ledger of effects in a database that skills write to, where it is not there yet.
+func PrepareEffects(ctx context.Context, on Database) error {
+	return postgres.InTx(ctx, on.Pool, func(tx pgx.Tx) error {
+		var there bool
+		err := tx.QueryRow(ctx, `
+			select to_regclass('agent_effects') is not null
+			  from (select pg_advisory_xact_lock(hashtextextended('lanekeeper effects', 0))) locked`).Scan(&there)
+		if err != nil || there {
+			return err
+		}
+		_, err = tx.Exec(ctx, effectsDDL)
+		return err
+	})
+}
+
+// effect runs a writing query and records its result under the call's key, in one transaction. A call that is repeated
+// under the same key, also by another process after a crash, gets that result and does nothing.
+func (h sqlHandler) effect(
+	ctx context.Context, on Database, c Call, timeout time.Duration, args map[string]any,
+) (any, error) {
+	entry := effect{key: c.IdempotencyKey, skill: c.Skill.Name}
+	if entry.key == "" {
+		entry.key = rand.Text()
+	}
+	text, err := json.Marshal(args)
+	if err != nil {
+		return nil, failure(ClassHandler, "the arguments cannot be written: %s", err)
+	}
+	sum := sha256.Sum256(append([]byte(c.Skill.Name+"\x00"), text...))
+	entry.fingerprint = hex.EncodeToString(sum[:16])
+	result, err := executions.Persist(ctx, func(ctx context.Context) (json.RawMessage, error) {
+		result, err := h.once(ctx, on, entry, timeout, args)
+		if postgres.IsCode(err, undefinedTable) && !errors.As(err, new(queryError)) {
+			if err = PrepareEffects(ctx, on); err == nil {
+				result, err = h.once(ctx, on, entry, timeout, args)
+			}
+		}
+		if postgres.IsCode(err, "57014") {
+			err = sqlFailure(timeout, err) // the time is the skill's own, and is over
+		}
+		return result, err
+	})
+	if err != nil {
+		return nil, sqlFailure(timeout, err)
+	}
+	return result, nil
+}
+
+// effect is a row of the ledger.
+type effect struct{ key, skill, fingerprint string }
+
+// once makes the effect unless the ledger has it. The row of the key comes first: another process that makes the same
+// call waits for it.
+func (h sqlHandler) once(
+	ctx context.Context, on Database, e effect, timeout time.Duration, args map[string]any,
+) (result json.RawMessage, err error) {
+	tx, err := on.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
+		defer cancel()
+		_ = tx.Rollback(closing) // nothing to do after a commit
+	}()
+	if _, err := tx.Exec(ctx, prologue(timeout)); err != nil {
+		return nil, err
+	}
+	tag, err := tx.Exec(ctx, `
+		insert into agent_effects (key, skill, fingerprint) values (@key, @skill, @fingerprint)
+		on conflict (key) do nothing`,
+		postgres.Strict{"key": e.key, "skill": e.skill, "fingerprint": e.fingerprint})
+	if err != nil {
+		return nil, err
+	}
+	if tag.RowsAffected() == 0 {
+		return e.recorded(ctx, tx)
+	}
+	if result, err = h.write(ctx, tx, on, args); err != nil {
+		return nil, err
+	}
+	_, err = tx.Exec(ctx, `update agent_effects set result = @result where key = @key`,
+		postgres.Strict{"key": e.key, "result": result})
+	if err != nil {
+		return nil, err
+	}
+	return result, tx.Commit(ctx)
+}
+
+// recorded is the result of an effect that was made before.
+func (e effect) recorded(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
+	var fingerprint string
+	var result json.RawMessage
+	err := tx.QueryRow(ctx, `select fingerprint, result from agent_effects where key = @key`,
+		postgres.Strict{"key": e.key}).Scan(&fingerprint, &result)
+	if err == nil && fingerprint != e.fingerprint {
+		err = failure(ClassRefused, "the key %s was used for another call", e.key)
+	}
+	return result, err
+}
+
+// queryError is an error of the skill's query, and not of the ledger.
+type queryError struct{ error }
+
+func (e queryError) Unwrap() error { return e.error }
+
+// write runs the query as the database's role, and gives back what a session would keep.
+func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[string]any) (json.RawMessage, error) {
+	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query"+on.asRole()); err != nil {
+		return nil, err
+	}
+	result, err := h.runWrite(ctx, tx.Conn(), args)
+	if err != nil {
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
+		defer cancel()
+		_, undone := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
+		if undone != nil {
+			_ = tx.Conn().Close(closing) // the connection is of no use to anybody any more
+		}
+		return nil, queryError{err}
+	}
+	if _, err := tx.Exec(ctx, `set local role to default; select pg_advisory_unlock_all()`); err != nil {
+		return nil, err
+	}
+	return encodeResult(result)
+}
+
+// runWrite runs a statement that returns rows like a query of the same bounds, and any other for its number of rows.
+func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[string]any) (sqlResult, error) {
+	plain, values, err := h.bind(ctx, h.query, args)
+	if err != nil {
+		return sqlResult{}, err
+	}
+	statement, err := conn.PgConn().Prepare(ctx, "", plain, nil)
+	if err != nil {
+		return sqlResult{}, err
+	}
+	if len(statement.Fields) > 0 {
+		query, values, err := h.bind(ctx, h.returning(), args)
+		if err != nil {
+			return sqlResult{}, err
+		}
+		return h.run(ctx, conn, query, values)
+	}
+	texts, err := parameterTexts(values, statement.ParamOIDs)
+	if err != nil {
+		return sqlResult{}, err
+	}
+	tag, err := conn.PgConn().ExecPrepared(ctx, "", texts, nil, nil).Close()
+	return sqlResult{Rows: []json.RawMessage{}, RowCount: int(tag.RowsAffected())}, err
+}
+
+// returning reads the rows that a writing statement returns. It has no limit: a function in a select does its work for
+// every row.
+func (h sqlHandler) returning() string {
+	return "with lanekeeper_effect as (\n" + h.query + "\n) " + bounded("lanekeeper_effect lanekeeper_row")
+}
