@@ -54,3 +54,24 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 		})
 	}
 }
+func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	dir := t.TempDir()
+	p.must("init", dir, "--yes", "--name", "nora", "--database", "postgres://u:se%40cret@db/shop")
+	env, err := os.ReadFile(filepath.Join(dir, ".env"))
+	if err != nil || string(env) != "APP_DATABASE_URL=postgres://u:se%40cret@db/shop\n" {
+		t.Errorf(".env is %q, %v", env, err)
+	}
+	if info, err := os.Stat(filepath.Join(dir, ".env")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf(".env may be read by others: %v, %v", info, err)
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "workspace", "*"))
+	if err != nil || len(files) != 4 {
+		t.Errorf("the workspace has %v, %v", files, err)
+	}
+	for _, file := range files {
+		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "se%40cret") {
+			t.Errorf("%s has the URL, %v", file, err)
+		}
+	}
+}
