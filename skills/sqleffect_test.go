@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"maps"
 	"strings"
 	"testing"
 
@@ -39,9 +40,7 @@ func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 func pay(t *testing.T, query string, config map[string]any) skills.Skill {
 	t.Helper()
 	all := map[string]any{"database": "shop", "writes": true, "query": query}
-	for key, value := range config {
-		all[key] = value
-	}
+	maps.Copy(all, config)
 	return row(t, skills.Definition{
 		Name: "pay", Handler: "sql:", Config: all,
 		Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}}),

@@ -19,12 +19,11 @@ func (s source) within(path string, offset int) Position {
 		return start
 	}
 	text, at := lines[node.Line-1:], start
-	first := text[0]
 	if node.Style&(yaml.LiteralStyle|yaml.FoldedStyle) != 0 && len(text) > 1 {
-		text, first = text[1:], ""
+		text = text[1:]
 		at = Position{File: s.file, Line: node.Line + 1, Column: 1}
 	} else {
-		text[0] = afterRunes(first, node.Column-1)
+		text[0] = afterRunes(text[0], node.Column-1)
 	}
 	walk := walker{rest: strings.Join(text, ""), at: at, style: node.Style}
 	walk.quote()

@@ -76,7 +76,7 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	a.named = &databases.Client{DB: pool, Getenv: a.getenv}
 	a.registry, err = skills.New(skills.Options{
 		Builtins: builtins.New(pool, directory(a.config)), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
-		MCP: a.remote.Call,
+		MCP:       a.remote.Call,
 		Databases: a.named.Open, Getenv: a.getenv,
 		Flow: skills.Flows(pool, a.engine, cfg.Name),
 	})

@@ -88,7 +88,7 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer row.Rollback(t.Context()) //nolint:errcheck // it is over
+	defer row.Rollback(t.Context())
 	if _, err := row.Exec(t.Context(), `select from orders where id = 1 for update`); err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +105,7 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer gate.Rollback(t.Context()) //nolint:errcheck // it is over
+	defer gate.Rollback(t.Context())
 	if _, err := gate.Exec(t.Context(), `lock table agent_checkpoints in share mode`); err != nil {
 		t.Fatal(err)
 	}

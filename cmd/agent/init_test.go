@@ -54,6 +54,7 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 		})
 	}
 }
+
 func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 	p := on(t, pgtest.URL(t))
 	dir := t.TempDir()
