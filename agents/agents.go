@@ -48,7 +48,7 @@ type Definition struct {
 	Effort      string   `yaml:"effort" json:"effort,omitempty"`           // AGENT_REASONING_EFFORT when empty
 	Temperature *float64 `yaml:"temperature" json:"temperature,omitempty"` // 0 to 2; the model's own when nil
 
-	Skills    []string   `yaml:"skills" json:"skills"`                 // names or globs; all when nil, none when empty
+	Skills    []string   `yaml:"skills" json:"skills" nullable:"true"` // names or globs; all when nil, none when empty
 	Memory    string     `yaml:"memory" json:"memory,omitempty"`       // MemoryShared when empty
 	Pinned    []string   `yaml:"pinned" json:"pinned,omitempty"`       // category/key, always shown
 	Delegates []string   `yaml:"delegates" json:"delegates,omitempty"` // agents that it may delegate to

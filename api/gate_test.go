@@ -67,6 +67,7 @@ func whoMay() map[string]api.Access {
 		all[name] = api.Public
 	}
 	for _, name := range []string{
+		"GET /v1/agents", "GET /v1/agents/name",
 		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity",
 		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit", "GET /v1/executions", "GET /v1/executions/id",
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",

@@ -56,7 +56,11 @@ type answer struct {
 
 // table is all routes: the own ones, then the endpoints.
 func (s *server) table(endpoints []Endpoint) ([]route, error) {
-	table := slices.Concat(s.probes(), s.reading(), s.reports(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(), s.flowing(), s.deciding(), s.remembering(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(), s.retaining())
+	table := slices.Concat(
+		s.probes(), s.reading(), s.naming(), s.reports(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(),
+		s.flowing(), s.deciding(), s.remembering(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(),
+		s.retaining(),
+	)
 	for i := range table {
 		if table[i].access == 0 {
 			table[i].access = Admin

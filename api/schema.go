@@ -79,6 +79,9 @@ func (s *schemas) fields(t reflect.Type) object {
 			continue
 		}
 		properties[name] = s.of(f.Type)
+		if f.Tag.Get("nullable") == "true" { // a slice whose nil means something else than an empty one
+			properties[name] = nullable(s.of(f.Type))
+		}
 		if !strings.Contains(options, "omit") {
 			required = append(required, name)
 		}

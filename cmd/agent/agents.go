@@ -72,13 +72,6 @@ func orNone(text string) string {
 	return text
 }
 
-// shownAgent is an agent with where each of its values comes from.
-type shownAgent struct {
-	agents.Agent
-	Values   []agents.Value `json:"values"`
-	Versions []int          `json:"versions"` // the newest first
-}
-
 func (c *cli) agentsShowCommand() *cobra.Command {
 	var version int
 	cmd := &cobra.Command{
@@ -86,15 +79,9 @@ func (c *cli) agentsShowCommand() *cobra.Command {
 		Long: `Show an agent's effective values, and where each comes from: its document, a setting, or a default. Its
 instructions follow.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			a, err := findAgent(cmd.Context(), s, args[0], version)
+			shown, err := directory(s.config).Show(cmd.Context(), s.pool, args[0], version)
 			if err != nil {
-				return err
-			}
-			shown := shownAgent{Agent: a, Values: a.Values()}
-			if a.Declared() {
-				if shown.Versions, err = agents.Versions(cmd.Context(), s.pool, a.Name); err != nil {
-					return err
-				}
+				return agentHint(err)
 			}
 			return c.print(shown, func(w io.Writer) error { return writeAgent(w, shown) })
 		}),
@@ -105,31 +92,25 @@ instructions follow.`,
 
 // findAgent reads an agent, or a version of one, a removed one included.
 func findAgent(ctx context.Context, s *session, name string, version int) (agents.Agent, error) {
-	d := directory(s.config)
-	var a agents.Agent
-	var err error
-	if version > 0 {
-		a, err = d.Version(ctx, s.pool, name, version)
-	} else {
-		a, err = d.Find(ctx, s.pool, name)
-	}
-	if !errors.Is(err, agents.ErrNotFound) {
-		return a, err
-	}
-	versions, missing := agents.Versions(ctx, s.pool, name)
-	switch {
-	case errors.Is(missing, agents.ErrNotFound):
-		return a, hint(fmt.Errorf("there is no agent %q", name), "see agent agents ls")
-	case missing != nil:
-		return a, missing
-	case version > 0:
-		return a, hint(fmt.Errorf("agent %s has no version %d: the latest is %d", name, version, versions[0]),
-			"see agent agents show %s", name)
-	}
-	return a, hint(fmt.Errorf("agent %s was removed", name), "agent agents show %s --version %d shows what it was", name, versions[0])
+	a, err := directory(s.config).Look(ctx, s.pool, name, version)
+	return a, agentHint(err)
 }
 
-func writeAgent(w io.Writer, a shownAgent) error {
+// agentHint says what to do about an agent, or a version of one, that is not there.
+func agentHint(err error) error {
+	missing, ok := errors.AsType[*agents.MissingError](err)
+	switch {
+	case !ok:
+		return err
+	case missing.Latest == 0:
+		return hint(missing, "see agent agents ls")
+	case missing.Version > 0:
+		return hint(missing, "see agent agents show %s", missing.Name)
+	}
+	return hint(missing, "agent agents show %s --version %d shows what it was", missing.Name, missing.Latest)
+}
+
+func writeAgent(w io.Writer, a agents.Shown) error {
 	rows := make([][]string, len(a.Values))
 	for i, v := range a.Values {
 		rows[i] = []string{v.Name, printable(v.Value), v.From}
