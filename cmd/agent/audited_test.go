@@ -41,7 +41,7 @@ var unaudited = map[string]string{
 	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads", "why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
 	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
 	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads", "executions stuck": "reads", "executions replay": "reads",
-	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "init": "writes files alone",
+	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads", "models check": "asks a model", "init": "writes files alone",
 	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
 	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads", "automations show": "reads", "automations runs": "reads",
 	"automations dead": "reads", "memory ls": "reads", "memory get": "reads", "memory search": "reads", "memory stats": "reads", "memory conflicts ls": "reads",

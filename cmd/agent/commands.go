@@ -17,6 +17,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.migrateCommand(),
 		c.applyCommand(),
 		c.agentsCommand(),
+		c.modelsCommand(),
 		c.heartbeatCommand(),
 		c.pauseCommand(),
 		c.resumeCommand(),

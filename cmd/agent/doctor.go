@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/models/modelcheck"
 )
 
 // finding is what one check of the doctor says.
@@ -144,12 +145,19 @@ func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Log
 	defer stop()
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
-	_, err = model.Complete(ctx, models.Request{
-		Messages:  []models.Message{{Role: models.RoleUser, Content: "Say ok."}},
-		MaxTokens: 16,
-	})
-	if errors.Is(err, context.DeadlineExceeded) {
-		err = errors.New("the model did not answer within 20 s")
+	answers, tools := modelcheck.Once(ctx, model, modelcheck.Target{Model: model.Model()})
+	if add("model answers", failureOf(answers), "yes") {
+		add("model tools", failureOf(tools), "it calls them; `agent models check` asks for more")
 	}
-	add("model answers", err, "yes")
+}
+
+// failureOf is what a check found wrong, with the setting that helps.
+func failureOf(r modelcheck.Result) error {
+	switch {
+	case r.Status != modelcheck.Fail:
+		return nil
+	case r.Help == "":
+		return errors.New(r.Detail)
+	}
+	return hint(errors.New(r.Detail), "%s", r.Help)
 }

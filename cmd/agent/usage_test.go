@@ -83,6 +83,8 @@ func TestUsageMistakes(t *testing.T) {
 		"nothing said to the agent":  {[]string{"operate", " "}, "the message is empty; say something; see agent operate --help"},
 		"nothing said by a visitor":  {[]string{"chat", ""}, "the message is empty; say something; see agent chat --help"},
 		"trace without id":           {[]string{"trace"}, "agent trace takes a trace id, last, or ls"},
+		"no name of a model":         {[]string{"models", "check", ""}, "the model's name is empty; see agent models check --help"},
+		"two models":                 {[]string{"models", "check", "a", "b"}, "agent models check takes at most one model's name"},
 		"apply without folder":       {[]string{"apply"}, "agent apply takes a folder"},
 		"apply of a file":            {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
 		"run without dashes":         {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},

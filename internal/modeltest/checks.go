@@ -1,0 +1,31 @@
+package modeltest
+
+import (
+	"strings"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// PassesChecks answers what models/modelcheck asks, so that every check passes. It is for [Server.Handle].
+func PassesChecks(_ int, req openai.ChatCompletionRequest) Reply {
+	last := req.Messages[len(req.Messages)-1]
+	said := last.Content
+	if len(last.MultiContent) > 0 {
+		said = last.MultiContent[0].Text
+	}
+	switch {
+	case strings.Contains(said, "INVALID_PARAMS"):
+		return ToolCall("temperature", `{"city":"Madrid, Spain"}`)
+	case last.Role == openai.ChatMessageRoleTool:
+		return Text("It is 21 degrees in Madrid.")
+	case len(req.Tools) > 0:
+		return ToolCall("temperature", `{"city":"Madrid"}`)
+	case strings.Contains(said, "three hundred"):
+		return Text("one, two, three, four, five").WithFinish(openai.FinishReasonLength).WithUsage(40, 16, 0)
+	case strings.Contains(said, "thirty"):
+		return Text("one, two, three, four, five, six, seven, eight, nine, ten and so on up to thirty")
+	case strings.Contains(said, "colour"):
+		return Text("Red.")
+	}
+	return Text("ok")
+}

@@ -1,0 +1,251 @@
+// Package modelcheck asks a model real questions, to find out whether agents can work with it. Each check does what an
+// agent does: a turn, a call and its result, a correction, a stream, a bound, an image. Calls cost money; [Calls]
+// counts them.
+package modelcheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// The checks, in the order in which they are made.
+const (
+	Answers    = "answers"
+	Tools      = "tools"
+	Correction = "correction"
+	Stream     = "stream"
+	Limit      = "limit"
+	Image      = "image"
+	Dialect    = "dialect"
+	Price      = "price"
+)
+
+// Status is what came of a check.
+type Status string
+
+// What can come of a check.
+const (
+	Pass    Status = "pass"
+	Fail    Status = "fail"
+	Skipped Status = "skipped"
+)
+
+// Result is what a check found.
+type Result struct {
+	Check   string  `json:"check"`
+	Status  Status  `json:"status"`
+	Millis  int64   `json:"ms"`
+	Calls   int     `json:"calls"` // requests that were sent, refused ones included
+	CostUSD float64 `json:"cost_usd"`
+	Detail  string  `json:"detail,omitempty"`
+	Help    string  `json:"help,omitempty"` // the setting that helps
+}
+
+// Target is a model as an agent uses it.
+type Target struct {
+	Model  string `json:"model"`
+	Effort string `json:"effort,omitempty"` // AGENT_REASONING_EFFORT when empty
+}
+
+// String is the target as people read it.
+func (t Target) String() string {
+	if t.Effort == "" {
+		return t.Model
+	}
+	return t.Model + " (effort " + t.Effort + ")"
+}
+
+// longestCall is how long one call may take; models that reason take their time.
+const longestCall = 2 * time.Minute
+
+// roomToAnswer bounds answers that are short, with room for reasoning before them.
+const roomToAnswer = 2048
+
+// Calls is how many calls [Run] makes of a model. Each part of the protocol that the server refuses adds one.
+func Calls(client *models.Client, t Target) int {
+	if client.TakesImages(t.Model) {
+		return 7
+	}
+	return 6
+}
+
+// Run makes all checks and reports each: by begin before its first call, by done when it has ended. It returns an
+// error only when ctx has ended.
+func Run(ctx context.Context, client *models.Client, t Target, begin func(check string), done func(Result)) error {
+	p := &probe{client: client, target: t}
+	for _, c := range []struct {
+		name string
+		run  func(context.Context) finding
+	}{
+		{Answers, p.answers},
+		{Tools, p.tools},
+		{Correction, p.correction},
+		{Stream, p.stream},
+		{Limit, p.limit},
+		{Image, p.image},
+		{Dialect, p.dialect},
+		{Price, p.price},
+	} {
+		begin(c.name)
+		p.calls, p.cost = 0, 0
+		started := time.Now()
+		found := c.run(ctx)
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("check model %s: %w", t.Model, err)
+		}
+		done(Result{
+			Check: c.name, Status: found.status, Detail: found.detail, Help: found.help,
+			Millis: time.Since(started).Milliseconds(), Calls: p.calls, CostUSD: p.cost,
+		})
+	}
+	return nil
+}
+
+// finding is a result without its figures.
+type finding struct {
+	status       Status
+	detail, help string
+}
+
+func passed(format string, args ...any) finding {
+	return finding{Pass, fmt.Sprintf(format, args...), ""}
+}
+
+func skipped(detail, help string) finding { return finding{Skipped, detail, help} }
+
+func failed(help, format string, args ...any) finding {
+	return finding{Fail, fmt.Sprintf(format, args...), help}
+}
+
+// probe is the checks of one model.
+type probe struct {
+	client *models.Client
+	target Target
+	calls  int // of the check under way
+	cost   float64
+
+	asked  []models.Message // the conversation of the tool, with the call
+	called *models.ToolCall
+
+	refused bool // the server refused a request with a tool
+}
+
+// ask makes one call.
+func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, error) {
+	ctx, cancel := context.WithTimeout(ctx, longestCall)
+	defer cancel()
+	req.Model, req.Effort = p.target.Model, p.target.Effort
+	if req.MaxTokens == 0 {
+		req.MaxTokens = roomToAnswer
+	}
+	started := time.Now()
+	resp, err := p.client.Complete(ctx, req)
+	if errors.Is(err, context.DeadlineExceeded) {
+		waited := time.Since(started).Round(time.Second)
+		err = fmt.Errorf("the model did not answer within %s: %w", waited, context.DeadlineExceeded)
+	}
+	p.calls += resp.Attempts
+	p.cost += resp.CostUSD
+	return resp, err
+}
+
+// words is what a person asks.
+func words(text string) []models.Message {
+	return []models.Message{
+		{Role: models.RoleSystem, Content: "You are checked for a first use. Be brief."},
+		{Role: models.RoleUser, Content: text},
+	}
+}
+
+func (p *probe) answers(ctx context.Context) finding {
+	resp, err := p.ask(ctx, models.Request{Messages: words("Say ok.")})
+	return spoken(resp, err)
+}
+
+// spoken is whether an answer has words.
+func spoken(resp models.Response, err error) finding {
+	switch {
+	case err != nil:
+		return failed(Help(err), "%s", err)
+	case resp.Message.Text() == "" && resp.FinishReason == models.FinishLength:
+		return failed("set AGENT_REASONING_EFFORT to low", "%d tokens went into reasoning, and none into an answer",
+			resp.Usage.CompletionTokens)
+	case resp.Message.Text() == "" && resp.Message.Refusal == "":
+		return failed("set AGENT_MODEL to another model", "the answer is empty (finish reason %s)", resp.FinishReason)
+	}
+	return passed("")
+}
+
+func (p *probe) stream(ctx context.Context) finding {
+	started, first, pieces := time.Now(), time.Duration(0), 0
+	var shown strings.Builder
+	resp, err := p.ask(ctx, models.Request{
+		Messages: words("Write the numbers from one to thirty in words."),
+		OnDelta: func(text string) {
+			if pieces == 0 {
+				first = time.Since(started)
+			}
+			pieces++
+			shown.WriteString(text)
+		},
+		OnRestart: func() {
+			pieces = 0
+			shown.Reset()
+		},
+	})
+	if found := spoken(resp, err); found.status != Pass {
+		return found
+	}
+	switch {
+	case resp.Message.Refusal == "" && shown.String() != resp.Message.Content:
+		return failed("AGENT_MODEL_API may name another protocol", "the pieces do not add up to the answer")
+	case pieces < 2:
+		return passed("in one piece: readers wait for the whole answer")
+	}
+	return passed("%d pieces, the first after %s", pieces, first.Round(time.Millisecond))
+}
+
+// shortest is a bound that every server takes; the Responses API takes none below.
+const shortest = 16
+
+func (p *probe) limit(ctx context.Context) finding {
+	resp, err := p.ask(ctx, models.Request{
+		Messages: words("Write the numbers from one to three hundred in words, all of them."), MaxTokens: shortest,
+	})
+	const help = "set AGENT_MODEL_EXTRA to the member that bounds answers at this server"
+	switch {
+	case err != nil:
+		return failed(Help(err), "%s", err)
+	case resp.FinishReason != models.FinishLength:
+		return failed(help, "an answer bounded by %d tokens ended with %q after %d",
+			shortest, resp.FinishReason, resp.Usage.CompletionTokens)
+	case resp.Unknown:
+		return failed(help, "the server goes beyond %d tokens; the answer was cut here, and may be billed whole",
+			shortest)
+	}
+	return passed("cut by the server after %d tokens", resp.Usage.CompletionTokens)
+}
+
+func (p *probe) dialect(context.Context) finding {
+	learned := p.client.Learned(p.target.Model)
+	api := map[models.API]string{
+		models.APIChat: "chat completions", models.APIResponses: "Responses API",
+	}[p.client.API(p.target.Model)]
+	if len(learned) == 0 {
+		return passed("%s", api)
+	}
+	return passed("%s; learned here: %s", api, strings.Join(learned, ", "))
+}
+
+func (p *probe) price(context.Context) finding {
+	price, known := p.client.Price(p.target.Model)
+	if !known {
+		return skipped("no price is known: limits in dollars do not bound this model", "set AGENT_PRICES")
+	}
+	return passed("%s per million tokens", price)
+}
