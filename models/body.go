@@ -106,12 +106,12 @@ func list(texts []string) string {
 // body is the request in the form that the server is known to understand.
 func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	known := FactsOf(req.Model)
-	req.Messages = adapted(req.Messages, d, known)
+	req.Messages = adapted(withForm(req, d, known), d, known)
 	var o object
 	o.set("model", req.Model)
 	var err error
 	if api == APIResponses {
-		err = c.responsesBody(&o, req, d)
+		err = c.responsesBody(&o, req, d, known)
 	} else {
 		err = c.chatBody(&o, req, d, known)
 	}

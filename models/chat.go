@@ -1,7 +1,5 @@
 package models
 
-import "encoding/json"
-
 // signatureLeftOut is what Gemini takes in place of a signature that was lost with an edit or a change of models.
 const signatureLeftOut = `{"google":{"thought_signature":"skip_thought_signature_validator"}}`
 
@@ -32,8 +30,8 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 	if req.Effort != "" && !d.has(noEffort) {
 		o.set("reasoning_effort", req.Effort)
 	}
-	if req.Schema != nil && !d.has(noSchema) {
-		o.set("response_format", map[string]any{"type": "json_schema", "json_schema": req.Schema})
+	if req.Schema != nil && !inWords(req.Schema, d, known) {
+		o.set("response_format", req.Schema.format())
 	}
 	return nil
 }
@@ -119,10 +117,3 @@ func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 
 // origin is who may have a provider's opaque members back.
 func (c *Client) origin(model string) string { return c.config.BaseURL + " " + model }
-
-// Schema is the form that an answer is to have.
-type Schema struct {
-	Name   string          `json:"name"`
-	Schema json.RawMessage `json:"schema"`
-	Strict bool            `json:"strict"` // servers then want every member required and no others allowed
-}

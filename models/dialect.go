@@ -134,7 +134,8 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 		d |= noStore
 	case names("temperature") && s.req.Temperature != nil && unsupported:
 		d |= noTemperature
-	case names("response_format", "json_schema", "text.format", "structured output") && s.req.Schema != nil:
+	case s.req.Schema != nil && !s.req.Schema.inWords && names("response_format", "json_schema", "text.format",
+		"structured output", "response mime type", "grammar"):
 		d |= noSchema
 	case names("reasoning_effort", "reasoning.effort", "reasoning effort") && s.req.Effort != "" &&
 		names("unsupported parameter", "unknown parameter", "not permitted", "unrecognized", "unexpected",

@@ -123,6 +123,9 @@ func size(req Request) (all extent, parts int) {
 			all.add(string(encoded))
 		}
 	}
+	if req.Schema != nil {
+		all.add(req.Schema.rule())
+	}
 	return all, len(req.Messages) + len(req.Tools)
 }
 

@@ -29,6 +29,7 @@ type Facts struct {
 	Echo          string // the member that must be on each of its messages with calls, empty where it did not think
 	Signed        bool   // it refuses calls without its signature
 	NoImages      bool   // it takes text alone
+	NoSchema      bool   // it ignores structured outputs in silence
 }
 
 // facts is by name: of a name that begins so the longest decides.
@@ -62,7 +63,7 @@ var facts = map[string]Facts{
 	"kimi-k2":      {Context: 262_144, Echo: "reasoning_content", Thinks: true, NoImages: true},
 	"deepseek":     {Context: 128_000, Echo: "reasoning_content", NoImages: true},
 	"deepseek-r":   {Context: 128_000, Echo: "reasoning_content", Thinks: true, NoImages: true},
-	"claude":       {Context: 200_000, OneSystem: true},
+	"claude":       {Context: 200_000, OneSystem: true, NoSchema: true},
 	"deepseek-ocr": {},
 }
 

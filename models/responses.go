@@ -2,7 +2,7 @@ package models
 
 // responsesBody adds what the Responses API has of a request. Nothing is stored at the server: the whole history is
 // sent, with the items of earlier answers as they came.
-func (c *Client) responsesBody(o *object, req Request, d dialect) error {
+func (c *Client) responsesBody(o *object, req Request, d dialect, known Facts) error {
 	var input []string
 	origin := c.origin(req.Model)
 	for _, m := range req.Messages {
@@ -32,11 +32,8 @@ func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	if req.Effort != "" && !d.has(noEffort) {
 		o.set("reasoning", map[string]string{"effort": req.Effort})
 	}
-	if req.Schema != nil && !d.has(noSchema) {
-		o.set("text", map[string]any{"format": struct {
-			Type string `json:"type"`
-			Schema
-		}{"json_schema", *req.Schema}})
+	if req.Schema != nil && !inWords(req.Schema, d, known) {
+		o.set("text", map[string]any{"format": req.Schema.flatFormat()})
 	}
 	return nil
 }

@@ -34,6 +34,9 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 			return answer{}, fmt.Errorf("complete with %s: %w", r.req.Model, contextError(ctx))
 		}
 		r.restart()
+		if r.schemaRefused(failure) {
+			continue
+		}
 		if next, changed := d.after(failure, sent{r.req, api, r.client.config.API}); changed {
 			r.client.learn(ctx, r.req.Model, next)
 			continue // a refusal: nothing was billed
