@@ -62,7 +62,7 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 	}
 	request := models.Request{
 		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(),
-		OnDelta: w.OnDelta, OnRestart: w.OnRestart,
+		Schema: w.Form.schema(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
 	}
 	shown := asked{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),

@@ -12,6 +12,10 @@
 // stopped after five. Then the turn ends as stalled, with a summary of what was done, an activity row of class
 // stall, and the attempt in the log. So does a turn that has used up its iterations, whatever it called with.
 //
+// An answer can have a form (Form): JSON of a schema. It goes to the model's server with each request, and to servers
+// without structured outputs in words. The loop itself validates the answer and asks once more for one that does not
+// fit. So a turn with a form answers in it or not at all.
+//
 // The context fits before every request: the oldest exchanges go first, whole; the opening and the prompt stay;
 // what is too long by itself is cut with a marker. Of a result that was cut the model can read the rest
 // (read_result), and of very many skills it is offered the nearest and finds the others (skill_search).
@@ -119,6 +123,7 @@ type Turn struct {
 	// History is what was said before, oldest first: it stands between System and Prompt.
 	History []models.Message
 	Prompt  string
+	Form    *Form          // of the answer; nil for one in words
 	Seen    []memory.Sight // what the prompt shows of what skills may write
 	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools
 	Tools   []Tool
@@ -156,8 +161,8 @@ func (t Turn) budget(loop Budget) Budget {
 }
 
 // Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was done. Ended is
-// answered, stalled, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut is why
-// an answer is not whole: length or content_filter, as the model's server says.
+// answered, stalled, form, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut
+// is why an answer is not whole: length or content_filter, as the model's server says.
 type Outcome struct {
 	Text       string         `json:"text"`
 	Ended      string         `json:"ended"`
@@ -174,6 +179,8 @@ type Outcome struct {
 const (
 	Answered = "answered"
 	Stalled  = "stalled"
+	// EndedForm is a turn whose answer did not have its Form. Text says why.
+	EndedForm = "form"
 )
 
 // maxRetries is how often a model may correct a bad call.

@@ -41,6 +41,7 @@ type turn struct {
 	last       string            // the last call, with its arguments
 	same       int               // how often it was made in a row
 	silent     int               // answers without words in a row
+	unformed   int               // answers that had not the form that was asked for
 	bad        int               // replies in a row whose calls were all refused
 	why        string            // it stalled, or which limit stopped it
 	spent      time.Duration     // of the turn's time, up to the last recorded answer
@@ -130,6 +131,9 @@ func (w *turn) iterate(ctx context.Context) error {
 	w.messages = append(w.messages, sendable(reply.Message))
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut
+		if w.Form != nil {
+			return w.formed(ctx, reply)
+		}
 		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
 	}
 	w.silent = 0
@@ -175,6 +179,42 @@ func (w *turn) answer(ctx context.Context, text string) error {
 	w.say(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
 }
+
+// formed ends the turn with an answer in the form that was asked for. An answer that was cut off or withheld would be
+// so again, and is not asked for again.
+func (w *turn) formed(ctx context.Context, reply reply) error {
+	text := strings.TrimSpace(reply.Message.Content)
+	if text == "" && reply.Message.Refusal == "" && reply.Cut == "" {
+		return w.answer(ctx, "")
+	}
+	answer, wrong := w.Form.read(text)
+	final := true
+	switch {
+	case reply.Cut == string(models.FinishContentFilter):
+		wrong = formFiltered
+	case reply.Cut != "":
+		wrong = formCutOff
+	case wrong == "":
+		return w.answer(ctx, answer)
+	case text == "":
+		wrong = fmt.Sprintf(formNotAnswered, clipped(reply.Message.Refusal))
+	default:
+		w.unformed++
+		final = w.unformed > 1
+	}
+	if !final {
+		w.say(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // of a client's own schema: no rule of the runtime
+		return nil
+	}
+	if err := w.stall(ctx, nil, whyOtherwise+": "+wrong, whyOtherwise+": "+wrong); err != nil {
+		return err
+	}
+	w.outcome.Ended, w.outcome.Text = EndedForm, upper(whyOtherwise)+": "+wrong+"."
+	return nil
+}
+
+// upper begins a sentence.
+func upper(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
 // filteredText stands for an answer of which the model's server has withheld all.
 const filteredText = "The model's provider has withheld this answer: its content filter found something in the request or in the answer."
