@@ -42,7 +42,8 @@ type Response struct {
 	Previous     string // response that it continues; "" for none
 	Conversation string
 	Metadata     map[string]string
-	MaxTokens    int // 0 for no bound
+	MaxTokens    int            // 0 for no bound
+	Format       map[string]any // of the text; nil for words
 	Background   bool
 }
 
@@ -66,6 +67,9 @@ func (r Response) document() map[string]any {
 		"text":        map[string]any{"format": map[string]any{"type": "text"}, "verbosity": "medium"},
 		"tool_choice": "auto", "tools": []any{}, "truncation": "disabled", "usage": nil, "user": nil,
 		"metadata": map[string]string{}, "conversation": map[string]any{"id": r.Conversation},
+	}
+	if r.Format != nil {
+		d["text"] = map[string]any{"format": r.Format, "verbosity": "medium"}
 	}
 	if r.Error != nil {
 		d["error"] = r.Error

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -44,6 +45,8 @@ type Ask struct {
 	thread      string          // the id of the thread
 	fresh       bool            // the name was made up here
 	response    *responseEcho   // of a request for a response
+	form        *reason.Form    // of the answer; nil for one in words
+	formParam   string          // the parameter that says so
 	last        string          // execution that must be the thread's last; "" for any
 	retry       *retry          // recognises the request when it is sent again; nil when it cannot be
 	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
@@ -61,7 +64,7 @@ func (a Ask) principal() threads.Principal {
 func (a Ask) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
-		Response: a.response,
+		Response: a.response, Form: a.form,
 	}
 }
 
@@ -77,6 +80,7 @@ type input struct {
 	To        string `json:"to,omitempty"` // of a relay: the execution that the message is for
 	// Response is what a response repeats of its request; nil for a completion.
 	Response *responseEcho `json:"response,omitempty"`
+	Form     *reason.Form  `json:"form,omitempty"` // of the answer; nil for one in words
 }
 
 // isOf reports whether a principal asked for this.
@@ -223,6 +227,9 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 		return x, false, nil, err
 	}
 	if to != "" {
+		if err := a.wordless(); err != nil {
+			return x, false, nil, err
+		}
 		if err := c.opened(ctx, tx, a); err != nil {
 			return x, false, nil, err
 		}

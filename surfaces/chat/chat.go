@@ -33,7 +33,10 @@
 //
 // A client that sends a request again, because its connection broke, gets the turn that the first one began: see retry.
 // POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response, which
-// must be the thread's last (409); client tools and formats other than text are refused by name.
+// must be the thread's last (409); client tools are refused by name.
+//
+// A request may ask for an answer in a form, JSON of a schema (form.go). Nothing of such an answer is shown before the
+// loop has validated it, and what is not in the form is an error.
 //
 // The model of a request names an agent (package agents). A key reaches the agents that name it, else the default one.
 // A thread has one agent: another model there is refused with 409. An agent's greeting is the first message of each new

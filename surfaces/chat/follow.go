@@ -162,6 +162,9 @@ func (f *follower) diverged() error {
 
 // takeLeave ends a connection that has waited for an admin.
 func (f *follower) takeLeave(text string) (answer, error) {
+	if f.in.Form != nil {
+		return answer{}, formPending(f.id)
+	}
 	words := notice
 	if text != "" {
 		words = text + "\n\n" + notice
@@ -238,8 +241,8 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 		if err := json.Unmarshal(x.Result, &a); err != nil {
 			return answer{}, fmt.Errorf("read result of execution %s: %w", x.ID, err)
 		}
-		if a.Refused {
-			return answer{}, overLimit(a)
+		if err := a.failure(); err != nil {
+			return answer{}, err
 		}
 		if err := f.reveal(a.Text); err != nil {
 			return answer{}, err

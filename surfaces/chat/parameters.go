@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"slices"
-	"strings"
 )
 
 // parameters are the documented parameters of a chat completion that the surface refuses when their value asks for
@@ -51,7 +50,7 @@ const (
 	whyLogprobs = "Log probabilities are not returned."
 	whySearch   = "Searching the web is a skill of the agent's own; a client cannot turn it on."
 	whyModerate = "Moderation is not run here."
-	whyFormat   = "Only text is answered: response formats with a schema, or JSON, are not supported."
+	whyFormat   = "The formats of an answer are text, json_object and json_schema."
 )
 
 // refuse returns what the request asks for in vain.
@@ -63,9 +62,6 @@ func (p parameters) refuse() error {
 	if is(p.FunctionCall, `"none"`) {
 		functions = nil
 	}
-	if given(p.Format) && formatType(p.Format) == "text" {
-		p.Format = nil
-	}
 	return refuse([]rule{
 		{"audio", p.Audio, nil, "The agent answers in text, not in audio."},
 		{"modalities", p.Modalities, []string{`["text"]`, `[]`}, `Only ["text"] is answered.`},
@@ -73,7 +69,6 @@ func (p parameters) refuse() error {
 		{"functions", functions, []string{`[]`}, whyTools},
 		{"tool_choice", p.ToolChoice, []string{`"none"`, `"auto"`}, whyChoice},
 		{"function_call", p.FunctionCall, []string{`"none"`, `"auto"`}, whyChoice},
-		{"response_format", p.Format, nil, whyFormat},
 		{"logprobs", p.Logprobs, []string{`false`}, whyLogprobs},
 		{"top_logprobs", p.TopLogprobs, []string{`0`}, whyLogprobs},
 		{"logit_bias", p.LogitBias, []string{`{}`}, "The agent chooses its own words: logit_bias is not passed on."},
@@ -100,15 +95,4 @@ func given(raw json.RawMessage) bool { return len(raw) > 0 && !is(raw, "null") }
 func is(raw json.RawMessage, value string) bool {
 	raw = bytes.TrimSpace(raw)
 	return string(raw) == value || len(raw) <= 64 && string(compact(raw)) == value
-}
-
-// formatType is the type of a response format; "" for what has none.
-func formatType(raw json.RawMessage) string {
-	var f struct {
-		Type string `json:"type"`
-	}
-	if json.Unmarshal(raw, &f) != nil {
-		return ""
-	}
-	return strings.TrimSpace(f.Type)
 }

@@ -112,6 +112,10 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 	if err != nil {
 		return a, err
 	}
+	a.formParam = "response_format"
+	if a.form, err = formOf(a.formParam, req.Format, true); err != nil {
+		return Ask{}, err
+	}
 	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
 		if bound == nil {
 			continue

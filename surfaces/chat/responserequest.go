@@ -61,10 +61,6 @@ func (q responseRequest) refuse() error {
 	if is(q.ToolChoice, `"none"`) {
 		q.Tools = nil
 	}
-	var format json.RawMessage
-	if q.Text != nil && formatType(q.Text.Format) != "text" {
-		format = q.Text.Format
-	}
 	for _, what := range q.Include {
 		if strings.HasSuffix(what, "logprobs") {
 			return bad("include", "unsupported_value", "include: %s", whyLogprobs)
@@ -76,7 +72,6 @@ func (q responseRequest) refuse() error {
 		{"max_tool_calls", q.MaxToolCalls, nil, "How many tools the agent calls is its own limit."},
 		{"prompt", q.Prompt, nil, "Prompt templates are not stored here; the agent has its own instructions."},
 		{"top_logprobs", q.TopLogprobs, []string{`0`}, whyLogprobs},
-		{"text.format", format, nil, whyFormat},
 		{"moderation", q.Moderation, nil, whyModerate},
 	})
 }
@@ -144,6 +139,12 @@ func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (A
 	}
 	if err := q.refuse(); err != nil {
 		return a, err
+	}
+	if q.Text != nil {
+		a.formParam = "text.format"
+		if a.form, err = formOf(a.formParam, q.Text.Format, false); err != nil {
+			return a, err
+		}
 	}
 	echo := &responseEcho{Background: q.Background != nil && *q.Background}
 	if a.response = echo; q.MaxTokens != nil {

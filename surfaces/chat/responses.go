@@ -248,6 +248,7 @@ func headOf(x executions.Execution, in input) responsewire.Response {
 	r := responsewire.Response{
 		ID: responsePrefix + x.ID, ItemID: itemPrefix + x.ID, Model: in.Model, Status: responsewire.InProgress,
 		Created: x.CreatedAt.Unix(), Conversation: in.name(), MaxTokens: in.MaxTokens,
+		Format: formats(in),
 	}
 	if e := in.Response; e != nil {
 		r.Previous, r.Metadata, r.Background = e.Previous, e.Metadata, e.Background
@@ -257,6 +258,10 @@ func headOf(x executions.Execution, in input) responsewire.Response {
 
 // answered is a response with its answer.
 func answered(r responsewire.Response, got answer) responsewire.Response {
+	if got.Unformed {
+		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "server_error", Message: got.Text}
+		return r
+	}
 	if got.Refused {
 		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "rate_limit_exceeded", Message: got.Text}
 		return r

@@ -109,7 +109,7 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 		{`"input":"hi","max_tool_calls":1`, "unsupported_value max_tool_calls"},
 		{`"input":"hi","prompt":{"id":"pmpt_1"}`, "unsupported_value prompt"},
 		{`"input":"hi","include":["message.output_text.logprobs"]`, "unsupported_value include"},
-		{`"input":"hi","text":{"format":{"type":"json_schema"}}`, "unsupported_value text.format"},
+		{`"input":"hi","text":{"format":{"type":"grammar"}}`, "unsupported_value text.format"},
 		{`"input":"hi","max_output_tokens":0`, "invalid_value max_output_tokens"},
 		{`"input":"hi","metadata":{"a":1}`, "invalid_type metadata"},
 		{`"input":"hi","conversation":7`, "invalid_type conversation"},

@@ -41,7 +41,12 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 		t.Skipf("npm cannot install the packages (offline?): the clients for Node are not tried: %v\n%s", err, out)
 	}
 	w := newWorld(t)
-	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello to you.") })
+	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
+		if f := req.ResponseFormat; f != nil && f.JSONSchema != nil {
+			return modeltest.Text(city)
+		}
+		return modeltest.Text("Hello to you.")
+	})
 	p := w.process(t)
 	run := osexec.CommandContext(ctx, "node", "try.mjs")
 	run.Dir = dir
@@ -59,6 +64,9 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	want := map[string]any{"previous": true, "same": true, "stale": "409 previous_response_not_last", "tools": "400 tools"}
+	for _, name := range []string{"parsed", "parsedResponse", "aiObject", "aiChatObject", "aiStreamObject", "lcObject"} {
+		want[name] = "Ulm 3"
+	}
 	for _, name := range []string{
 		"first", "deltas", "final", "ai", "aiAgain", "aiStream", "aiHeld", "aiChat", "aiChatStream", "lctrue", "lcStreamtrue",
 		"lcfalse", "lcStreamfalse",

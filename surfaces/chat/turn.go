@@ -32,9 +32,11 @@ type answer struct {
 	Ended  string              `json:"ended"` // how the reasoning ended
 	Seq    int64               `json:"seq"`   // the answer's place in the thread
 	// Refused says that nothing was answered because of a limit, which ends at Until; a client gets an error.
-	Refused bool         `json:"refused,omitempty"`
-	Until   time.Time    `json:"until,omitzero"`
-	Usage   openai.Usage `json:"usage"`
+	Refused bool `json:"refused,omitempty"`
+	// Unformed says that there is no answer in the form that was asked for; a client gets an error.
+	Unformed bool         `json:"unformed,omitempty"`
+	Until    time.Time    `json:"until,omitzero"`
+	Usage    openai.Usage `json:"usage"`
 }
 
 // turn is one under way in this process.
@@ -88,9 +90,9 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	outcome, err := t.Loop.Run(held, reason.Turn{
+	turn := reason.Turn{
 		Purpose: Flow, System: rules, History: past.messages, Prompt: t.prompt,
-		Scopes: []string{skills.ScopeExternal}, Approvals: reason.Park, Budget: t.Budget,
+		Form: t.in.Form, Scopes: []string{skills.ScopeExternal}, Approvals: reason.Park, Budget: t.Budget,
 		OnDelta: func(text string) { t.feed.say(text); t.sketch(held, false) },
 		OnRestart: func() {
 			t.feed.restart()
@@ -104,7 +106,11 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 			t.settle(held)
 			t.feed.change(func() { t.feed.leave = true })
 		},
-	})
+	}
+	if t.in.Form != nil { // nothing is shown before it is validated
+		turn.OnDelta, turn.OnRestart = nil, nil
+	}
+	outcome, err := t.Loop.Run(held, turn)
 	if err != nil {
 		return answer{}, err
 	}
@@ -137,8 +143,16 @@ func (t *turn) read(ctx context.Context) error {
 		words[i] = m.Content
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(words, "\n\n")
-	t.feed.begin(t.exec.Claim, got.sketch.Keep(), t.in.MaxTokens*bytesPerToken)
+	t.feed.begin(t.exec.Claim, got.sketch.Keep(), t.limit())
 	return nil
+}
+
+// limit is how many bytes an answer may have; 0 is no limit. An answer in a form is never cut.
+func (t *turn) limit() int {
+	if t.in.Form != nil {
+		return 0
+	}
+	return t.in.MaxTokens * bytesPerToken
 }
 
 // past is what the model gets to know of the conversation.
@@ -206,6 +220,8 @@ func told(o reason.Outcome) (string, openai.FinishReason) {
 	switch o.Ended {
 	case reason.Answered:
 		return o.Text, cmp.Or(openai.FinishReason(o.Cut), openai.FinishReasonStop)
+	case reason.EndedForm:
+		return o.Text, openai.FinishReasonStop
 	case reason.Stalled:
 		return "I could not work this out. Please try again in other words.", openai.FinishReasonStop
 	case reason.EndedTokens:
@@ -258,7 +274,11 @@ func (t *turn) reply(ctx context.Context, said string, finish openai.FinishReaso
 	}
 	words := clean(said)
 	refused := (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == ""
-	if !refused {
+	unformed := !refused && t.in.Form != nil && o.Ended != reason.Answered
+	if most := t.in.MaxTokens * bytesPerToken; t.in.Form != nil && !unformed && most > 0 && len(words) > most {
+		words, unformed = longForm, !refused
+	}
+	if !refused && !unformed {
 		var full bool
 		if words, full = t.feed.conclude(words); full {
 			finish = openai.FinishReasonLength
@@ -280,11 +300,14 @@ func (t *turn) reply(ctx context.Context, said string, finish openai.FinishReaso
 				return answer{}, err
 			}
 		}
-		return answer{Text: words, Finish: finish, Ended: o.Ended, Seq: *m.Seq, Refused: refused, Until: o.Until, Usage: openai.Usage{
+		return answer{Text: words, Finish: finish, Ended: o.Ended, Seq: *m.Seq, Refused: refused, Unformed: unformed, Until: o.Until, Usage: openai.Usage{
 			PromptTokens: o.Usage.PromptTokens, CompletionTokens: o.Usage.CompletionTokens, TotalTokens: o.Usage.TotalTokens,
 		}}, nil
 	})
 }
+
+// longForm is said instead of an answer in a form that would have to be cut.
+const longForm = "The answer is longer than its bound of tokens allows, and would not be in its form when it is cut."
 
 // clean is text as it is stored and shown.
 func clean(text string) string {

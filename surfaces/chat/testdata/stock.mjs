@@ -1,6 +1,6 @@
 import OpenAI from "openai";
 import { createOpenAI } from "@ai-sdk/openai";
-import { generateText, streamText } from "ai";
+import { generateObject, generateText, jsonSchema, streamObject, streamText } from "ai";
 import { ChatOpenAI } from "@langchain/openai";
 const baseURL = process.env.BASE, apiKey = "site", out = {};
 const client = new OpenAI({ baseURL, apiKey, maxRetries: 0 });
@@ -29,4 +29,16 @@ for (const useResponsesApi of [true, false]) {
   let s = ""; for await (const c of await lc.stream("Hi.")) s += c.text;
   out["lcStream" + useResponsesApi] = s;
 }
+const schema = { type: "object", properties: { population: { type: "integer" }, city: { type: "string" } }, required: ["population", "city"], additionalProperties: false };
+const shown = (o) => o.city + " " + o.population, q = "Which city?";
+const parsed = await client.chat.completions.parse({ model: "agent", messages: [{ role: "user", content: q }], response_format: { type: "json_schema", json_schema: { name: "city", strict: true, schema } } });
+out.parsed = shown(JSON.parse(parsed.choices[0].message.content));
+const held = await client.responses.create({ model: "agent", input: q, text: { format: { type: "json_schema", name: "city", strict: true, schema } } });
+out.parsedResponse = shown(JSON.parse(held.output_text));
+out.aiObject = shown((await generateObject({ model: ai("agent"), schema: jsonSchema(schema), prompt: q })).object);
+out.aiChatObject = shown((await generateObject({ model: ai.chat("agent"), schema: jsonSchema(schema), prompt: q })).object);
+let last; for await (const o of streamObject({ model: ai("agent"), schema: jsonSchema(schema), prompt: q }).partialObjectStream) last = o;
+out.aiStreamObject = shown(last);
+const lcs = new ChatOpenAI({ model: "agent", apiKey, configuration: { baseURL } }).withStructuredOutput(schema, { name: "city", method: "jsonSchema" });
+out.lcObject = shown(await lcs.invoke(q));
 console.log(JSON.stringify(out));
