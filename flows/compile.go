@@ -25,6 +25,7 @@ type action struct {
 	// flowPath is where it is named.
 	flowPath string
 	skills   map[string]string // those that are named, by the path of each mention
+	agents   map[string]string // likewise
 
 	timeout        time.Duration // 0 is the standard of its kind
 	onTimeout      string
@@ -88,6 +89,7 @@ var (
 	idForm       = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 	variableForm = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]{0,63}$`)
 	skillForm    = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+	agentForm    = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 )
 
 // reserved are the variables that the runtime sets, and words of the expression language.

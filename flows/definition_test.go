@@ -92,6 +92,8 @@ var shapes = map[string]struct {
 	"bad skill":                   {false, `{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "a skill"}}]}`},
 	"arguments of a list":         {false, `{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "sizes", "arguments": [1]}}]}`},
 	"reason":                      {true, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "Sum up {{lastResponse}}", "skills": ["sizes"]}}]}`},
+	"reason as an agent":          {true, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "sales"}}]}`},
+	"reason as a template":        {false, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "{{who}}"}}]}`},
 	"reason with a bad skill":     {false, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "skills": [1]}}]}`},
 	"set":                         {true, `{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"x": [1, null]}, "expressions": {"y": "1 + 1"}}}]}`},
 	"set nothing":                 {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {}}]}`},

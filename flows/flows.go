@@ -101,6 +101,16 @@ func Skills(d Definition) map[string]string {
 	return named
 }
 
+// Agents lists the agents that d names, by the path of each mention.
+func Agents(d Definition) map[string]string {
+	named := map[string]string{}
+	c := &compiler{}
+	for _, a := range c.actions(d.Actions, "actions", 0) {
+		a.walk(func(a *action) { maps.Copy(named, a.agents) })
+	}
+	return named
+}
+
 // compiled is a definition ready to be run.
 type compiled struct {
 	name            string

@@ -28,6 +28,10 @@ func (c *compiler) parameter(a *action, p Parameter, given any, path string, dep
 		name, _ := given.(string)
 		a.mentions(path, name)
 		a.given[p.Name] = c.value(p.sort, given, path)
+	case agentSort:
+		name, _ := given.(string)
+		a.agents = map[string]string{path: name}
+		a.given[p.Name] = c.value(p.sort, given, path)
 	case namesSort:
 		list, _ := given.([]any)
 		for i, item := range list {
@@ -90,6 +94,10 @@ func (c *compiler) value(s sort, given any, path string) any {
 	case skillSort:
 		if !skillForm.MatchString(text) {
 			c.add(path, "must be the name of a skill")
+		}
+	case agentSort:
+		if !agentForm.MatchString(text) {
+			c.add(path, "must be the name of an agent")
 		}
 	case namesSort:
 		c.skills(given, path)

@@ -164,6 +164,8 @@ func (s sort) schema() node {
 		return ref("variable")
 	case skillSort:
 		return node{"type": "string", "pattern": skillForm.String()}
+	case agentSort:
+		return node{"type": "string", "pattern": agentForm.String()}
 	case namesSort:
 		return node{"type": "array", "items": node{"type": "string", "pattern": skillForm.String()}}
 	case flowSort:

@@ -18,6 +18,7 @@ const (
 	namesSort    sort = "names"            // a list of names of skills
 	skillSort    sort = "skill"            // a skill's name
 	flowSort     sort = "flow"             // a flow's name
+	agentSort    sort = "agent"            // the name of an agent, no template
 	lengthSort   sort = "duration"         // 90m, 24h, 7d, or a template
 	timeSort     sort = "time"             // RFC 3339, or a template
 	boolSort     sort = "true or false"    // no template
@@ -156,6 +157,7 @@ func working() []Action {
 			Parameters: []Parameter{
 				need("prompt", textSort, "what it is asked"), may("system", textSort, "instead of the standard system message"),
 				may("skills", namesSort, "which it may use; none when left out"),
+				may("agent", agentSort, "who answers, with its instructions, model and limits; the execution's agent when left out"),
 			},
 		},
 		{

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -117,7 +118,10 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 	}
 	turn := reason.Turn{
 		Purpose: "flow " + m.flow.name, System: orElse(inText(r.args["system"]), defaultSystem), Prompt: inText(r.args["prompt"]),
-		Approvals: reason.Park,
+		Approvals: reason.Park, Agent: inText(r.args["agent"]),
+	}
+	if err := m.acts(ctx, turn.Agent); err != nil {
+		return result{}, err
 	}
 	if list, ok := r.args["skills"].([]any); ok && len(list) > 0 {
 		var names []string
@@ -138,6 +142,25 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		return result{}, failure(out.Ended, "the model came to no answer: %s", out.Text)
 	}
 	return result{Set: map[string]any{orElse(r.save, "answer"): out.Text}}, nil
+}
+
+// acts fails for an agent that is not in service, such as one that was removed after the flow was applied.
+func (m *machine) acts(ctx context.Context, agent string) error {
+	if agent == "" {
+		return nil
+	}
+	directory := m.in.Loop.Agents
+	if directory == nil {
+		return failure("unknown_agent", "agent: there is no agent %q: this process has none", agent)
+	}
+	_, err := executions.Step(ctx, "agent", func(ctx context.Context) (string, error) {
+		a, err := directory.Find(ctx, m.in.Pool, agent)
+		if errors.Is(err, agents.ErrNotFound) {
+			err = failure("unknown_agent", "agent: there is no agent %q; apply it, or a flow that names another", agent)
+		}
+		return a.Name, err
+	})
+	return err
 }
 
 // known fails for the name of a skill that there is none of: a model that lacks a tool answers all the same.

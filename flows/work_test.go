@@ -10,8 +10,11 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
@@ -149,6 +152,51 @@ func TestTheModelIsAsked(t *testing.T) {
 	got := variables(t, until(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
 	if diff := cmp.Diff(map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// declared makes agents the current ones.
+func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
+	t.Helper()
+	for _, d := range all {
+		if _, err := agents.Put(t.Context(), pool, d, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
+	t.Parallel()
+	w := clever(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Text(r.Model + ": " + r.Messages[0].Content)
+	},
+		flow("a", `
+  - {actionType: reason, saveAs: named, parameters: {prompt: hi, agent: billing}}
+  - {actionType: reason, saveAs: own, parameters: {prompt: hi}}`), flow("lost", `
+  - {actionType: reason, parameters: {prompt: hi, agent: returns}}`))
+	w.in.Loop.Agents = &agents.Directory{}
+	declared(t, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."},
+		agents.Definition{Name: "billing", Instructions: "You are Bill of {{Sol}}."})
+	x := until(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	got := variables(t, x)
+	if text := got["named"].(string); !strings.Contains(text, "You are Bill of {{Sol}}.") || strings.Contains(text, "Nora") {
+		t.Errorf("the named agent was told %q", text)
+	}
+	if text := got["own"].(string); !strings.Contains(text, "You are Nora.") || strings.Contains(text, "Bill") {
+		t.Errorf("the execution's agent was told %q", text)
+	}
+	rows, err := w.pool.Query(t.Context(), `
+		select agent from agent_activity where execution_id = @id and kind = 'model' order by id`, postgres.Strict{"id": x.ID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
+	if err != nil || len(acted) != 2 || deref(acted[0]) != "billing" || deref(acted[1]) == "billing" {
+		t.Errorf("rows name %v, %v", acted, err)
+	}
+	lost := until(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
+	if !strings.Contains(deref(lost.ErrorMessage), `there is no agent "returns"`) {
+		t.Errorf("error %q", deref(lost.ErrorMessage))
 	}
 }
 

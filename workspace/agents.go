@@ -140,15 +140,9 @@ func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 
 // checkActing wants the agents of objectives and automations to be in service.
 func checkActing(ctx context.Context, db postgres.DB, w Workspace, problems *Problems) error {
-	all, err := (&agents.Directory{}).List(ctx, db)
+	names, err := agentNames(ctx, db)
 	if err != nil {
 		return err
-	}
-	var names []string
-	for _, a := range all {
-		if a.Declared() {
-			names = append(names, a.Name)
-		}
 	}
 	check := func(at Position, name string) {
 		if name != "" && !slices.Contains(names, name) {
@@ -162,6 +156,18 @@ func checkActing(ctx context.Context, db postgres.DB, w Workspace, problems *Pro
 		check(document.place("agent"), document.Definition.Agent)
 	}
 	return nil
+}
+
+// agentNames lists the declared agents in service.
+func agentNames(ctx context.Context, db postgres.DB) ([]string, error) {
+	all, err := (&agents.Directory{}).List(ctx, db)
+	var names []string
+	for _, a := range all {
+		if a.Declared() {
+			names = append(names, a.Name)
+		}
+	}
+	return names, err
 }
 
 func matchesAny(pattern string, names []string) bool {

@@ -64,7 +64,9 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 		"no language":      {"kind: agent\nname: a\nlanguages: [spanish!]\n", "languages[0]:"},
 		"wrong pin":        {"kind: agent\nname: a\npinned: [returns]\n", `pinned[0]: "returns" is not category/key`},
 		"negative limit":   {"kind: agent\nname: a\nlimits: {cost_usd: -1}\n", "limits.cost_usd:"},
-		"name taken":       {"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n", "share one namespace"},
+		"unknown in a flow": {"kind: agent\nname: billing\n---\nkind: flow\nname: x\nactions:\n  - {actionType: if, parameters: {condition: \"true\", then: [{actionType: reason, parameters: {prompt: hi, agent: biling}}]}}\n",
+			`f.yaml:7:114: actions[0].parameters.then[0].parameters.agent: unknown agent "biling"; did you mean "billing"?`},
+		"name taken": {"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n", "share one namespace"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -76,5 +78,22 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 				t.Errorf("said %v, want %q", err, c.want)
 			}
 		})
+	}
+}
+
+func TestAFlowCannotHaveTheNameOfAnAgentThatIsKept(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	keeping := workspace.Options{}
+	if _, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", "kind: agent\nname: sales\n"), keeping); err != nil {
+		t.Fatal(err)
+	}
+	text := "kind: flow\nname: sales\nactions: [{actionType: reason, parameters: {prompt: hi, agent: sales}}]\n"
+	_, err := workspace.Apply(t.Context(), pool, load(t, "b.yaml", text), keeping)
+	if err == nil || err.Error() != `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace` {
+		t.Errorf("said %v", err)
+	}
+	if _, err := workspace.Apply(t.Context(), pool, load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping); err != nil {
+		t.Errorf("a flow that names a kept agent: %v", err)
 	}
 }

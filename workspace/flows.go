@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -64,9 +65,14 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	if err != nil {
 		return err
 	}
+	acting, err := agentNames(ctx, db)
+	if err != nil {
+		return err
+	}
 	known := append(names, w.GoFlows...)
 	var problems Problems
 	for _, document := range w.Flows {
+		w.checkFlowAgents(document, acting, &problems)
 		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) || slices.Contains(w.Reserved, name) {
 			problems.add(document.place("name"), "name: %q is a flow of the program itself; take another name", name)
 		}
@@ -82,6 +88,21 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 		}
 	}
 	return problems.err()
+}
+
+// checkFlowAgents wants the agents that a flow names to be in service, and its own name to be no agent's.
+func (w Workspace) checkFlowAgents(document Document[flows.Definition], acting []string, problems *Problems) {
+	own := document.Definition.Name
+	declares := func(d Document[agents.Definition]) bool { return d.Definition.Name == own }
+	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents says it of those
+		problems.add(document.place("name"), "name: %q is the name of an agent; agents and flows share one namespace", own)
+	}
+	named := flows.Agents(document.Definition)
+	for _, path := range slices.Sorted(maps.Keys(named)) {
+		if name := named[path]; !slices.Contains(acting, name) {
+			problems.add(document.place(path), "%s: %s", path, unknown("agent", name, name, acting))
+		}
+	}
 }
 
 // checkSkills wants the skills that a flow names to exist.
