@@ -137,7 +137,7 @@ func (e Entry) fill(ctx context.Context) Entry {
 	e.ParentID = cmp.Or(e.ParentID, span.ActivityID)
 	e.CauseID = cmp.Or(e.CauseID, span.CauseID)
 	e.Surface = cmp.Or(e.Surface, string(span.Surface))
-	e.Agent = cmp.Or(e.Agent, span.Agent, "flowpilot")
+	e.Agent = cmp.Or(e.Agent, span.Agent, "agent")
 	e.ThreadID = cmp.Or(e.ThreadID, span.ThreadID)
 	e.Lane = cmp.Or(e.Lane, span.Lane)
 	e.Kind = cmp.Or(e.Kind, KindCall)

@@ -447,7 +447,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"}); a.Enabled {
 		t.Errorf("one that calls a disabled skill now runs: %+v", a)
 	}
-	if _, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "flowpilot", traceID); err != nil {
+	if _, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "agent", traceID); err != nil {
 		t.Fatal(err)
 	}
 	if ok, err := automations.Accept(t.Context(), pool, "p", "admin"); !ok || err != nil {

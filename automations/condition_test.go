@@ -84,7 +84,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 32 {
 		wg.Go(func() {
-			if _, err := automations.Propose(t.Context(), pool, d, "flowpilot", traceID); err != nil {
+			if _, err := automations.Propose(t.Context(), pool, d, "agent", traceID); err != nil {
 				t.Error(err)
 			}
 		})
@@ -96,7 +96,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	}
 	other := d
 	other.Prompt = "do something else"
-	if _, err := automations.Propose(t.Context(), pool, other, "flowpilot", traceID); !errors.Is(err, automations.ErrTaken) {
+	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err, automations.ErrTaken) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	if ok, err := automations.Enable(t.Context(), pool, "watch"); ok || !errors.Is(err, automations.ErrProposal) {
@@ -124,7 +124,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	var open atomic.Int32
 	for i := range 32 {
 		wg.Go(func() {
-			_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: fmt.Sprint("p", i), Cron: "@daily", Prompt: "x"}, "flowpilot", traceID)
+			_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: fmt.Sprint("p", i), Cron: "@daily", Prompt: "x"}, "agent", traceID)
 			switch {
 			case err == nil:
 				open.Add(1)

@@ -136,7 +136,7 @@ func writing[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postg
 		if !ok {
 			return nil, fmt.Errorf("call %s: it is not part of any trace", c.Skill.Name)
 		}
-		return write(ctx, pool, acting{string(span.TraceID), span.ExecutionID, cmp.Or(span.Agent, "flowpilot")}, args)
+		return write(ctx, pool, acting{string(span.TraceID), span.ExecutionID, cmp.Or(span.Agent, "agent")}, args)
 	}
 }
 

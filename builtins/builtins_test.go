@@ -40,7 +40,7 @@ func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "flowpilot", Surface: trace.Heartbeat})
+	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	raw, err := registry.Invoke(ctx, skills.Call{Skill: skill, Args: json.RawMessage(args)})
 	if err != nil {
 		return nil, err

@@ -165,7 +165,7 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 		s.t.Fatal(err)
 	}
 	skill := s.skills[name]
-	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "flowpilot", Surface: trace.Heartbeat})
+	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "agent", Surface: trace.Heartbeat})
 	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.Guarded(skill, raw, r.seen)})
 	if err != nil {
 		s.t.Fatalf("%s: %v", name, err)

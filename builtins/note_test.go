@@ -45,7 +45,7 @@ func (n *noter) call(name string, args map[string]any) map[string]any {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	ctx := trace.With(n.t.Context(), trace.Span{TraceID: traceID, Agent: "flowpilot", Surface: trace.Heartbeat})
+	ctx := trace.With(n.t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	answer, err := n.registry.Invoke(ctx, skills.Call{Skill: n.skills[name], Args: builtins.Guarded(n.skills[name], raw, n.seen)})
 	if err != nil {
 		n.t.Fatal(err)

@@ -51,10 +51,10 @@ func governed(t *testing.T) *pgxpool.Pool {
 		 values ('hb_1', 'drop', 1, '{}', 'h', clock_timestamp() + interval '1 day')`,
 		`insert into agent_automations (name, skill_name) values ('mine', 'drop')`,
 		`insert into agent_automations (name, skill_name, enabled, disabled_by) values ('off', 'drop', false, 'admin')`,
-		`insert into agent_automations (name, skill_name, enabled, disabled_by, proposed_by) values ('wanted', 'drop', false, 'proposal', 'flowpilot')`,
+		`insert into agent_automations (name, skill_name, enabled, disabled_by, proposed_by) values ('wanted', 'drop', false, 'proposal', 'agent')`,
 		`insert into agent_objectives (name, goal) values ('goal', 'g')`,
 		`insert into agent_objectives (name, goal, status) values ('paused', 'g', 'paused')`,
-		`insert into agent_objectives (name, goal, status, proposed_by) values ('wish', 'g', 'proposed', 'flowpilot')`,
+		`insert into agent_objectives (name, goal, status, proposed_by) values ('wish', 'g', 'proposed', 'agent')`,
 		`insert into agent_objective_steps (objective_id, position, title) select id, 1, 'step of ' || name from agent_objectives`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql); err != nil {
@@ -69,7 +69,7 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 	pool := governed(t)
 	before := powers(t, pool)
 	code := builtins.New(pool, nil)
-	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "flowpilot", Surface: trace.Heartbeat})
+	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	for _, name := range builtins.Names() {
 		skill, err := skills.Get(t.Context(), pool, name)
 		if err != nil {
@@ -160,11 +160,11 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 		}
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "flowpilot" || o.SuccessCriteria != "c" || o.ReviewEverySeconds != 7*24*3600 {
+	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "agent" || o.SuccessCriteria != "c" || o.ReviewEverySeconds != 7*24*3600 {
 		t.Errorf("got %+v, %v", o, err)
 	}
 	a, err := automations.Get(t.Context(), pool, "watch")
-	if err != nil || a.Enabled || a.DisabledBy != automations.Proposal || a.ProposedBy != "flowpilot" {
+	if err != nil || a.Enabled || a.DisabledBy != automations.Proposal || a.ProposedBy != "agent" {
 		t.Errorf("got %+v, %v", a, err)
 	}
 	for args, want := range map[string]string{

@@ -34,7 +34,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 		calls = append(calls, apiCall{r.Method, r.URL.EscapedPath(), string(body), r.Header.Get("Content-Type"), r.Header})
 		answer(w, r)
 	})
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "flowpilot", API: func() http.Handler { return routes }, Key: []byte("k")})
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes }, Key: []byte("k")})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -51,7 +51,7 @@ func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
 	scheduled(t, pool, "on/off")
 	put(t, pool, `
 		insert into agent_automations (name, trigger, event, prompt, enabled, disabled_by, proposed_by, source)
-		values ('idea', 'event', 'hired', 'say hello', false, 'proposal', 'flowpilot', 'agent') returning name`)
+		values ('idea', 'event', 'hired', 'say hello', false, 'proposal', 'agent', 'agent') returning name`)
 	levers := func(url string) string {
 		var all []string
 		for _, after := range strings.Split(shows(t, url), `action="/act/v1/automations/`)[1:] {

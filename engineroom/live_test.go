@@ -60,7 +60,7 @@ func watched(t *testing.T) (*shared, *Room, *httptest.Server) {
 
 func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.Server) {
 	t.Helper()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "flowpilot", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -129,7 +129,7 @@ func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
 
 func TestTheConsoleInABrowser(t *testing.T) {
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "flowpilot"})
+	room, err := New(Options{Pool: pool, Agent: "agent"})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,7 +25,7 @@ func spoken(t *testing.T, db interface {
 ) {
 	t.Helper()
 	err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
-		if _, _, err := threads.Open(t.Context(), tx, threads.Admin, threads.Thread{ID: aSession, Channel: "operate", Agent: "flowpilot", Participant: "admin"}); err != nil {
+		if _, _, err := threads.Open(t.Context(), tx, threads.Admin, threads.Thread{ID: aSession, Channel: "operate", Agent: "agent", Participant: "admin"}); err != nil {
 			return err
 		}
 		var id, trace string
@@ -114,7 +114,7 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		"late": func(w http.ResponseWriter) { w.WriteHeader(http.StatusUnauthorized) },
 	}
 	var got struct{ body, accept, cookie string }
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "flowpilot", API: func() http.Handler {
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			text, _ := io.ReadAll(r.Body)
 			got.body, got.accept, got.cookie = string(text), r.Header.Get("Accept"), r.Header.Get("Cookie")

@@ -31,7 +31,7 @@ func (l *rowList) set(rows ...string) {
 
 func listedPage(t *testing.T) *rowList {
 	t.Helper()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "flowpilot"})
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,7 +15,7 @@ import (
 func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "flowpilot"})
+	room, err := New(Options{Pool: pool, Agent: "agent"})
 	if err != nil {
 		t.Fatal(err)
 	}

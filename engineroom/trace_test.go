@@ -262,7 +262,7 @@ func TestHostileTextInATraceIsText(t *testing.T) {
 func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "flowpilot"})
+	room, err := New(Options{Pool: pool, Agent: "agent"})
 	if err != nil {
 		t.Fatal(err)
 	}

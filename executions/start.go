@@ -16,7 +16,7 @@ import (
 
 // What is not given, as the columns and begin_agent_executions have it.
 const (
-	defaultAgent       = "flowpilot"
+	defaultAgent       = "agent"
 	defaultPriority    = 2
 	defaultOnLost      = "resume"
 	defaultMaxAttempts = 5

@@ -43,7 +43,7 @@ func on(show func(ctx context.Context, pool *pgxpool.Pool, engine *executions.En
 	pool := pgtest.DB(e)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	_, err := pool.Exec(ctx, `insert into agent_threads (id, channel, agent, owner, participant) values ('maria', 'chat', 'flowpilot', 'test', 'Maria')`)
+	_, err := pool.Exec(ctx, `insert into agent_threads (id, channel, agent, owner, participant) values ('maria', 'chat', 'agent', 'test', 'Maria')`)
 	if err != nil {
 		fmt.Println(err)
 		return

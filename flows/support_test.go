@@ -106,7 +106,7 @@ func put(t *testing.T, pool *pgxpool.Pool, text string) {
 func thread(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	const id = "maria"
-	exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'flowpilot', 'test', 'Maria') on conflict do nothing`,
+	exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
 		postgres.Strict{"id": id})
 	return id
 }

@@ -161,14 +161,14 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 32 {
 		wg.Go(func() {
-			if _, err := objectives.Propose(t.Context(), pool, d, "flowpilot", "hb_1"); err != nil {
+			if _, err := objectives.Propose(t.Context(), pool, d, "agent", "hb_1"); err != nil {
 				t.Error(err)
 			}
 		})
 	}
 	wg.Wait()
 	o := get(t, pool, "tidy")
-	if o.Status != objectives.Proposed || o.ProposedBy != "flowpilot" || o.ProposedTrace != "hb_1" || o.Total != 1 {
+	if o.Status != objectives.Proposed || o.ProposedBy != "agent" || o.ProposedTrace != "hb_1" || o.Total != 1 {
 		t.Errorf("got %+v", o)
 	}
 	if got := due(t, pool); got != "" {
@@ -176,7 +176,7 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 	}
 	other := d
 	other.Goal = "be untidy"
-	if _, err := objectives.Propose(t.Context(), pool, other, "flowpilot", "hb_1"); !errors.Is(err, objectives.ErrTaken) {
+	if _, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1"); !errors.Is(err, objectives.ErrTaken) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	for _, sql := range []string{
@@ -215,7 +215,7 @@ func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 32 {
 		wg.Go(func() {
-			_, err := objectives.Propose(t.Context(), pool, objectives.Definition{Name: fmt.Sprint("o", i), Goal: "g"}, "flowpilot", "hb_1")
+			_, err := objectives.Propose(t.Context(), pool, objectives.Definition{Name: fmt.Sprint("o", i), Goal: "g"}, "agent", "hb_1")
 			switch {
 			case err == nil:
 				taken.Add(1)

@@ -84,7 +84,7 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	var id string
 	err = db.QueryRow(ctx, `
 		select thread_id, made from open_agent_thread(@kind, @owner, @proof, @name, coalesce(nullif(@channel, ''), 'chat'), @target,
-		       coalesce(nullif(@agent, ''), 'flowpilot'), @participant, coalesce(nullif(@idle::int, 0), 600))`,
+		       coalesce(nullif(@agent, ''), 'agent'), @participant, coalesce(nullif(@idle::int, 0), 600))`,
 		postgres.Strict{
 			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
 			"agent": postgres.Text(t.Agent), "participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
@@ -134,7 +134,7 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
 	}
-	_, err := db.Exec(ctx, `select open_agent_thread_for_flow(@id, @flow, nullif(@parent, '')::uuid, coalesce(nullif(@agent, ''), 'flowpilot'))`,
+	_, err := db.Exec(ctx, `select open_agent_thread_for_flow(@id, @flow, nullif(@parent, '')::uuid, coalesce(nullif(@agent, ''), 'agent'))`,
 		postgres.Strict{"id": id, "flow": flow, "parent": parent, "agent": postgres.Text(agent)})
 	if postgres.IsCode(err, "P0002") {
 		err = ErrNotFound

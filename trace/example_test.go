@@ -53,8 +53,8 @@ func ExampleParseAny() {
 }
 
 func ExampleFrom() {
-	ctx := trace.With(context.Background(), trace.Span{TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", Agent: "flowpilot"})
+	ctx := trace.With(context.Background(), trace.Span{TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", Agent: "agent"})
 	span, ok := trace.From(ctx)
 	fmt.Println(span.TraceID, span.Agent, ok)
-	// Output: hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE flowpilot true
+	// Output: hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE agent true
 }

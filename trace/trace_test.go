@@ -205,7 +205,7 @@ func TestContext(t *testing.T) {
 	if span, ok := trace.From(t.Context()); ok || span != (trace.Span{}) {
 		t.Errorf("From(empty) = %+v, %v", span, ok)
 	}
-	span := trace.Span{TraceID: good, ExecutionID: "e1", ActivityID: "a1", Lane: "heartbeat", Surface: trace.Heartbeat, Agent: "flowpilot"}
+	span := trace.Span{TraceID: good, ExecutionID: "e1", ActivityID: "a1", Lane: "heartbeat", Surface: trace.Heartbeat, Agent: "agent"}
 	ctx := trace.With(t.Context(), span)
 	child := trace.WithLane(trace.WithActivity(ctx, "a2"), "objective:7")
 

@@ -112,7 +112,7 @@ func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.K
 		t.Fatal(err)
 	}
 	r := &runner.Runner{
-		Pool: w.pool, Loop: w.loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "flowpilot",
+		Pool: w.pool, Loop: w.loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent",
 		PollEvery: 200 * time.Millisecond, SignalsEvery: 200 * time.Millisecond,
 	}
 	if err := r.Register(); err != nil {

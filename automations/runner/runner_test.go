@@ -286,14 +286,14 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := engine.RunNow(t.Context(), runner.Spec("flowpilot", run))
+	x, err := engine.RunNow(t.Context(), runner.Spec("agent", run))
 	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
 		t.Errorf("got %+v, %v", x, err)
 	}
-	if x, err := engine.RunNow(t.Context(), runner.Spec("flowpilot", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
+	if x, err := engine.RunNow(t.Context(), runner.Spec("agent", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
 		t.Errorf("the same run was made again: %+v, %v", x, err)
 	}
-	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'flowpilot'`)
+	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
 	if _, err := automations.RunByHand(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
 		t.Errorf("a proposal was run: %v", err)
 	}

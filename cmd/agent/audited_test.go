@@ -203,7 +203,7 @@ func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
 	}
 	p.mustJSON(&ran, "automations", "run", "nightly")
 	contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID, "agent approvals approve")
-	contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "flowpilot in automation (surface operate) for the admin")
+	contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "agent in automation (surface operate) for the admin")
 	contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
 	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")
 	late := p.run("approvals", "reject", ran.ApprovalID)

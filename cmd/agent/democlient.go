@@ -48,7 +48,7 @@ func (c *client) say(ctx context.Context, thread, words string) error {
 	body := struct {
 		Model    string    `json:"model"`
 		Messages []message `json:"messages"`
-	}{"flowpilot", []message{{"user", words}}}
+	}{"agent", []message{{"user", words}}}
 	header := http.Header{"Authorization": {"Bearer " + c.chat}, "X-Thread-Id": {thread}}
 	return c.send(ctx, http.MethodPost, "/v1/chat/completions", header, body, nil)
 }

@@ -229,7 +229,7 @@ func TestCancelOfAPendingExecution(t *testing.T) {
 	var id string
 	err := connect(t, url).QueryRow(t.Context(), `
 		insert into agent_executions (trace_id, surface, agent, flow, status)
-		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'flowpilot', 'import', 'pending') returning id::text`).Scan(&id)
+		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'agent', 'import', 'pending') returning id::text`).Scan(&id)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -271,7 +271,7 @@ func TestListingsAreSafeToLookAt(t *testing.T) {
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_executions (trace_id, surface, agent, flow, status)
-		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'flowpilot', E'red \u001b[31m\nand two lines', 'pending')`)
+		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'agent', E'red \u001b[31m\nand two lines', 'pending')`)
 	if err != nil {
 		t.Fatal(err)
 	}

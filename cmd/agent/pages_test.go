@@ -13,8 +13,8 @@ func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_executions (trace_id, surface, agent, flow, status)
-		  select 'fl_' || lpad(g::text, 26, '0'), 'flow', 'flowpilot', 'import', 'pending' from `+all+`;
-		insert into agent_activity (trace_id, surface, agent, skill_name, status) select 'fl_1', 'flow', 'flowpilot', 'import', 'success' from `+all+`;
+		  select 'fl_' || lpad(g::text, 26, '0'), 'flow', 'agent', 'import', 'pending' from `+all+`;
+		insert into agent_activity (trace_id, surface, agent, skill_name, status) select 'fl_1', 'flow', 'agent', 'import', 'success' from `+all+`;
 		insert into agent_memory (key, value) select 'k' || g, '1' from `+all+`;
 		insert into agent_objectives (name, goal) select 'o' || g, 'goal' from `+all+`;
 		insert into agent_skills (name, handler, tool_definition) values ('sizes', 'builtin:table_sizes', '{}');

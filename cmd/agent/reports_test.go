@@ -38,8 +38,8 @@ func history(t *testing.T, db *pgxpool.Pool) {
 		values ('healthy', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('again', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours'),
 		       ('broken', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), null, 'epoch'), ('tried', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), now(), 'epoch');
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, parent_id)
-		values ('`+root+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'flowpilot', 'external:turn', 'pending', null),
-		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'flowpilot', 'external:help', 'pending', '`+root+`');
+		values ('`+root+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:turn', 'pending', null),
+		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:help', 'pending', '`+root+`');
 		insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, input)
 		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AF', 'note', 'admin', 'operate', 'disable_skill', 'it costs too much', '{"skill": "broken"}')`)
 	if err != nil {
@@ -61,7 +61,7 @@ func history(t *testing.T, db *pgxpool.Pool) {
 		err := db.QueryRow(t.Context(), `
 			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status, error_class, error_message, model, token_usage,
 			       cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
-			select agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'flowpilot', $3, $4, $5, $6, $7, nullif($7, ''),
+			select agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5, $6, $7, nullif($7, ''),
 			       case $2 when 'model' then 'm1' else '' end, jsonb_build_object('prompt_tokens', $8::int / 2, 'completion_tokens', $8::int - $8::int / 2, 'total_tokens', $8::int),
 			       $9::float8::numeric(14, 6), $10::text::jsonb, nullif($11, '')::uuid, at, at, $12
 			  from (select clock_timestamp() - make_interval(secs => $13) as at) x

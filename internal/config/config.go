@@ -32,7 +32,7 @@ type Config struct {
 	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
 	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
 
-	Name       string   `env:"AGENT_NAME" envDefault:"flowpilot" help:"the agent's name in the activity log, up to 100 printable characters"`
+	Name       string   `env:"AGENT_NAME" envDefault:"agent" help:"the agent's name in the activity log, up to 100 printable characters"`
 	Listen     string   `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
 	AdminToken Secret   `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
 	ChatKey    Secret   `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, for example from: openssl rand -hex 32, or several as name=text,name=text; without it the chat answers 401"`

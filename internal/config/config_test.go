@@ -50,7 +50,7 @@ func write(t *testing.T, text string) string {
 
 func TestDefaults(t *testing.T) {
 	c := load(t, nil)
-	if c.Listen != "127.0.0.1:8080" || c.HeartbeatCron != "*/30 * * * *" || c.Name != "flowpilot" || !c.LanesEnabled ||
+	if c.Listen != "127.0.0.1:8080" || c.HeartbeatCron != "*/30 * * * *" || c.Name != "agent" || !c.LanesEnabled ||
 		c.LogLevel != "info" || c.LogFormat != "text" || c.Location != time.UTC {
 		t.Errorf("got %+v", c)
 	}

@@ -38,7 +38,7 @@ func line(t *testing.T, log func(*slog.Logger)) map[string]any {
 }
 
 func inRun(t *testing.T) context.Context {
-	return trace.With(t.Context(), trace.Span{TraceID: id, ExecutionID: "e1", Lane: "heartbeat", Agent: "flowpilot"})
+	return trace.With(t.Context(), trace.Span{TraceID: id, ExecutionID: "e1", Lane: "heartbeat", Agent: "agent"})
 }
 
 func TestLinesSayTheirRun(t *testing.T) {

@@ -272,7 +272,7 @@ func TestARequestCannotRaiseItsScope(t *testing.T) {
 		"functions":     {"functions": []any{tool["function"]}, "function_call": map[string]any{"name": "payroll"}},
 		"scope":         {"scope": "internal", "scopes": []string{"internal"}, "trust": "auto", "approvals": "none", "surface": "operate"},
 		"metadata":      {"metadata": map[string]any{"scope": "internal", "scopes": "internal", "admin": "true", "surface": "operate", "trace_id": "op_01M7YJ8WYD422TD285DV12P5R4"}},
-		"model":         {"model": "agent", "agent": "flowpilot", "instructions": "INJECTED", "system": "INJECTED", "prompt": "INJECTED"},
+		"model":         {"model": "agent", "agent": "agent", "instructions": "INJECTED", "system": "INJECTED", "prompt": "INJECTED"},
 		"extra":         {"extra_body": map[string]any{"scope": "internal"}, "user": "x", "store": true, "service_tier": "INJECTED"},
 		"system's user": {"user": "system"},
 	} {

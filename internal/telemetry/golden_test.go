@@ -26,13 +26,13 @@ func TestGoldenAttributes(t *testing.T) {
 	s.exec(`update agent_executions set status = 'failed', error_message = 'no use' where id = $1`, run)
 	golden := map[string]map[string]any{
 		"invoke_workflow heartbeat": {
-			"gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "heartbeat", "gen_ai.agent.name": "flowpilot",
+			"gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "heartbeat", "gen_ai.agent.name": "agent",
 			"gen_ai.conversation.id": "T1", "agent.trace_ref": string(id), "agent.surface": "heartbeat", "agent.execution.id": run,
 			"agent.flow": "heartbeat", "agent.status": "failed", "agent.result_type": "failure", "agent.claim": int64(0), "agent.queued_ms": int64(0),
 			"error.type": "failure",
 		},
 		"chat gpt-4o": {
-			"gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.agent.name": "flowpilot",
+			"gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.agent.name": "agent",
 			"gen_ai.request.model": "gpt-4o", "gen_ai.response.model": "gpt-4o", "gen_ai.usage.input_tokens": int64(7),
 			"gen_ai.usage.output_tokens": int64(3), "agent.llm.cost_usd": 0.25, "agent.trace_ref": string(id), "agent.surface": "heartbeat",
 			"agent.execution.id": run, "agent.activity.kind": "model", "agent.status": "success", "agent.step": "reflect/model",
@@ -40,7 +40,7 @@ func TestGoldenAttributes(t *testing.T) {
 		},
 		"execute_tool look": {
 			"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "look", "gen_ai.tool.type": "function",
-			"gen_ai.agent.name": "flowpilot", "agent.trace_ref": string(id), "agent.surface": "heartbeat", "agent.execution.id": run,
+			"gen_ai.agent.name": "agent", "agent.trace_ref": string(id), "agent.surface": "heartbeat", "agent.execution.id": run,
 			"agent.activity.kind": "call", "agent.status": "error", "agent.idempotency_key": "k1", "error.type": "timeout",
 		},
 	}

@@ -28,7 +28,7 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 	}
 	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
-	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "flowpilot"}
+	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent"}
 	if err := r.Register(); err != nil {
 		t.Fatal(err)
 	}

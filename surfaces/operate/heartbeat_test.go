@@ -26,7 +26,7 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 		insert into agent_automations (name, trigger, cron, skill_name, next_run_at, source)
 		values ('looking', 'cron', '0 0 1 1 *', 'look', clock_timestamp() - interval '1 minute', 'workspace')`)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
-	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("flowpilot"))
+	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 	if done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil || done.Ended != "answered" {
 		t.Errorf("the admin's turn: %+v, %v", done, err)
 	}
-	tick, err := p.engine.RunNow(t.Context(), heartbeat.Spec("flowpilot"))
+	tick, err := p.engine.RunNow(t.Context(), heartbeat.Spec("agent"))
 	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.rows(t, tick.TraceID) != "heartbeat skipped" {
 		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.rows(t, tick.TraceID))
 	}
