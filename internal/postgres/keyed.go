@@ -9,11 +9,18 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// lockPause is how long a [KeyedTx] waits, without a connection, before it tries again, at least; it doubles.
-const lockPause = 20 * time.Millisecond
+// A [KeyedTx] tries leastTries times at least, and for [LockPatience]. It waits for a lock for firstLockWait at first, then
+// for twice as long, up to maxLockWait: a key that many processes write to is busy and moves on, and who waits longer gets
+// its turn. Between two tries it waits without a connection, for lockPause to twice as long.
+const (
+	leastTries    = 5
+	firstLockWait = 50 * time.Millisecond
+	maxLockWait   = 400 * time.Millisecond
+	lockPause     = 20 * time.Millisecond
+)
 
-// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most LockTimeout while it
-// waits for a lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked]
+// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most 400 ms while it waits for
+// a lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked]
 // reports. The zero value is ready, and may be used from many goroutines.
 type KeyedTx struct {
 	// Slots bounds by its capacity how many are under way at once, so that others have the rest of the connections; nil
@@ -26,18 +33,22 @@ type KeyedTx struct {
 // Do is [InTx] for a key. fn may be called several times: each time in a new transaction, when the one before was
 // rolled back.
 func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pgx.Tx) error) error {
-	return k.Try(ctx, key, func(ctx context.Context) error { return InTxWithin(ctx, db, fn) })
+	return k.try(ctx, key, func(ctx context.Context, wait time.Duration) error { return inTxWithin(ctx, db, wait, fn) })
 }
 
 // Try is Do for a write that bounds its waits for locks itself, by LockTimeout, and changes nothing when it fails.
 func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Context) error) error {
+	return k.try(ctx, key, func(ctx context.Context, _ time.Duration) error { return write(ctx) })
+}
+
+func (k *KeyedTx) try(ctx context.Context, key string, write func(ctx context.Context, wait time.Duration) error) error {
 	release, err := k.queue.Acquire(ctx, key, LockPatience)
 	if err != nil {
 		return err
 	}
 	defer release()
-	return again(ctx, LockPatience, func(ctx context.Context) error {
-		err := k.bounded(ctx, write)
+	return again(ctx, LockPatience, func(ctx context.Context, wait time.Duration) error {
+		err := k.bounded(ctx, func(ctx context.Context) error { return write(ctx, wait) })
 		if Locked(err) {
 			k.queue.MarkBlocked(key)
 		}
@@ -59,16 +70,17 @@ func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) e
 	}
 }
 
-// again tries for so long, once at least.
-func again(ctx context.Context, patience time.Duration, write func(ctx context.Context) error) error {
-	until := time.Now().Add(patience)
-	for pause := lockPause; ; pause *= 2 {
-		err := write(ctx)
-		wait := pause + rand.N(pause)
-		if !Locked(err) || time.Now().Add(wait).After(until) {
+// again tries for so long, leastTries times at least.
+func again(ctx context.Context, patience time.Duration, write func(ctx context.Context, wait time.Duration) error) error {
+	until, wait := time.Now().Add(patience), firstLockWait
+	for tries := 1; ; tries++ {
+		err := write(ctx, wait)
+		pause := lockPause + rand.N(lockPause)
+		if !Locked(err) || tries >= leastTries && time.Now().Add(pause).After(until) {
 			return err
 		}
-		timer := time.NewTimer(wait)
+		wait = min(2*wait, maxLockWait)
+		timer := time.NewTimer(pause)
 		select {
 		case <-timer.C:
 		case <-ctx.Done():

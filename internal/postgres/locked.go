@@ -10,7 +10,7 @@ import (
 )
 
 const (
-	// LockTimeout is how long one try of a write waits for a lock, and holds its connection.
+	// LockTimeout is how long one try of a write waits for a lock, and holds its connection: firstLockWait, for SQL.
 	LockTimeout = "50ms"
 	// LockPatience is how long a request tries a write that another transaction holds up.
 	LockPatience = time.Second
@@ -87,8 +87,13 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 // InTxWithin is InTx whose waits for locks are bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that
 // transaction sets its own bound.
 func InTxWithin(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
+	return inTxWithin(ctx, db, firstLockWait, fn)
+}
+
+func inTxWithin(ctx context.Context, db Beginner, wait time.Duration, fn func(tx pgx.Tx) error) error {
 	if b, ok := db.(txBeginner); ok {
-		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{BeginQuery: "begin isolation level read committed; set local lock_timeout = '" + LockTimeout + "'"}, fn)
+		begin := fmt.Sprintf("begin isolation level read committed; set local lock_timeout = %d", wait.Milliseconds())
+		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{BeginQuery: begin}, fn)
 	}
 	return pgx.BeginFunc(ctx, db, fn)
 }

@@ -73,10 +73,13 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	<-reached
 	start := until[operate.Start](t, b, "start")
 	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the turn's.
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-	if elsewhere {
-		exec(t, w.pool, `select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
-		                   from agent_locks l where l.lane = 'operate'`)
+	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
+	if elsewhere { // at once: else the turn may go on under the lane in between
+		exec(t, w.pool, `with lost as (`+lost+`)
+			select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
+			  from agent_locks l where l.lane = 'operate'`)
+	} else {
+		exec(t, w.pool, lost)
 	}
 	other := w.process(t, true)
 	if elsewhere {
