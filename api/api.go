@@ -57,6 +57,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -69,6 +70,8 @@ type Options struct {
 	Engine *executions.Engine // required: cancels executions and says whether this process works
 	// Agents finds whose memory a request is about; nil is an installation without settings.
 	Agents *agents.Directory
+	// DocumentBytes bounds an uploaded document; documents.DefaultMaxBytes when 0.
+	DocumentBytes int64
 	// AdminToken is what Admin routes ask for; empty refuses every request.
 	AdminToken string
 	// ChatKeys are what Visitor routes ask for, by the name that VisitorFrom tells; empty refuses every
@@ -106,7 +109,8 @@ func New(o Options) (http.Handler, error) {
 	s := &server{
 		pool: o.Pool, engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
-		unsettled: newUnsettled(o.Pool, o.Cutting), locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
+		unsettled: newUnsettled(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
+		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
 	table, err := s.table(o.Endpoints)
 	if err != nil {
@@ -135,4 +139,6 @@ type server struct {
 
 	unsettled *unsettled
 	locks     postgres.KeyedTx // of pool
+
+	documentBytes int64
 }

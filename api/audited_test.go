@@ -27,6 +27,8 @@ var unaudited = map[string]string{
 	"DELETE /v1/memory/entries/{category}/{key}": "has a row; see the tests of memory",
 	"POST /v1/memory/conflicts/{id}/decide":      "has a row; see the tests of memory",
 	"POST /v1/memory/{id}/forget":                "has a row; see the tests of memory",
+	"POST /v1/documents":                         "has a row; see the tests of documents",
+	"DELETE /v1/documents/{id}":                  "has a row; see the tests of documents",
 	"POST /v1/objectives/{id}/reject":            "as accept",
 	"POST /v1/webhooks/outbox/{id}/resend":       "has a row; see the tests of webhooks",
 	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",

@@ -73,6 +73,7 @@ func whoMay() map[string]api.Access {
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
 		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
 		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",
+		"GET /v1/documents", "POST /v1/documents", "GET /v1/documents/id", "GET /v1/documents/id/content", "DELETE /v1/documents/id",
 		"GET /v1/executions/id/events", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break",
 		"GET /v1/skills", "POST /v1/skills/name/enable", "POST /v1/skills/name/disable", "GET /v1/approvals",
 		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",

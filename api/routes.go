@@ -59,7 +59,7 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 	table := slices.Concat(
 		s.probes(), s.reading(), s.naming(), s.reports(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(),
 		s.flowing(), s.deciding(), s.remembering(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(),
-		s.retaining(),
+		s.retaining(), s.documenting(),
 	)
 	for i := range table {
 		if table[i].access == 0 {

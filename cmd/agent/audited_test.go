@@ -50,6 +50,8 @@ var unaudited = map[string]string{
 	"migrate": "agent_schema keeps it", "serve": "does what others ask", "dev": "applies a workspace, and serves", "demo": "plays on a database of its own", "mcp": "serves others",
 	"mcp serve": "serves others", "chat": "is a visitor", "operate": "a turn has its own rows, on behalf of the admin", "skills call": "the call has its own row, on behalf of the admin",
 	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row", "selfheal": "a skill that is healed has a row",
+	"documents ls": "reads", "documents show": "reads", "documents get": "reads",
+	"documents add": "has a row; see the tests of documents", "documents rm": "has a row; see the tests of documents",
 	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row", "mcp accept": "has a row; see the tests of quarantine",
 }
 

@@ -31,6 +31,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.executionsCommand(),
 		c.flowsCommand(),
 		c.requestsCommand(),
+		c.documentsCommand(),
 		c.skillsCommand(),
 		c.selfhealCommand(),
 		c.approvalsCommand(),

@@ -109,7 +109,7 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 	handler, err = api.New(api.Options{
 		Pool: a.adminPool(), Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
-		Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
+		DocumentBytes: int64(a.config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare HTTP: %w", err)

@@ -59,6 +59,8 @@ type Config struct {
 	ShutdownTimeout time.Duration `env:"AGENT_SHUTDOWN_TIMEOUT" envDefault:"25s" help:"how long requests under way may take to end at a stop, and after them running steps, for example 25s"`
 	PrivateHTTP     []string      `env:"AGENT_ALLOW_PRIVATE_HTTP" help:"private hosts, addresses or networks that http: skills may reach, for example wiki.local,10.0.0.0/8"`
 
+	DocumentMaxBytes int `env:"AGENT_DOCUMENT_MAX_BYTES" envDefault:"10485760" help:"how large a document may be that admins and visitors upload, in bytes from 1024 to 33554432"`
+
 	Operate  Operate
 	Chat     Chat
 	Budget   Budget

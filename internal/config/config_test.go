@@ -141,6 +141,7 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_MAX_TOKENS":              {"-1", "0 is no bound"},
 	"AGENT_MAX_COST_USD":            {"NaN", "US dollars"},
 	"AGENT_RUN_TIMEOUT":             {"10", "for example 10m"},
+	"AGENT_DOCUMENT_MAX_BYTES":      {"10", "from 1024"},
 	"AGENT_OPERATE_IDLE":            {"1s", "from 10s"},
 	"AGENT_CHAT_DOUBLE_TEXTING":     {"twice", "enqueue, reject or interrupt"},
 	"AGENT_CHAT_RATE":               {"0", "from 1 to"},

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -56,9 +57,13 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, memory.ErrConflictNotFound, objectives.ErrNotFound,
-		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound):
+		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound, documents.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
-	case is(err, threads.ErrEmpty):
+	case is(err, documents.ErrTooLarge):
+		return New(http.StatusRequestEntityTooLarge, "%s", err), false
+	case is(err, documents.ErrTooMany):
+		return New(http.StatusConflict, "%s", err), false
+	case is(err, threads.ErrEmpty, documents.ErrEmpty, documents.ErrForm):
 		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
 	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence,
 		objectives.ErrTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken, approvals.ErrDecided):

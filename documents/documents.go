@@ -1,0 +1,263 @@
+// Package documents keeps files that admins and visitors give to the agent: the table agent_documents.
+//
+// A document is stored whole, in the database, with its SHA-256. [Upload.MaxBytes] bounds its size, and a thread has at
+// most [MaxPerThread] documents and [MaxThreadBytes] bytes. The name loses folders and control characters. The content
+// type is found from the content; the name and what the client claims only refine it. Text is what has a text type and
+// is valid UTF-8: models and flows read it in pieces, and know of anything else its name, type and size.
+//
+// A document belongs to one thread or to one execution, and goes with it (package retention). An admin's document may
+// belong to neither, and stays until it is deleted. A visitor's upload that no message uses goes after [UnusedLife].
+//
+// The content is in no activity row and in no log line: a row of the audit has the name, the size and the SHA-256.
+package documents
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+var (
+	// ErrNotFound reports an id without a document, or with somebody else's.
+	ErrNotFound = errors.New("no such document")
+	// ErrTooLarge reports content above the limit. The message names the limit.
+	ErrTooLarge = errors.New("the document is too large")
+	// ErrTooMany reports a thread or a chat key that has as many documents as it may have.
+	ErrTooMany = errors.New("too many documents")
+	// ErrEmpty reports an upload without content.
+	ErrEmpty = errors.New("the document is empty")
+)
+
+// The bounds of documents.
+const (
+	DefaultMaxBytes = 10 << 20
+	MaxPerThread    = 100
+	MaxThreadBytes  = 256 << 20
+	// MaxUnused and MaxUnusedBytes bound what a chat key, with its visitors, has uploaded and not used.
+	MaxUnused      = 1000
+	MaxUnusedBytes = 256 << 20
+	// UnusedLife is how long an upload of a visitor waits for its message.
+	UnusedLife = 24 * time.Hour
+)
+
+// Document is a row without its content.
+type Document struct {
+	ID          string     `json:"id"`
+	Name        string     `json:"name"`
+	ContentType string     `json:"content_type"`
+	Size        int64      `json:"size"`
+	SHA256      string     `json:"sha256"`
+	IsText      bool       `json:"is_text"` // models and flows can read it
+	ThreadID    *string    `json:"thread_id"`
+	ExecutionID *string    `json:"execution_id"`
+	TraceID     string     `json:"trace_id"`
+	UploadedBy  string     `json:"uploaded_by"` // admin, key NAME or visitor NAME
+	CreatedAt   time.Time  `json:"created_at"`
+	ExpiresAt   *time.Time `json:"expires_at"` // when an unused upload goes
+}
+
+// columns lists what Document scans, in its order.
+const columns = `id::text, name, content_type, size, encode(sha256, 'hex'), is_text, thread_id, execution_id::text, trace_id,
+	case owner_kind when 'admin' then 'admin' else owner_kind || ' ' || owner end, created_at, expires_at`
+
+// Upload is a file on its way into the database.
+type Upload struct {
+	Name        string
+	ContentType string // as the client claims
+	Content     []byte
+	ThreadID    string // "" for none
+	ExecutionID string // "" for none
+	TraceID     string
+	By          threads.Principal // an admin, a key or a visitor
+	MaxBytes    int64             // [DefaultMaxBytes] when 0
+}
+
+// unused reports an upload that goes unless a message uses it.
+func (u Upload) unused() bool {
+	return u.By.Kind != threads.ByAdmin && u.ThreadID == "" && u.ExecutionID == ""
+}
+
+// Add stores a document in the caller's transaction. [ErrTooLarge], [ErrTooMany] and [ErrEmpty] refuse it;
+// [threads.ErrNotFound] when there is no such thread.
+func Add(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
+	if u.MaxBytes <= 0 {
+		u.MaxBytes = DefaultMaxBytes
+	}
+	switch size := int64(len(u.Content)); {
+	case size == 0:
+		return Document{}, ErrEmpty
+	case size > u.MaxBytes:
+		return Document{}, TooLarge(u.MaxBytes)
+	}
+	if err := dropUnused(ctx, tx); err != nil {
+		return Document{}, err
+	}
+	if err := makeRoom(ctx, tx, u); err != nil {
+		return Document{}, err
+	}
+	name, sum := CleanName(u.Name), sha256.Sum256(u.Content)
+	kind := contentType(name, u.ContentType, u.Content)
+	rows, err := tx.Query(ctx, `
+		insert into agent_documents (name, content_type, size, sha256, is_text, content, thread_id, execution_id, trace_id,
+		                             owner_kind, owner, visitor, expires_at)
+		values (@name, @type, @size, @sum, @is_text, @content, nullif(@thread, ''), nullif(@execution, '')::uuid, @trace,
+		        @kind, @owner, @visitor, case when @unused then clock_timestamp() + make_interval(secs => @life) end)
+		returning `+columns, postgres.Strict{
+		"name": name, "type": kind, "size": len(u.Content), "sum": sum[:], "is_text": isText(kind, u.Content), "content": u.Content,
+		"thread": u.ThreadID, "execution": u.ExecutionID, "trace": u.TraceID, "kind": string(u.By.Kind),
+		"owner": postgres.Text(u.By.Owner), "visitor": u.By.Proof, "unused": u.unused(), "life": UnusedLife.Seconds(),
+	})
+	return one(rows, err, "store document")
+}
+
+// TooLarge is [ErrTooLarge] with the limit.
+func TooLarge(most int64) error {
+	return fmt.Errorf("%w: at most %d bytes are stored", ErrTooLarge, most)
+}
+
+// dropUnused deletes a few uploads that no message has used in time.
+func dropUnused(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, `
+		with old as (
+		  select d.id from agent_documents d where d.expires_at < clock_timestamp() order by d.expires_at limit 20
+		     for update skip locked)
+		delete from agent_documents d using old o where d.id = o.id`)
+	if err != nil {
+		return fmt.Errorf("delete unused documents: %w", err)
+	}
+	return nil
+}
+
+// makeRoom locks the documents of the upload's thread or chat key, and refuses what is above their bounds.
+func makeRoom(ctx context.Context, tx pgx.Tx, u Upload) error {
+	switch {
+	case u.ThreadID != "":
+		return roomInThread(ctx, tx, u.ThreadID, int64(len(u.Content)))
+	case !u.unused():
+		return nil
+	}
+	var count, size int64
+	b := &pgx.Batch{}
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('documents of key ' || @owner, 0))`,
+		postgres.Strict{"owner": postgres.Text(u.By.Owner)})
+	b.Queue(`
+		select count(*), coalesce(sum(size), 0) from agent_documents
+		 where owner = @owner and owner_kind <> 'admin' and expires_at is not null`,
+		postgres.Strict{"owner": postgres.Text(u.By.Owner)}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&count, &size) })
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		return fmt.Errorf("count unused documents: %w", err)
+	}
+	if count >= MaxUnused || size+int64(len(u.Content)) > MaxUnusedBytes {
+		return fmt.Errorf("%w: at most %d, and %d bytes, may wait for their message", ErrTooMany, MaxUnused, MaxUnusedBytes)
+	}
+	return nil
+}
+
+// roomInThread locks the documents of a thread, and refuses one that is above its bounds. The thread's row is locked
+// first, as by those who write messages.
+func roomInThread(ctx context.Context, tx pgx.Tx, thread string, more int64) error {
+	var count, size int64
+	b := &pgx.Batch{}
+	b.Queue(`select 1 from agent_threads where id = @thread for key share`, postgres.Strict{"thread": postgres.Text(thread)}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(new(int)) })
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('documents of thread ' || @thread, 0))`,
+		postgres.Strict{"thread": postgres.Text(thread)})
+	b.Queue(`select count(*), coalesce(sum(size), 0) from agent_documents where thread_id = @thread`,
+		postgres.Strict{"thread": postgres.Text(thread)}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&count, &size) })
+	switch err := tx.SendBatch(ctx, b).Close(); {
+	case errors.Is(err, pgx.ErrNoRows):
+		return threads.ErrNotFound
+	case err != nil:
+		return fmt.Errorf("count documents of thread: %w", err)
+	}
+	if count >= MaxPerThread || size+more > MaxThreadBytes {
+		return fmt.Errorf("%w: a thread has at most %d, and %d bytes", ErrTooMany, MaxPerThread, MaxThreadBytes)
+	}
+	return nil
+}
+
+// Get reads a document without its content.
+func Get(ctx context.Context, db postgres.DB, id string) (Document, error) {
+	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = @id`, postgres.Strict{"id": id})
+	return one(rows, err, "read document")
+}
+
+// one is the document of a query.
+func one(rows pgx.Rows, err error, doing string) (Document, error) {
+	if err == nil {
+		var d Document
+		if d, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Document]); err == nil {
+			return d, nil
+		}
+	}
+	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02") {
+		err = ErrNotFound
+	}
+	return Document{}, fmt.Errorf("%s: %w", doing, err)
+}
+
+// Content reads the whole content of a document.
+func Content(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
+	var content []byte
+	err := db.QueryRow(ctx, `select content from agent_documents where id = @id`, postgres.Strict{"id": id}).Scan(&content)
+	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02") {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read content of document: %w", err)
+	}
+	return content, nil
+}
+
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id after
+// which the listing goes on, newest first.
+type Filter struct {
+	ThreadID, ExecutionID, Before string
+	Limit                         int
+}
+
+// List reads documents without their content, newest first.
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Document, error) {
+	if f.Limit <= 0 {
+		f.Limit = 50
+	}
+	rows, err := db.Query(ctx, `
+		select `+columns+` from agent_documents
+		 where (@thread = '' or thread_id = @thread) and (@execution = '' or execution_id = nullif(@execution, '')::uuid)
+		   and (@before = '' or id < nullif(@before, '')::uuid)
+		 order by id desc limit @limit`, postgres.Strict{
+		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before, "limit": min(f.Limit, 1000),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list documents: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Document])
+	if err != nil {
+		return nil, fmt.Errorf("list documents: %w", err)
+	}
+	return got, nil
+}
+
+// Delete deletes a document for good, and returns what it was.
+func Delete(ctx context.Context, db postgres.DB, id string) (Document, error) {
+	rows, err := db.Query(ctx, `delete from agent_documents where id = @id returning `+columns, postgres.Strict{"id": id})
+	return one(rows, err, "delete document")
+}
+
+// Audit is what an activity row says of a document.
+func (d Document) Audit() map[string]any {
+	said := map[string]any{"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size, "sha256": d.SHA256}
+	if d.ThreadID != nil {
+		said["thread_id"] = *d.ThreadID
+	}
+	return said
+}

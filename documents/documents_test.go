@@ -1,0 +1,276 @@
+package documents_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// add stores a document in a transaction of its own.
+func add(ctx context.Context, pool *pgxpool.Pool, u documents.Upload) (d documents.Document, err error) {
+	if u.By.Kind == "" {
+		u.By = threads.Admin
+	}
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		d, err = documents.Add(ctx, tx, u)
+		return err
+	})
+	return d, err
+}
+
+func added(t *testing.T, pool *pgxpool.Pool, u documents.Upload) documents.Document {
+	t.Helper()
+	d, err := add(t.Context(), pool, u)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func thread(t *testing.T, pool *pgxpool.Pool, p threads.Principal, name string) string {
+	t.Helper()
+	got, _, err := threads.Open(t.Context(), pool, p, threads.Thread{Name: name})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got.ID
+}
+
+// ended is the id of an execution that has ended.
+func ended(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = engine.Register("f", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := engine.RunNow(t.Context(), executions.Spec{Flow: "f", Surface: trace.Flow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+func TestADocumentIsKeptAsItCame(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	content := bytes.Repeat([]byte{0, 1, 2, 255}, 300_000)
+	d := added(t, pool, documents.Upload{Name: "a.bin", Content: content, TraceID: "op_x"})
+	got, err := documents.Content(t.Context(), pool, d.ID)
+	if err != nil || !bytes.Equal(got, content) {
+		t.Fatalf("%d bytes came back, %v", len(got), err)
+	}
+	again, err := documents.Get(t.Context(), pool, d.ID)
+	if err != nil || again.Size != int64(len(content)) || again.UploadedBy != "admin" || again.TraceID != "op_x" || again.ExpiresAt != nil {
+		t.Errorf("%+v, %v", again, err)
+	}
+	if _, err := documents.Delete(t.Context(), pool, d.ID); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []string{d.ID, "nonsense"} {
+		if _, err := documents.Content(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
+			t.Errorf("content of %s: %v", id, err)
+		}
+		if _, err := documents.Delete(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
+			t.Errorf("delete %s: %v", id, err)
+		}
+	}
+}
+
+func TestNameAndTypeAreCleaned(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for what, c := range map[string]struct{ name, claimed, content, wantName, wantType string }{
+		"folders":       {"../../etc/passwd", "", "x", "passwd", "text/plain"},
+		"backslashes":   {`C:\tmp\a.csv`, "", "a,b", "a.csv", "text/csv"},
+		"control":       {"a\x00\n\x1b[2J.txt", "", "x", "a[2J.txt", "text/plain"},
+		"right to left": {"a\u202egpj.exe", "", "x", "agpj.exe", "text/plain"},
+		"no name":       {"..", "", "x", "document", "text/plain"},
+		"long name":     {strings.Repeat("é", 500) + ".pdf", "", "%PDF-1.7", strings.Repeat("é", 196) + ".pdf", "application/pdf"},
+		"claimed lie":   {"a.png", "image/png", "<html><script>", "a.png", "text/html"},
+		"claimed type":  {"a", "text/csv; charset=x", "a,b", "a", "text/csv"},
+		"claimed image": {"a", "image/png", "a,b", "a", "text/plain"},
+		"no JSON":       {"a.json", "", "{", "a.json", "text/plain"},
+		"word":          {"a.docx", "", "PK\x03\x04", "a.docx", "application/vnd.openxmlformats-officedocument.wordprocessingml.document"},
+		"bad claim":     {"a", "text/;;", "x", "a", "text/plain"},
+	} {
+		d := added(t, pool, documents.Upload{Name: c.name, ContentType: c.claimed, Content: []byte(c.content)})
+		if d.Name != c.wantName || d.ContentType != c.wantType {
+			t.Errorf("%s: %q, %s", what, d.Name, d.ContentType)
+		}
+	}
+}
+
+func TestLimitsAreNamed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	if _, err := add(t.Context(), pool, documents.Upload{}); !errors.Is(err, documents.ErrEmpty) {
+		t.Errorf("empty: %v", err)
+	}
+	_, err := add(t.Context(), pool, documents.Upload{Content: make([]byte, 11), MaxBytes: 10})
+	if !errors.Is(err, documents.ErrTooLarge) || !strings.Contains(err.Error(), "at most 10 bytes") {
+		t.Errorf("too large: %v", err)
+	}
+	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"}); !errors.Is(err, threads.ErrNotFound) {
+		t.Errorf("no thread: %v", err)
+	}
+}
+
+// Many uploads at once do not exceed the bound of a thread together.
+func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	at := thread(t, pool, threads.Admin, "full")
+	for range documents.MaxPerThread - 2 {
+		added(t, pool, documents.Upload{Name: "a", Content: []byte("x"), ThreadID: at})
+	}
+	var group errgroup.Group
+	refused := make(chan error, 8)
+	for range 8 {
+		group.Go(func() error {
+			_, err := add(t.Context(), pool, documents.Upload{Name: "a", Content: []byte("x"), ThreadID: at})
+			if errors.Is(err, documents.ErrTooMany) {
+				refused <- err
+				return nil
+			}
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if len(refused) != 6 {
+		t.Errorf("%d of 8 were refused, want 6", len(refused))
+	}
+}
+
+// A visitor's upload that no message uses goes a day later, with the next upload.
+func TestUnusedUploadsGo(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	unused := added(t, pool, documents.Upload{Content: []byte("x"), By: threads.Visitor("site", "vis_1")})
+	kept := added(t, pool, documents.Upload{Content: []byte("x")})
+	if unused.ExpiresAt == nil || unused.UploadedBy != "visitor site" {
+		t.Fatalf("%+v", unused)
+	}
+	if _, err := pool.Exec(t.Context(), `update agent_documents set expires_at = now() - interval '1 s' where id = $1`, unused.ID); err != nil {
+		t.Fatal(err)
+	}
+	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
+	if _, err := documents.Get(t.Context(), pool, unused.ID); !errors.Is(err, documents.ErrNotFound) {
+		t.Errorf("the unused one: %v", err)
+	}
+	if _, err := documents.Get(t.Context(), pool, kept.ID); err != nil {
+		t.Errorf("the admin's: %v", err)
+	}
+	if _, err := pool.Exec(t.Context(), `
+		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
+		select 'a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() + interval '1 day' from generate_series(1, $1)`,
+		documents.MaxUnused); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err, documents.ErrTooMany) {
+		t.Errorf("one too many: %v", err)
+	}
+	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("other")})
+}
+
+func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	at := thread(t, pool, threads.Admin, "short")
+	ofThread := added(t, pool, documents.Upload{Content: []byte("x"), ThreadID: at})
+	execution := ended(t, pool)
+	ofExecution := added(t, pool, documents.Upload{Content: []byte("x"), ExecutionID: execution})
+	_, err := pool.Exec(t.Context(), `
+		with a as (select prune_agent_thread($1, now() + interval '1 hour', 100)), b as (select prune_agent_executions(array[$2::uuid]))
+		select from a, b`, at, execution)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, id := range map[string]string{"thread": ofThread.ID, "execution": ofExecution.ID} {
+		if _, err := documents.Get(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
+			t.Errorf("document of the %s: %v", what, err)
+		}
+	}
+}
+
+// Pieces of any size join to the text, and none has half a character.
+func TestTextIsReadInPieces(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	text := strings.Repeat("año 日本 🙂 ", 50)
+	d := added(t, pool, documents.Upload{Name: "a.txt", Content: []byte(text)})
+	for most := 4; most < 12; most++ {
+		var all strings.Builder
+		for at := int64(0); ; {
+			p, err := documents.Read(t.Context(), pool, d.ID, at, most)
+			if err != nil || p.Offset != at || len(p.Text) > most {
+				t.Fatalf("%+v, %v", p, err)
+			}
+			all.WriteString(p.Text)
+			if at = p.Next; at == 0 {
+				break
+			}
+		}
+		if all.String() != text {
+			t.Fatalf("pieces of %d bytes are not the text", most)
+		}
+	}
+	if p, err := documents.Read(t.Context(), pool, d.ID, 1<<40, 10); err != nil || p.Text != "" || p.Next != 0 {
+		t.Errorf("behind the end: %+v, %v", p, err)
+	}
+	for _, content := range []string{"%PDF-1.7", "a\x00b", "a\xff"} {
+		d := added(t, pool, documents.Upload{Content: []byte(content)})
+		if _, err := documents.Read(t.Context(), pool, d.ID, 0, 10); !errors.Is(err, documents.ErrBinary) || d.IsText {
+			t.Errorf("%q: %v", content, err)
+		}
+	}
+}
+
+func TestDocumentsAreListedNewestFirst(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	at := thread(t, pool, threads.Admin, "list")
+	var want []string
+	for range 5 {
+		want = append([]string{added(t, pool, documents.Upload{Content: []byte("x"), ThreadID: at}).ID}, want...)
+	}
+	added(t, pool, documents.Upload{Content: []byte("elsewhere")})
+	var seen []string
+	for before := ""; ; {
+		page, err := documents.List(t.Context(), pool, documents.Filter{ThreadID: at, Before: before, Limit: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range page {
+			seen = append(seen, d.ID)
+		}
+		if len(page) < 2 {
+			break
+		}
+		before = page[1].ID
+	}
+	if strings.Join(seen, " ") != strings.Join(want, " ") {
+		t.Errorf("%v, want %v", seen, want)
+	}
+}
