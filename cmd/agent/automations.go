@@ -193,7 +193,31 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 	}
 	writeJSON(w, "arguments", a.Arguments)
 	fmt.Fprintln(w)
-	return writeRuns(w, runs, "it has not run yet")
+	if err := writeRuns(w, runs, "it has not run yet"); err != nil {
+		return err
+	}
+	for _, r := range runs {
+		if text := resultOf(r); text != "" {
+			_, err := fmt.Fprintf(w, "\nresult of %s\n%s\n", when(r.ScheduledFor), text)
+			return err
+		}
+	}
+	return nil
+}
+
+// maxResult bounds a result that is no text, in characters.
+const maxResult = 2000
+
+// resultOf is what a run came to: the answer of the model, or what the skill returned.
+func resultOf(r automations.Run) string {
+	var answer struct{ Text string }
+	if json.Unmarshal(r.Output, &answer) == nil && answer.Text != "" {
+		return printableLines(answer.Text)
+	}
+	if text := string(r.Output); r.Status == automations.Success && text != "" && text != "null" {
+		return clipped(text, maxResult)
+	}
+	return ""
 }
 
 func writeRuns(w io.Writer, runs []automations.Run, none string) error {

@@ -95,6 +95,9 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 		if said != "" {
 			fmt.Fprintf(w, "%s\n", printable(said))
 		}
+		if text := resultOf(run); text != "" && approval == "" {
+			fmt.Fprintf(w, "%s\n", text)
+		}
 		_, err := fmt.Fprintf(w, "trace %s\n", x.TraceID)
 		return err
 	})

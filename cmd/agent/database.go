@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -78,6 +79,9 @@ func (s *session) close(ctx context.Context) {
 // session opens the database that commands speak to: DATABASE_URL, or the one agent dev keeps here. The
 // schema must be this binary's.
 func (c *cli) session(ctx context.Context) (*session, error) {
+	if err := c.besideDev(); err != nil {
+		return nil, err
+	}
 	c.calm()
 	cfg, log, err := c.settings()
 	if err != nil {
@@ -92,6 +96,26 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 		return nil, err
 	}
 	return s, nil
+}
+
+// besideDev reads the .env of the folder where the environment names no database: what agent dev runs with here, other
+// commands run with, too.
+func (c *cli) besideDev() error {
+	if c.environ["DATABASE_URL"] != "" || c.environ["DATABASE_URL_FILE"] != "" {
+		return nil
+	}
+	_, err := c.loadDotEnv()
+	return err
+}
+
+// loadDotEnv adds what .env sets to the environment.
+func (c *cli) loadDotEnv() (config.DotEnv, error) {
+	file, err := config.LoadDotEnv(".env", c.environ, func(name string) bool { return strings.HasPrefix(name, "OTEL_") })
+	if err != nil {
+		return file, &exitError{exitUsage, err}
+	}
+	c.environ, c.references = file.Environ, file.References
+	return file, nil
 }
 
 // open opens the database without asking for its schema.

@@ -66,11 +66,10 @@ nor a URL for a key that is from elsewhere.`,
 }
 
 func (c *cli) dev(ctx context.Context, opts devOptions) error {
-	file, err := config.LoadDotEnv(".env", c.environ, func(name string) bool { return strings.HasPrefix(name, "OTEL_") })
+	file, err := c.loadDotEnv()
 	if err != nil {
-		return &exitError{exitUsage, err}
+		return err
 	}
-	c.environ, c.references = file.Environ, file.References
 	if c.environ["AGENT_LOG_LEVEL"] == "" {
 		c.environ["AGENT_LOG_LEVEL"] = "warn" // the story is printed; lines in between would hide it
 	}

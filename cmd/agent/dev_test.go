@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder find it, also
@@ -61,11 +63,30 @@ func TestDevReadsDotEnv(t *testing.T) {
 			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
 		}
 	}
+	if err := os.Remove(".env"); err != nil {
+		t.Fatal(err)
+	}
 	if got := bare(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "there is no database") {
 		t.Errorf("another command: exit %d, stderr %q", got.code, got.err)
 	}
 	if _, err := os.Stat(stateDir); err == nil {
 		t.Error("a data directory was made")
+	}
+}
+
+// A command beside dev runs with the same settings as dev; one that is told its database does not look at the folder.
+func TestCommandsBesideDevReadDotEnv(t *testing.T) {
+	t.Chdir(t.TempDir())
+	url := pgtest.URL(t)
+	if err := os.WriteFile(".env", []byte("DATABASE_URL="+url+"\nAGENT_NAME=robin\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	contains(t, bare(t).must("agents", "ls"), "robin")
+	if got := bare(t).run("serve"); got.code != 2 || !strings.Contains(got.err, "DATABASE_URL is not set") {
+		t.Errorf("serve: exit %d, stderr %q", got.code, got.err)
+	}
+	if got := bare(t, "DATABASE_URL="+url).must("agents", "ls"); strings.Contains(got, "robin") {
+		t.Errorf("a command that is told its database: %s", got)
 	}
 }
 

@@ -68,6 +68,10 @@ func (c *cli) examine(ctx context.Context) []finding {
 		found = append(found, finding{check, err == nil, detail})
 		return err == nil
 	}
+	if err := c.besideDev(); err != nil {
+		add("configuration", err, "")
+		return found
+	}
 	c.calm()
 	cfg, log, err := c.settings()
 	if !add("configuration", err, "every setting can be read") {

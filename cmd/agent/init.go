@@ -36,8 +36,8 @@ const (
 
 // initOptions are the flags of agent init.
 type initOptions struct {
-	dir, name, purpose, database, timezone string
-	yes                                    bool
+	dir, name, purpose, database, timezone, example string
+	yes                                             bool
 }
 
 func (c *cli) initCommand() *cobra.Command {
@@ -48,9 +48,12 @@ func (c *cli) initCommand() *cobra.Command {
 		Long: `Begin a workspace in DIR (this folder when left out): DIR/workspace with one agent, one sql: skill on your own database and
 one automation, each with comments. It asks three questions on a terminal; flags answer them, and --yes takes the defaults.
 
-A database URL goes into DIR/.env, which agent dev reads, and never into the workspace. Nothing is overwritten.`,
-		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database postgres://…",
-		Args:    args(0, 1, "at most one folder"),
+A database URL goes into DIR/.env, which agent dev reads, and never into the workspace. Nothing is overwritten.
+
+--example orders begins with a whole example instead, a shop's order desk, and the SQL of its database (DIR/shop.sql).`,
+		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database postgres://…\n" +
+			"  agent init shop --example orders --database postgres://…/shop",
+		Args: args(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
@@ -63,6 +66,7 @@ A database URL goes into DIR/.env, which agent dev reads, and never into the wor
 	flags.StringVar(&opts.purpose, "purpose", "", "what the agent is for, in one sentence")
 	flags.StringVar(&opts.database, "database", "", "the URL of the database that it may read; default the agent's own")
 	flags.StringVar(&opts.timezone, "timezone", "", "its time zone, for example Europe/Madrid; default this machine's")
+	flags.StringVar(&opts.example, "example", "", "begin with this example: orders")
 	flags.BoolVar(&opts.yes, "yes", false, "ask nothing, and take the defaults")
 	return cmd
 }
@@ -72,26 +76,74 @@ func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 	if err := opts.free(); err != nil {
 		return err
 	}
-	if err := c.ask(&opts); err != nil {
-		return err
+	var begin contents
+	var err error
+	if opts.example != "" {
+		begin, err = opts.fromExample()
+	} else if err = c.ask(&opts); err == nil {
+		begin, err = opts.fromAnswers()
 	}
-	starter, err := opts.starter()
 	if err != nil {
 		return err
 	}
-	files, err := starter.Files()
+	if err := opts.write(begin.workspace); err != nil {
+		return err
+	}
+	for name, text := range begin.beside {
+		if err := writeNew(filepath.Join(opts.dir, name), string(text), 0o644); err != nil {
+			return err
+		}
+	}
+	kept, err := opts.secrets(begin.env)
 	if err != nil {
 		return err
 	}
-	if err := opts.write(files); err != nil {
-		return err
-	}
-	kept, err := opts.secrets()
-	if err != nil {
-		return err
-	}
-	c.saySteps(opts, slices.Sorted(maps.Keys(files)), kept)
+	c.saySteps(opts, begin, kept)
 	return ctx.Err()
+}
+
+// contents are the files that agent init writes.
+type contents struct {
+	workspace map[string][]byte
+	beside    map[string][]byte // beside the workspace
+	env       string            // the variable that has the URL of the database
+	ask       string            // something to ask the agent first
+}
+
+// fromExample is the order desk.
+func (o initOptions) fromExample() (contents, error) {
+	switch {
+	case o.example != "orders":
+		return contents{}, usageError("--example: there is no %q; there is: orders", o.example)
+	case o.name != "" || o.purpose != "" || o.timezone != "":
+		return contents{}, usageError("--example has a name, a purpose and a time zone of its own; change them in the workspace")
+	case o.database == "":
+		return contents{}, usageError("--example orders needs the URL of a database for the shop: --database postgres://…/shop")
+	}
+	if err := o.checkDatabase(); err != nil {
+		return contents{}, err
+	}
+	all, err := examples.Orders()
+	if err != nil {
+		return contents{}, err
+	}
+	begin := contents{
+		workspace: map[string][]byte{}, beside: map[string][]byte{}, env: "SHOP_DATABASE_URL",
+		ask: "Where is order 1002 of ana@example.com?",
+	}
+	err = fs.WalkDir(all, ".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() || path == "README.md" {
+			return err
+		}
+		text, err := fs.ReadFile(all, path)
+		if name, within := strings.CutPrefix(path, workspaceDir+"/"); within {
+			begin.workspace[name] = text
+		} else {
+			begin.beside[path] = text
+		}
+		return err
+	})
+	return begin, err
 }
 
 // free refuses a folder that has a workspace already.
@@ -159,23 +211,34 @@ func (o initOptions) folderName() string {
 	return cmp.Or(strings.ToLower(name), "assistant")
 }
 
-// starter checks what was given.
-func (o *initOptions) starter() (examples.Starter, error) {
+// fromAnswers is a workspace of what was given.
+func (o *initOptions) fromAnswers() (contents, error) {
 	o.timezone = cmp.Or(o.timezone, localZone())
 	if _, err := schedule.Location(o.timezone); err != nil {
-		return examples.Starter{}, usageError("--timezone: %w", err)
+		return contents{}, usageError("--timezone: %w", err)
 	}
+	begin := contents{ask: "which tables are there?"}
 	s := examples.Starter{Name: o.name, Purpose: o.purpose, Timezone: o.timezone}
-	if o.database == "" {
-		return s, nil
+	if o.database != "" {
+		if err := o.checkDatabase(); err != nil {
+			return contents{}, err
+		}
+		begin.env = starterDatabaseEnv
+		s.Database, s.DatabaseEnv = starterDatabase, starterDatabaseEnv
 	}
+	var err error
+	begin.workspace, err = s.Files()
+	return begin, err
+}
+
+// checkDatabase refuses what is no URL.
+func (o initOptions) checkDatabase() error {
 	u, err := url.Parse(o.database)
 	if err != nil || u.Scheme != "postgres" && u.Scheme != "postgresql" {
-		return s, usageError("--database is no URL of PostgreSQL, such as postgres://user:password@host:5432/name; " +
+		return usageError("--database is no URL of PostgreSQL, such as postgres://user:password@host:5432/name; " +
 			"in a password, write @ as %%40 and / as %%2F")
 	}
-	s.Database, s.DatabaseEnv = starterDatabase, starterDatabaseEnv
-	return s, nil
+	return nil
 }
 
 // localZone is this machine's time zone, or UTC where its name is not known.
@@ -215,6 +278,9 @@ func (o initOptions) write(files map[string][]byte) error {
 		return fmt.Errorf("make workspace: %w", err)
 	}
 	for name, text := range files {
+		if err := os.MkdirAll(filepath.Dir(filepath.Join(made, name)), 0o755); err != nil {
+			return fmt.Errorf("make workspace: %w", err)
+		}
 		if err := os.WriteFile(filepath.Join(made, name), text, 0o644); err != nil {
 			return fmt.Errorf("write %s: %w", name, err)
 		}
@@ -230,12 +296,12 @@ func (o initOptions) write(files map[string][]byte) error {
 
 // secrets keeps the database's URL in .env, and that and the data of agent dev out of Git. Where there is an .env
 // already, it returns the name of the line that a person adds.
-func (o initOptions) secrets() (missing string, err error) {
-	if o.database != "" {
-		line := starterDatabaseEnv + "=" + o.database + "\n"
+func (o initOptions) secrets(env string) (missing string, err error) {
+	if env != "" {
+		line := env + "=" + o.database + "\n"
 		switch err := writeNew(filepath.Join(o.dir, ".env"), line, 0o600); {
 		case errors.Is(err, fs.ErrExist):
-			missing = starterDatabaseEnv
+			missing = env
 		case err != nil:
 			return "", err
 		}
@@ -261,9 +327,12 @@ func writeNew(name, text string, mode fs.FileMode) error {
 }
 
 // saySteps tells what was made, and what comes next.
-func (c *cli) saySteps(o initOptions, names []string, missing string) {
-	for _, name := range names {
+func (c *cli) saySteps(o initOptions, begin contents, missing string) {
+	for _, name := range slices.Sorted(maps.Keys(begin.workspace)) {
 		c.say("wrote %s", filepath.Join(o.dir, workspaceDir, name))
+	}
+	for _, name := range slices.Sorted(maps.Keys(begin.beside)) {
+		c.say("wrote %s", filepath.Join(o.dir, name))
 	}
 	if missing != "" {
 		c.say("there is an .env already: add the line %s=… with the URL of the database", missing)
@@ -272,9 +341,14 @@ func (c *cli) saySteps(o initOptions, names []string, missing string) {
 	if filepath.Clean(o.dir) != "." {
 		enter = "cd " + o.dir + "\n  "
 	}
+	load := ""
+	if o.example != "" {
+		load = "psql -f shop.sql URL      # the shop's tables, once; URL is that of its database\n  "
+	}
 	c.say(`
 Next:
-  %sagent dev                          # run it here; ^C stops
-  agent chat "which tables are there?" # in another terminal, in the same folder
-  Change workspace/*.yaml, then: agent apply workspace`, enter)
+  %s%sagent dev                    # run it here; ^C stops
+  agent chat %q
+                               # in another terminal, in the same folder
+  Change workspace/*.yaml, then: agent apply workspace`, enter, load, begin.ask)
 }

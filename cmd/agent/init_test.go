@@ -40,6 +40,9 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 		"bad name":     {[]string{"--name", "no good"}, `"no good" must begin with a letter`},
 		"bad zone":     {[]string{"--timezone", "Europe/Madird"}, "--timezone:"},
 		"bad database": {[]string{"--database", "mysql://x"}, "--database is no URL of PostgreSQL"},
+		"no example":   {[]string{"--example", "shop"}, `there is no "shop"; there is: orders`},
+		"no database":  {[]string{"--example", "orders"}, "needs the URL of a database for the shop"},
+		"two names":    {[]string{"--example", "orders", "--name", "x"}, "--example has a name"},
 		"bad password": {[]string{"--database", "postgres://u:p%zz@h/d"}, "write @ as %40"},
 	} {
 		t.Run(name, func(t *testing.T) {

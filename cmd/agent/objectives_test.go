@@ -77,6 +77,7 @@ func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
 	if got.Run.Status != "success" || got.Run.Cause != "manual" {
 		t.Errorf("got %+v", got)
 	}
+	contains(t, p.must("automations", "show", "watch"), "result of ")
 	contains(t, p.must("automations", "runs", "watch"), "manual", "success")
 	contains(t, p.must("automations", "dead"), "the dead letter box is empty")
 	contains(t, p.must("automations", "disable", "watch"), "disabled by admin")

@@ -93,6 +93,15 @@ func printable(text string) string {
 	}, text)
 }
 
+// printableLines is text of several lines without anything that a terminal would act on.
+func printableLines(text string) string {
+	lines := strings.Split(strings.TrimRight(text, "\n"), "\n")
+	for i := range lines {
+		lines[i] = printable(lines[i])
+	}
+	return strings.Join(lines, "\n")
+}
+
 // say tells a person something that is not the result.
 func (c *cli) say(format string, args ...any) { fmt.Fprintf(c.err, format+"\n", args...) }
 

@@ -15,6 +15,6 @@
 // Other blocks, such as `sql`, are shown and not run, except `sh`: the only one is that of the two commands at the top of README.md, of which the
 // first goes on until the page's end, as `agent dev`, and the second is what runs this.
 // Go that any page shows stands in a test, where it is compiled.
-// A page's database is DATABASE_URL where the page begins with the line `<!-- database -->`; the address 127.0.0.1:8080 is
-// replaced by one that is free.
+// A page's database is DATABASE_URL where the page begins with the line `<!-- database -->`. Each database that a page names as
+// postgres://agent@localhost/NAME is replaced by an empty one, and the address 127.0.0.1:8080 by one that is free.
 package guidetest

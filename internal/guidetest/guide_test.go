@@ -74,6 +74,7 @@ var elsewhere = []string{
 	"agent apply ./workspace          # skills, automations, objectives, webhooks as YAML; shows a diff, applies it in one transaction",
 	"agent migrate",
 	"agent serve                      # as many as wanted on one database",
+	"createdb -h localhost -U agent shop && createdb -h localhost -U agent agent",
 	"docker build -f deploy/Dockerfile --build-arg VERSION=v1.2.3 -t lanekeeper .",
 	"docker compose -f deploy/compose.yaml up --build --wait",
 	"export DATABASE_URL=postgres://… AGENT_ADMIN_TOKEN=$(openssl rand -hex 32)",
@@ -81,6 +82,7 @@ var elsewhere = []string{
 	"kubectl apply -f deploy/k8s/lanekeeper.yaml",
 	"kubectl rollout restart deployment/lanekeeper",
 	"sudo apt install ./lanekeeper_1.2.3_linux_amd64.deb",
+	"sudo apt-get install -y postgresql && sudo -u postgres createuser -s agent",
 	"sudo systemctl enable --now lanekeeper",
 	"sudo systemctl restart lanekeeper",
 }
@@ -118,14 +120,10 @@ func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 	for _, p := range pages(t) {
 		t.Run(strings.TrimPrefix(p.path, "../../"), func(t *testing.T) {
 			t.Parallel()
-			url := ""
-			if p.database {
-				url = pgtest.EmptyURL(t)
-			}
 			var s *shell
 			for _, b := range p.blocks {
 				if (b.is("console") && !b.is("elsewhere") || b.file() != "" || b.isTheFirst(p)) && s == nil {
-					s = newShell(t, url)
+					s = newShell(t, p)
 				}
 				commands.Add(s.play(t, p, b))
 			}

@@ -38,11 +38,15 @@ type command struct {
 	output []string
 }
 
+// shownDatabases are the databases that pages name.
+var shownDatabases = regexp.MustCompile(`postgres://agent@localhost/\w+`)
+
 // page is a guide.
 type page struct {
-	path     string
-	database bool
-	blocks   []block
+	path      string
+	database  bool // DATABASE_URL is set from its beginning
+	databases []string
+	blocks    []block
 }
 
 func readPage(t testing.TB, path string) page {
@@ -52,6 +56,12 @@ func readPage(t testing.TB, path string) page {
 		t.Fatal(err)
 	}
 	p := page{path: path, database: strings.Contains(string(text), "<!-- database -->")}
+	p.databases = shownDatabases.FindAllString(string(text), -1)
+	if p.database {
+		p.databases = append(p.databases, shownDatabase)
+	}
+	slices.Sort(p.databases)
+	p.databases = slices.Compact(p.databases)
 	var open *block
 	for i, line := range strings.Split(string(text), "\n") {
 		fence, is := strings.CutPrefix(line, "```")

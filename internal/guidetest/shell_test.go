@@ -25,31 +25,35 @@ const (
 	patience = 2 * time.Minute
 	// shown is the address in the pages.
 	shown = "127.0.0.1:8080"
-	// shownDatabase is the database in the pages.
+	// shownDatabase is the database in the pages that have one from their beginning.
 	shownDatabase = "postgres://agent@localhost/agent"
 )
 
 // shell runs the commands of a page, one after the other.
 type shell struct {
 	t       testing.TB
+	page    page
 	dir     string
 	address string
-	url     string
+	urls    map[string]string // of databases, by those that the page shows
 	in      io.Writer
 	out     *bufio.Reader
 	beside  []*exec.Cmd
 }
 
 // newShell starts bash in a folder of its own.
-func newShell(t testing.TB, url string) *shell {
+func newShell(t testing.TB, p page) *shell {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), url: url}
+	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), page: p, urls: map[string]string{}}
 	if err := listener.Close(); err != nil {
 		t.Fatal(err)
+	}
+	for _, shown := range p.databases {
+		s.urls[shown] = pgtest.EmptyURL(t)
 	}
 	cmd := s.command("bash", "--noprofile", "--norc")
 	reader, writer, err := os.Pipe()
@@ -90,8 +94,8 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 		"PATH=" + filepath.Dir(program) + ":" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "USER=" + os.Getenv("USER"), "LANG=C.UTF-8",
 		"AGENT_LISTEN=" + s.address, "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "PSQLRC=/dev/null", "PAGER=cat",
 	}
-	if s.url != "" {
-		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.url)
+	if s.page.database {
+		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.urls[shownDatabase])
 	}
 	cmd.SysProcAttr = proctest.DieWithUs()
 	if cmd.SysProcAttr == nil {
@@ -104,16 +108,16 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 // here puts this run's addresses in the place of those that the pages show, there the other way round.
 func (s *shell) here(text string) string {
 	text = strings.ReplaceAll(text, shown, s.address)
-	if s.url != "" {
-		text = strings.ReplaceAll(text, shownDatabase, s.url)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, shown, url)
 	}
 	return text
 }
 
 func (s *shell) there(text string) string {
 	text = strings.ReplaceAll(text, s.address, shown)
-	if s.url != "" {
-		text = strings.ReplaceAll(text, s.url, shownDatabase)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, url, shown)
 	}
 	return text
 }
@@ -146,11 +150,20 @@ func (s *shell) run(text string) (output string, code int) {
 	}
 }
 
+// cutLastLine is text without its last line, and that.
+func cutLastLine(text string) (before, last string) {
+	text = strings.TrimRight(text, "\n")
+	i := strings.LastIndexByte(text, '\n')
+	return text[:i+1], text[i+1:]
+}
+
 // start runs a command until the page's end, and waits until it has said what the page shows.
 func (s *shell) start(c command) {
 	s.t.Helper()
-	env, _ := s.run("export -p")
+	env, _ := s.run("export -p; pwd")
+	env, dir := cutLastLine(env)
 	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
+	cmd.Dir = dir
 	var said proctest.Text
 	cmd.Stdout, cmd.Stderr = &said, &said
 	if err := cmd.Start(); err != nil {

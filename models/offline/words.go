@@ -139,7 +139,7 @@ func isSmall(word string) bool {
 }
 
 const changing = `accept add advance alter apply approve archive assign ban buy cancel change clean clear close commit create deactivate delegate delete deploy
- disable drop edit enable execute fix forget grant import insert install invite invoke kill make merge migrate move notify patch pause pay post
+ disable drop edit enable execute fix flag forget grant import insert install invite invoke kill make merge migrate move notify patch pause pay post
  propose prune publish purge push put reboot rebuild refund register reindex reject release reload remember remove rename renew repair replace reply reset
  restart restore resume revoke rotate run save send set start stop submit subscribe suspend swap sync terminate transfer trigger truncate
  uninstall unlock update upgrade upload upsert vacuum wipe write`
