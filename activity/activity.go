@@ -53,8 +53,11 @@ const (
 
 // Usage is what a model call consumed, in tokens. UnknownTokens of TotalTokens, and UnknownUSD of the call's cost, are what the
 // provider may have billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
+// CachedTokens and CacheWriteTokens are part of PromptTokens: what the provider had read before, and what it keeps.
 type Usage struct {
 	PromptTokens     int     `json:"prompt_tokens"`
+	CachedTokens     int     `json:"cached_tokens,omitempty"`
+	CacheWriteTokens int     `json:"cache_write_tokens,omitempty"`
 	CompletionTokens int     `json:"completion_tokens"`
 	TotalTokens      int     `json:"total_tokens"`
 	Estimated        bool    `json:"estimated,omitempty"`

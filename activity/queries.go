@@ -151,3 +151,10 @@ func before(c string) (any, error) {
 	}
 	return string(hex), nil
 }
+
+// ToCursor is the cursor of a page that ends with the row of an id, for listings of rows elsewhere.
+func ToCursor(id string) string { return cursor(id) }
+
+// FromCursor is the id that a cursor stands for, as an argument of SQL: null for that of the first page. The error
+// wraps ErrCursor.
+func FromCursor(c string) (any, error) { return before(c) }

@@ -29,6 +29,9 @@ func acceptable(history []Message) []Message {
 	return messages
 }
 
+// Sent are messages as a request carries them, without what is opaque: what servers would refuse is repaired.
+func Sent(messages []Message) []Message { return Shown(acceptable(messages)) }
+
 // possibleCalls leaves calls that are in order as they are.
 func possibleCalls(made []ToolCall) []ToolCall {
 	if len(made) == 0 {

@@ -148,7 +148,10 @@ func (r *reservation) unknown(tokens int, usd float64) {
 // used counts a request by its response, and returns what the call has used in all.
 func (r *reservation) used(response models.Response) (activity.Usage, float64) {
 	u := response.Usage
-	shown := activity.Usage{PromptTokens: u.PromptTokens, CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated}
+	shown := activity.Usage{
+		PromptTokens: u.PromptTokens, CachedTokens: u.CachedTokens, CacheWriteTokens: u.CacheWriteTokens,
+		CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated,
+	}
 	r.last = budgets.Spend{Tokens: int64(u.TotalTokens), USD: response.CostUSD}
 	switch {
 	case response.Unknown:

@@ -9,9 +9,12 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -120,14 +123,22 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 	if err != nil {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
 	}
+	var prompt *prompts.Record // of a call that is made, not replayed
 	got, err := executions.Do(ctx, "model", executions.Call{
 		Entry: activity.Entry{
 			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: cmp.Or(c.request.Model, l.Model.Model()),
 			Input: c.shown,
 		},
 		Idempotent: true, // asking again costs money, and changes nothing in the world
-		Also:       r.Reserve,
+		Also: func(b *pgx.Batch, step string) {
+			r.Reserve(b, step)
+			if prompt == nil {
+				prompt = l.prompts.Prepare(c.request)
+			}
+			prompt.Queue(b, r.ExecutionID, r.Claim, step)
+		},
 	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
+		prompt.Committed(ctx, l.log())
 		return l.complete(ctx, c, r, effect)
 	})
 	if err != nil {
@@ -186,7 +197,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	effect.LedTo = c.ledTo(response.Message.ToolCalls)
 	got := reply{Usage: models.Usage{
 		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
-		CachedTokens: response.Usage.CachedTokens, Estimated: used.Estimated,
+		CachedTokens: used.CachedTokens, CacheWriteTokens: used.CacheWriteTokens, Estimated: used.Estimated,
 	}, CostUSD: cost, Activity: effect.ActivityID}
 	if used.UnknownTokens > 0 {
 		got.Unknown = &unknownSpend{used.UnknownTokens, used.UnknownUSD}
@@ -224,8 +235,8 @@ func (w *turn) isSkill(name string) bool {
 // shown is what a call has used as the log has it.
 func (r reply) shown() activity.Usage {
 	u := activity.Usage{
-		PromptTokens: r.Usage.PromptTokens, CompletionTokens: r.Usage.CompletionTokens, TotalTokens: r.Usage.TotalTokens,
-		Estimated: r.Usage.Estimated,
+		PromptTokens: r.Usage.PromptTokens, CachedTokens: r.Usage.CachedTokens, CacheWriteTokens: r.Usage.CacheWriteTokens,
+		CompletionTokens: r.Usage.CompletionTokens, TotalTokens: r.Usage.TotalTokens, Estimated: r.Usage.Estimated,
 	}
 	if r.Unknown != nil {
 		u.UnknownTokens, u.UnknownUSD = r.Unknown.Tokens, r.Unknown.USD

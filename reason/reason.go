@@ -51,6 +51,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -96,6 +97,8 @@ type Loop struct {
 	// a skill call ended.
 	Admit func(ctx context.Context, skill, owner string) (bool, error)
 	After func(ctx context.Context, skill skills.Skill, err error) error
+
+	prompts prompts.Recorder
 }
 
 // Tool is something a turn offers besides the skills: part of the runtime, not of the workspace. Do must be durable

@@ -67,6 +67,8 @@ var tables = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
 		exists (select from agent_activity_open o where o.activity_id = a.id) or exists (select from agent_activity_uncounted u where u.activity_id = a.id)
 		from agent_activity a where a.skill_name = 's'`,
+	"prompts": `select p.activity_id::text, '', '', '', '', p.created_at, p.created_at,
+		exists (select from agent_activity_open o where o.activity_id = p.activity_id) from agent_prompts p`,
 	"checkpoints": `select execution_id || ' ' || step, '', '', execution_id::text, '', created_at, created_at, false from agent_checkpoints`,
 	"changes":     `select execution_id || ' ' || n, '', '', execution_id::text, '', at, at, false from agent_status_changes`,
 	"requests":    `select id::text, '', '', execution_id::text, '', created_at, created_at, false from agent_requests`,
@@ -137,6 +139,11 @@ func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok
 	}
 	if kind == "hour_counts" {
 		cut = cut.Truncate(time.Hour)
+	}
+	if kind == "prompts" { // kept no longer than its model call
+		if log, ok := w.before(policy, "activity"); ok && log.After(cut) {
+			cut = log
+		}
 	}
 	return cut, true
 }
@@ -236,6 +243,7 @@ func (w *world) take(policy map[string]string) {
 			return (r.Status == "done" || r.Status == "ignored") && r.Over.Before(cut) && !w.unfinished(r.ExecutionID)
 		},
 		"outbox outbox":      func(r row, cut time.Time) bool { return r.Status != "pending" && r.Over.Before(cut) },
+		"prompts prompts":    func(r row, _ time.Time) bool { return !r.Held },
 		"hour_counts counts": func(r row, _ time.Time) bool { return r.Status == "hour" },
 		"budgets budgets": func(r row, _ time.Time) bool {
 			trace, run := strings.CutPrefix(r.ID, "run:")

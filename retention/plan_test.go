@@ -36,6 +36,8 @@ const much = `
 	insert into agent_messages (id, thread_id, role, content, status, seq, turn) select id, n, 'user', '', 'received', 1, 1 from n;
 	insert into agent_budgets (scope, created_at) select 'run:' || n, at from n;
 	insert into agent_activity (id, trace_id, execution_id, skill_name, created_at) select id, trace, id, 's', at from n;
+	insert into agent_prompt_parts (digest, body, used_on) select sha256(n::text::bytea), '{}', at::date from n;
+	insert into agent_prompts (activity_id, messages, created_at) select id, array[sha256(n::text::bytea)], at from n;
 	insert into agent_activity_counts (span, start, kind, skill, surface, model) select 'hour', at, 'call', n, '', '' from n;
 	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds) select 'thread:' || n, 'nobody', n, at, at, 60 from n;
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;

@@ -211,6 +211,9 @@ func (b *build) activity(trace string, execution any, at time.Time) {
 	} else if b.chance(30) {
 		b.add(`insert into agent_activity_uncounted values ($1)`, id)
 	}
+	if b.chance(3) {
+		b.add(`insert into agent_prompts (activity_id, messages, created_at) values ($1, '{}', $2)`, id, at)
+	}
 }
 
 // thread makes a conversation.

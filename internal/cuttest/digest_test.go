@@ -15,7 +15,7 @@ import (
 // and lanes, which tells of the disturbance itself.
 var passing = []string{
 	"agent_workers", "agent_migrations", "agent_activity_counted", "agent_activity_counts", "agent_activity_durations", "agent_activity_uncounted",
-	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests",
+	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests", "agent_prompts", "agent_prompt_parts",
 }
 
 // differs are the columns, and the fields of JSON, that differ from run to run: counters of attempts and claims, how long

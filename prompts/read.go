@@ -1,0 +1,217 @@
+package prompts
+
+import (
+	"context"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// MaxCalls bounds the calls of one page.
+const MaxCalls = 100
+
+// Page is some of the model calls of a trace, in their order, with their prompts. A part that several calls share is in
+// it once.
+type Page struct {
+	TraceID string          `json:"trace_id"`
+	Calls   []Call          `json:"calls"`
+	Parts   map[string]Part `json:"parts"`       // by digest
+	Next    *string         `json:"next_cursor"` // of the next page; null after the last one
+}
+
+// Call is one model call.
+type Call struct {
+	ActivityID string          `json:"activity_id"`
+	Agent      string          `json:"agent"`
+	Purpose    string          `json:"purpose"`
+	Model      string          `json:"model"`
+	Status     activity.Status `json:"status"`
+	Step       string          `json:"step"`
+	CreatedAt  time.Time       `json:"created_at"`
+	TokenUsage activity.Usage  `json:"token_usage"`
+	CostUSD    float64         `json:"cost_usd"`
+	Recorded   bool            `json:"recorded"` // false: by a version before prompts were recorded, or no longer kept
+	Options    json.RawMessage `json:"options"`  // what the request said besides: effort, temperature, schema
+	Tools      *string         `json:"tools"`    // digest of the part with the definitions; null when no tool was offered
+	Messages   []string        `json:"messages"` // digests of the parts, in their order
+	// SharedParts is how many parts, from the first one on (the tools count as one), are those of the agent's model
+	// call before it in the trace: what a provider may have cached.
+	SharedParts int `json:"shared_parts"`
+}
+
+// Part is a message, or the definitions of the tools, as it was redacted.
+type Part struct {
+	Role      string          `json:"role"` // empty: the tools
+	Body      json.RawMessage `json:"body"` // in the form of chat completions
+	Bytes     int             `json:"bytes"`
+	Truncated bool            `json:"truncated"`
+	UsedOn    string          `json:"used_on"` // the last day (UTC) on which a prompt was recorded that has it
+}
+
+// Filter says which calls of a trace are read.
+type Filter struct {
+	ActivityID string // only this call
+	Limit      int    // MaxCalls when 0, and at most
+	Cursor     string // from the page before
+}
+
+// line is a row of the query.
+type line struct {
+	Call
+
+	ToolsDigest []byte
+	Digests     [][]byte
+}
+
+// Of reads the model calls of a trace, by any form of its id. The error wraps trace.ErrInvalid, activity.ErrNotFound or
+// activity.ErrCursor where these are at fault.
+func Of(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
+	p, err := read(ctx, db, id, f)
+	if err != nil {
+		return Page{}, fmt.Errorf("read prompts of trace %s: %w", id, err)
+	}
+	return p, nil
+}
+
+func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
+	traceID, err := find(ctx, db, id)
+	if err != nil {
+		return Page{}, err
+	}
+	after, err := activity.FromCursor(f.Cursor)
+	if err != nil {
+		return Page{}, err
+	}
+	limit := f.Limit
+	if limit <= 0 || limit > MaxCalls {
+		limit = MaxCalls
+	}
+	rows, err := db.Query(ctx, `
+		select a.id::text as activity_id, a.agent, a.purpose, a.model, a.status, a.step, a.created_at, a.token_usage,
+		       a.cost_usd::float8 as cost_usd, p.activity_id is not null as recorded, coalesce(p.options, '{}') as options,
+		       p.tools as tools_digest, coalesce(p.messages, '{}') as digests
+		  from agent_activity a left join agent_prompts p on p.activity_id = a.id
+		 where a.trace_id = @trace_id and a.kind = 'model' and (@only::text = '' or a.id::text = @only)
+		   and (@after::text is null or a.id > @after::text::uuid)
+		 order by a.id limit @limit::int + 1`,
+		pgx.QueryExecModeCacheDescribe,
+		postgres.Strict{"trace_id": traceID, "only": f.ActivityID, "after": after, "limit": limit})
+	if err != nil {
+		return Page{}, err
+	}
+	lines, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[line])
+	if err != nil {
+		return Page{}, err
+	}
+	page := Page{TraceID: traceID, Calls: []Call{}}
+	if len(lines) > limit {
+		lines = lines[:limit]
+		next := activity.ToCursor(lines[limit-1].ActivityID)
+		page.Next = &next
+	}
+	page.Calls = calls(lines)
+	page.Parts, err = parts(ctx, db, lines)
+	return page, err
+}
+
+// find is the stored form of a trace's id.
+func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
+	ids, err := trace.ParseAny(anyForm)
+	if err != nil {
+		return "", err
+	}
+	forms := make([]string, len(ids))
+	for i, id := range ids {
+		forms[i] = string(id)
+	}
+	rows, err := db.Query(ctx, `
+		select i.id from unnest(@ids::text[]) i (id)
+		 where exists (select from agent_executions e where e.trace_id = i.id)
+		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
+	if err != nil {
+		return "", err
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err == nil && len(found) == 0 {
+		err = activity.ErrNotFound
+	}
+	if err != nil {
+		return "", err
+	}
+	return found[0], nil
+}
+
+// calls are lines with their digests in hex, and how many parts each shares with the one before it of the same agent.
+func calls(lines []line) []Call {
+	list := make([]Call, len(lines))
+	before := map[string][]string{}
+	for i, l := range lines {
+		c := l.Call
+		c.CreatedAt = c.CreatedAt.UTC()
+		c.Messages = []string{}
+		var all []string
+		if l.ToolsDigest != nil {
+			tools := hex.EncodeToString(l.ToolsDigest)
+			c.Tools, all = &tools, append(all, tools)
+		}
+		for _, d := range l.Digests {
+			c.Messages = append(c.Messages, hex.EncodeToString(d))
+		}
+		all = append(all, c.Messages...)
+		was := before[c.Agent]
+		for c.SharedParts < min(len(all), len(was)) && all[c.SharedParts] == was[c.SharedParts] {
+			c.SharedParts++
+		}
+		if c.Recorded {
+			before[c.Agent] = all
+		}
+		list[i] = c
+	}
+	return list
+}
+
+// parts reads what the calls of a page are made of, each part once.
+func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, error) {
+	var digests [][]byte
+	for _, l := range lines {
+		digests = slices.Concat(digests, l.Digests)
+		if l.ToolsDigest != nil {
+			digests = append(digests, l.ToolsDigest)
+		}
+	}
+	rows, err := db.Query(ctx, `
+		select encode(p.digest, 'hex'), p.body, p.truncated, p.used_on::text from agent_prompt_parts p where p.digest = any (@digests)`,
+		postgres.Strict{"digests": digests})
+	if err != nil {
+		return nil, err
+	}
+	found := map[string]Part{}
+	var key, body string
+	var p Part
+	_, err = pgx.ForEachRow(rows, []any{&key, &body, &p.Truncated, &p.UsedOn}, func() error {
+		p.Body, p.Bytes = json.RawMessage(body), len(body)
+		p.Role = roleOf(p.Body)
+		found[key] = p
+		return nil
+	})
+	return found, err
+}
+
+// roleOf is the role of a message; empty for the tools.
+func roleOf(body json.RawMessage) string {
+	var m struct {
+		Role string `json:"role"`
+	}
+	if json.Unmarshal(body, &m) != nil {
+		return ""
+	}
+	return m.Role
+}

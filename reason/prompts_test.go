@@ -1,0 +1,220 @@
+package reason_test
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/prompts"
+)
+
+// prompted are the recorded model calls of an execution's trace.
+func (w *world) prompted(t *testing.T, x executions.Execution) prompts.Page {
+	t.Helper()
+	page, err := prompts.Of(t.Context(), w.pool, x.TraceID, prompts.Filter{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return page
+}
+
+// asked has the JSON of what a request asked: the tools, then each message.
+func asked(t *testing.T, r modeltest.Request) []string {
+	t.Helper()
+	var body struct {
+		Tools    json.RawMessage   `json:"tools"`
+		Messages []json.RawMessage `json:"messages"`
+	}
+	if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
+		t.Fatal(err)
+	}
+	list := []string{plain(t, body.Tools)}
+	for _, m := range body.Messages {
+		list = append(list, plain(t, m))
+	}
+	return list
+}
+
+// plain is JSON with its members in order.
+func plain(t *testing.T, raw json.RawMessage) string {
+	t.Helper()
+	var v any
+	if err := json.Unmarshal(raw, &v); err != nil {
+		t.Fatalf("%s: %v", raw, err)
+	}
+	text, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// recorded has the JSON of what was recorded of a call, in the form of asked.
+func recorded(t *testing.T, p prompts.Page, c prompts.Call) []string {
+	t.Helper()
+	if c.Tools == nil {
+		t.Fatal("no tools are recorded")
+	}
+	list := []string{plain(t, p.Parts[*c.Tools].Body)}
+	for _, d := range c.Messages {
+		list = append(list, plain(t, p.Parts[d].Body))
+	}
+	return list
+}
+
+func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t,
+		modeltest.ToolCall("sizes", `{"limit":3}`).WithUsage(100, 5, 0),
+		modeltest.Text("Orders is the largest: <b>ü & “co”</b>.").WithUsage(140, 9, 96))
+	w.turn.History = []models.Message{{Role: models.RoleUser, Content: "Hi <there>\n\tü\u2028"}, {Role: models.RoleAssistant, Content: "Hello."}}
+	x, _ := w.completed(t)
+	page := w.prompted(t, x)
+	requests := w.model.Requests()
+	if len(page.Calls) != 2 || len(requests) != 2 {
+		t.Fatalf("%d calls are recorded of %d requests", len(page.Calls), len(requests))
+	}
+	for i, c := range page.Calls {
+		if diff := cmp.Diff(asked(t, requests[i]), recorded(t, page, c)); diff != "" {
+			t.Errorf("call %d (-asked +recorded):\n%s", i, diff)
+		}
+	}
+	second := page.Calls[1]
+	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 || second.TokenUsage.PromptTokens != 140 {
+		t.Errorf("the second call shares %d parts, with usage %+v", second.SharedParts, second.TokenUsage)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_prompt_parts`); n != 1+len(second.Messages) {
+		t.Errorf("%d parts are stored, of two prompts with %d", n, 1+len(second.Messages))
+	}
+}
+
+func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
+	t.Parallel()
+	const secret = "hunter2-hunter2-hunter2"
+	w := newWorld(t, modeltest.Text("No."))
+	w.turn.Prompt = "Connect to postgres://root:" + secret + "@db/orders"
+	x, _ := w.completed(t)
+	page := w.prompted(t, x)
+	if asked := w.model.Requests()[0].Body; !strings.Contains(asked, secret) {
+		t.Fatal("the model was not asked with the secret")
+	}
+	last := page.Parts[page.Calls[0].Messages[len(page.Calls[0].Messages)-1]]
+	if !strings.Contains(string(last.Body), redact.Marker) {
+		t.Errorf("recorded: %s", last.Body)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`); n != 0 {
+		t.Errorf("%d parts contain the secret", n)
+	}
+}
+
+func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	first, _ := w.completed(t)
+	before := value[int](t, w.pool, `select count(*) from agent_prompt_parts`)
+	w.turn.Prompt = "And now?"
+	second, _ := w.completed(t)
+	if after := value[int](t, w.pool, `select count(*) from agent_prompt_parts`); after != before+1 {
+		t.Errorf("the second turn added %d parts, want its message alone", after-before)
+	}
+	a, b := w.prompted(t, first).Calls[0], w.prompted(t, second).Calls[0]
+	if *a.Tools != *b.Tools || a.Messages[0] != b.Messages[0] || a.Messages[1] == b.Messages[1] {
+		t.Errorf("the turns have the parts %v and %v", a, b)
+	}
+}
+
+func TestACallThatFailedHasItsPrompt(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Status(400, 0))
+	x, _ := w.run(t)
+	page := w.prompted(t, x)
+	if len(page.Calls) != 1 || page.Calls[0].Status != "error" || !page.Calls[0].Recorded {
+		t.Fatalf("calls: %+v", page.Calls)
+	}
+	if diff := cmp.Diff(asked(t, w.model.Requests()[0]), recorded(t, page, page.Calls[0])); diff != "" {
+		t.Errorf("(-asked +recorded):\n%s", diff)
+	}
+}
+
+func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Done."), modeltest.Text("Again."))
+	exec(t, w.pool, `alter table agent_prompts add constraint refuses check (activity_id is null)`)
+	x, _ := w.completed(t)
+	if page := w.prompted(t, x); len(page.Calls) != 1 || page.Calls[0].Recorded || len(page.Parts) != 0 {
+		t.Errorf("recorded: %+v", page)
+	}
+	if found := w.log.find(t, "prompt not recorded"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "refuses") {
+		t.Errorf("logged: %v", found)
+	}
+	exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
+	next, _ := w.completed(t)
+	page := w.prompted(t, next)
+	if diff := cmp.Diff(asked(t, w.model.Requests()[1]), recorded(t, page, page.Calls[0])); diff != "" {
+		t.Errorf("the next prompt (-asked +recorded):\n%s", diff)
+	}
+}
+
+func TestALockedPartBlocksNoTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	w.completed(t)
+	exec(t, w.pool, `update agent_prompt_parts set used_on = used_on - 1`)
+	tx, err := w.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	exec(t, tx, `update agent_prompt_parts set truncated = truncated`)
+	if x, _ := w.completed(t); w.prompted(t, x).Calls[0].Recorded {
+		t.Error("a prompt whose parts are locked is recorded")
+	}
+}
+
+func TestALargePartIsCutAndSaysSo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Long."))
+	w.turn.Prompt = strings.Repeat(`" `, 100_000)
+	w.turn.History = []models.Message{
+		{Role: models.RoleUser, Parts: []models.Part{{Image: &models.Image{URL: "data:image/png;base64," + strings.Repeat("AAAA", 20_000)}}}},
+	}
+	x, _ := w.completed(t)
+	page := w.prompted(t, x)
+	cut := 0
+	for _, p := range page.Parts {
+		if len(p.Body) > prompts.MaxPart {
+			t.Errorf("a part has %d bytes", len(p.Body))
+		}
+		if p.Truncated {
+			cut++
+		}
+		if strings.Contains(string(p.Body), "AAAAAAAA") {
+			t.Error("a picture is recorded")
+		}
+	}
+	if cut != 1 {
+		t.Errorf("%d parts are cut, want the long message", cut)
+	}
+}
+
+func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
+	w.completed(t)
+	exec(t, w.pool, `delete from agent_prompt_parts`)
+	w.completed(t)
+	if found := w.log.find(t, "parts of a prompt not recorded"); len(found) != 1 {
+		t.Errorf("logged: %v", found)
+	}
+	x, _ := w.completed(t)
+	page := w.prompted(t, x)
+	if diff := cmp.Diff(asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0])); diff != "" {
+		t.Errorf("(-asked +recorded):\n%s", diff)
+	}
+}
