@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -34,7 +35,7 @@ import (
 
 const patience = 90 * time.Second
 
-func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: browser.Tests{M: m}}) }
 
 // world is a database, a scripted model and skills that count their calls.
 type world struct {

@@ -29,6 +29,21 @@ function open() {
   door.hidden = known;
   room.hidden = anew.hidden = !known;
   (known ? message : byId("key")).focus();
+  if (known) greet();
+}
+
+// greet shows how the agent begins a new conversation. The server puts the same words at the beginning of the thread.
+let conversation = 0;
+async function greet() {
+  const mine = ++conversation;
+  if (store.getItem("thread") || store.getItem("join")) return;
+  try {
+    const response = await fetch("/v1/models/agent", { headers: { Authorization: "Bearer " + store.getItem("key") } });
+    if (!response.ok) return; // the first message says what is wrong
+    const { greeting } = await response.json();
+    if (!greeting || mine !== conversation) return;
+    talk.prepend(say("Agent", greeting).parentElement); // the visitor may have spoken meanwhile
+  } catch { /* likewise */ }
 }
 
 function say(who, text) {
@@ -171,6 +186,7 @@ anew.addEventListener("click", () => {
   store.removeItem("thread");
   talk.replaceChildren();
   state.textContent = "A new conversation.";
+  greet();
   message.focus();
 });
 open();
