@@ -109,6 +109,7 @@ func (d *Directory) undeclared() Agent {
 
 // fill fills in what a document leaves out.
 func (d *Directory) fill(r row) Agent {
+	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the row is found by its column
 	a := Agent{
 		Definition: r.Definition, Version: r.Version, Source: r.Source, CreatedAt: r.CreatedAt, declared: r.Definition,
 	}

@@ -32,6 +32,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 )
 
@@ -45,6 +46,8 @@ type Options struct {
 	Logger *slog.Logger
 	// Agent is the agent's name, shown in every title.
 	Agent string
+	// Agents finds the agents that there are; nil is an installation without settings.
+	Agents *agents.Directory
 	// Limits are the budgets of a day, as configured.
 	Limits budgets.Limits
 	// Key signs what the room leaves with a browser until the next page; all processes of an agent need the same. One
@@ -75,6 +78,9 @@ func New(o Options) (*Room, error) {
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.Agents == nil {
+		o.Agents = &agents.Directory{Settings: agents.Settings{Name: o.Agent}}
 	}
 	if o.Key == nil {
 		o.Key = []byte(rand.Text())

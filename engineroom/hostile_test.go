@@ -55,8 +55,15 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	put(t, pool, `
 		insert into agent_webhook_targets (name, url, secrets, events)
 		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}') returning id::text`)
+	quiet(t, pool, `
+		insert into agent_agents (name, version, digest, definition, is_default, source, created_at)
+		select 'odd', 1, 'x', jsonb_build_object('name', w.text, 'model', w.text, 'memory', w.text, 'description', w.text, 'instructions', w.text,
+		       'greeting', w.text, 'timezone', w.text, 'effort', w.text, 'skills', array[w.text], 'keys', array[w.text], 'pinned', array[w.text],
+		       'delegates', array[w.text], 'languages', array[w.text], 'fallback', array[w.text], 'heartbeat', jsonb_build_object('cron', w.text, 'prompt', w.text)),
+		       true, w.text, 'infinity'
+		  from (select repeat('é<b>', 100000) as text) w where $1 <> ''`, "odd")
 	for _, path := range []string{
-		"/", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
+		"/", "/agents", "/agents/odd", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
 		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown, "/threads", "/threads/odd",
 		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit", "/skills", "/deliveries",
 	} {
@@ -87,7 +94,7 @@ func TestEveryNumberIsWritten(t *testing.T) {
 func TestAddressesThatNothingHas(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
-	for _, list := range []string{"traces", "executions", "threads", "approvals", "skills", "automations", "objectives", "memory", "deliveries", "outgoing"} {
+	for _, list := range []string{"traces", "executions", "threads", "approvals", "skills", "automations", "objectives", "memory", "deliveries", "outgoing", "agents"} {
 		for _, id := range []string{"%00", "a%00b", "%ff%fe"} {
 			for _, prefix := range []string{"/", "/live/"} {
 				path := prefix + list + "/" + id

@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"time"
@@ -28,6 +29,7 @@ func (room *Room) operatePage() page {
 		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession,
 		parts: []part{
 			{name: "session", load: room.said},
+			{name: "who", load: room.operateAgents},
 			{name: "holder", every: time.Second, load: room.operateHolder},
 			{name: "turns", every: 3 * time.Second, calm: true, load: room.operateTurns},
 		},
@@ -163,4 +165,32 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 		return nil, fmt.Errorf("list turns: %w", err)
 	}
 	return map[string]any{"Turns": list}, nil
+}
+
+// operateAgents are the agents that a turn can name, when there are several. A session keeps its first one.
+func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
+	session, _ := v.About.(string)
+	all, err := room.Agents.List(ctx, room.Pool)
+	if err != nil || len(all) < 2 {
+		return map[string]any{}, err
+	}
+	if session != "" {
+		var acting string
+		err := room.Pool.QueryRow(ctx, `
+			select left(t.agent, 100) from agent_threads t where t.id = @session and t.channel = 'operate'`,
+			postgres.Strict{"session": session}).Scan(&acting)
+		switch {
+		case err == nil: // a thread whose agent is not declared is the default agent's
+			a, err := room.Agents.Acting(ctx, room.Pool, acting)
+			return map[string]any{"Acting": a.Name}, err
+		case !errors.Is(err, pgx.ErrNoRows):
+			return nil, fmt.Errorf("read the session's agent: %w", err)
+		}
+	}
+	all, _ = onPage(all, mostAgents)
+	names := make([]string, len(all))
+	for i, a := range all {
+		names[i] = a.Name
+	}
+	return map[string]any{"Agents": names}, nil
 }

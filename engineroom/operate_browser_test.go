@@ -12,6 +12,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
@@ -150,8 +151,11 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		end() // the page that is open follows what happens
 		server.Close()
 	})
+	acts(t, pool, agents.Definition{Name: "sales", Default: true})
+	acts(t, pool, agents.Definition{Name: "billing"})
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/operate")
+	p.Eval(`document.getElementById("agent").value = "billing", 1`, new(int))
 
 	// Keys send, the answer is streamed, and all of it is text.
 	p.Type("#message", "hello")
@@ -162,6 +166,11 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		document.querySelector("#transcript .bubble-assistant .said").textContent.includes("⟨U+202E⟩") && !document.body.textContent.includes("wrong")`)
 	p.Until("the call is there once, with its end", `document.querySelectorAll(".bubble-tool").length === 1 && document.querySelector(".bubble-tool").textContent.includes("✓ success 12 ms")`)
 	p.Until("the address has the session", `location.search === "?session=`+aSession+`" && document.activeElement.id === "message"`)
+
+	if !f.has("POST /v1/operate", "hello", `"agent":"billing"`) {
+		t.Errorf("the chosen agent was not named: %q", f.asked)
+	}
+	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
 
 	// An approval is decided where it is asked for.
 	p.Type("#message", "approve")

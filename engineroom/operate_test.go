@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -65,16 +66,23 @@ func TestOperateShowsASession(t *testing.T) {
 			t.Errorf("empty: %q is missing", want)
 		}
 	}
+	if strings.Contains(body, `name="agent"`) {
+		t.Error("one agent alone is no choice")
+	}
+	acts(t, pool, agents.Definition{Name: "sales", Default: true})
+	acts(t, pool, agents.Definition{Name: "billing"})
+	shows(t, server.URL+"/operate", `<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
 	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
 	spoken(t, pool, "what did you do? <b>", hostile, "cancelled")
 	spoken(t, pool, "and now?", "", "pending")
 	status, body := see(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
 		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is under way", `data-execution="`,
-		`value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
+		"one with the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
 	} {
 		if status != 200 || !strings.Contains(body, want) {
-			t.Errorf("status %d, %q is missing", status, want)
+			_, who, _ := strings.Cut(body, `<p id="who">`)
+			t.Errorf("status %d, %q is missing; who acts: %.300s", status, want, who)
 		}
 	}
 	if strings.Contains(body, "<script>alert") || len(body) > 100_000 {
@@ -136,7 +144,7 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},
 		"drop it": {"/operate?session=ses_2", "waits for an approval"}, "late": {"/login?next=%2Foperate%3Fsession%3Dses_0", ""},
 	} {
-		form := url.Values{"message": {message}, "session_id": {"ses_0"}}
+		form := url.Values{"message": {message}, "session_id": {"ses_0"}, "agent": {"billing"}}
 		r := httptest.NewRequest(http.MethodPost, "/act/v1/operate", strings.NewReader(form.Encode()))
 		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 		r.Header.Set("Cookie", "lanekeeper=me")
@@ -145,7 +153,7 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		if w.Code != http.StatusSeeOther || w.Header().Get("Location") != want.to {
 			t.Errorf("%s: %d to %s", message, w.Code, w.Header().Get("Location"))
 		}
-		if got.accept != "application/json" || got.cookie != "lanekeeper=me" || !strings.Contains(got.body, `"session_id":"ses_0"`) {
+		if got.accept != "application/json" || got.cookie != "lanekeeper=me" || !strings.Contains(got.body, `"agent":"billing"`) || !strings.Contains(got.body, `"session_id":"ses_0"`) {
 			t.Errorf("%s: sent %+v", message, got)
 		}
 		said := ""

@@ -9,7 +9,7 @@ import (
 
 // operateLever takes the form of the page where no script does.
 var operateLever = lever{
-	"POST", "/v1/operate", []field{{"message", asText}, {"session_id", asText}, {"wait", asFlag}}, "The agent has answered.",
+	"POST", "/v1/operate", []field{{"message", asText}, {"session_id", asText}, {"agent", asText}, {"wait", asFlag}}, "The agent has answered.",
 }
 
 // say takes a turn as a whole and shows the session with it. It lasts as long as the turn, at most until that waits for an

@@ -64,7 +64,7 @@ type show struct {
 
 // keys are the letters after g that lead to a page.
 var keys = map[string]string{
-	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p", "/skills": "s",
+	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p", "/skills": "s", "/agents": "n",
 	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c", "/lanes": "l", "/operate": "r",
 }
 

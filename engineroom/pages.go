@@ -7,6 +7,7 @@ func (room *Room) all() []page {
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
 		room.approvalsPage(), room.approvalPage(),
+		room.agentsPage(), room.agentPage(),
 		room.skillsPage(), room.skillPage(),
 		room.automationsPage(), room.automationPage(),
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),

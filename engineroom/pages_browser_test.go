@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -37,6 +38,8 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	undelivered(t, pool, "shop", "pending")
 	aims(t, pool, "grow")
 	keeps(t, pool, "facts", "prices", text)
+	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: text, Instructions: text, Greeting: text, Keys: []string{"web"}})
+	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
 	called(t, pool, "fetch", "error", text, 3)
 	called(t, pool, "fetch", "success", "", 9)
 	spoken(t, pool, text, text, "completed")
@@ -50,7 +53,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	return map[string]string{
 		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id), "/executions": "/executions",
 		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk", "/approvals": "/approvals",
-		"/approvals/{id}": "/approvals/" + approval, "/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
+		"/approvals/{id}": "/approvals/" + approval, "/agents": "/agents", "/agents/{name}": "/agents/sales", "/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
 		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
 		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries", "/deliveries/{id}": "/deliveries/" + delivery,
 		"/outgoing": "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit", "/lanes": "/lanes", "/operate": "/operate",

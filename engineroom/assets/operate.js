@@ -4,7 +4,7 @@
 (() => {
   const $ = (id) => document.getElementById(id);
   const form = $("say"), box = $("message"), log = $("transcript"), state = $("say-state");
-  const send = $("send"), stop = $("stop"), watch = $("watch");
+  const send = $("send"), stop = $("stop"), watch = $("watch"), who = $("agent");
   if (!form || !log) return;
   let session = $("session-id").value, turn = null, busy = false, watching = null, leaving = false;
 
@@ -168,6 +168,7 @@
     turn = { id: start.execution_id, trace: start.trace_id };
     if (start.session_id !== session) {
       session = $("session-id").value = start.session_id;
+      if (who) who.disabled = true; // a session keeps the agent that it began with
       history.replaceState(null, "", "/operate?session=" + encodeURIComponent(session));
     }
     stop.hidden = false;
@@ -211,6 +212,7 @@
       const body = { message };
       if (session) body.session_id = session;
       if (wait) body.wait = true;
+      if (who && !who.disabled) body.agent = who.value;
       const response = await fetch("/v1/operate", {
         method: "POST", cache: "no-store", credentials: "same-origin",
         headers: { "Content-Type": "application/json", Accept: "text/event-stream" }, body: JSON.stringify(body),
