@@ -136,7 +136,8 @@ func outcomeOf(rows []Row) (status string, finished *time.Time) {
 // TraceFilter narrows a listing of traces down; what is empty does not.
 type TraceFilter struct {
 	Surface string
-	Status  string    // of the root execution
+	Agent   string    // of the root execution
+	Status  string    // likewise
 	Since   time.Time // inclusive, to the millisecond
 	Limit   int       // 50 when 0, at most MaxLimit
 	Cursor  string    // from the page before
@@ -178,21 +179,21 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		               coalesce(e.started_at, e.created_at) as started_at, e.completed_at
 		          from ((select k.id from agent_executions k
 		                  where @surface::text = '' and k.parent_id is null
-		                    and (@status::text = '' or k.status = @status)
+		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
 		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
 		                union all
 		                (select k.id from agent_executions k
 		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is null
-		                    and (@status::text = '' or k.status = @status)
+		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
 		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
 		                union all
 		                (select k.id from agent_executions k
 		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is not null
-		                    and (@status::text = '' or k.status = @status)
+		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
 		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
@@ -205,7 +206,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		         from agent_activity a where a.trace_id = r.trace_id) t
 		 order by r.id desc`,
 		perQuery, postgres.Strict{
-			"surface": f.Surface, "status": f.Status, "since": moment(f.Since), "before": last,
+			"surface": f.Surface, "status": f.Status, "agent": f.Agent, "since": moment(f.Since), "before": last,
 			"limit": pageSize(f.Limit),
 		})
 	if err != nil {

@@ -8,7 +8,10 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // declare makes agents the current ones.
@@ -113,4 +116,25 @@ func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
 	a.refused(a.raw("GET", "/v1/agents?cursor=x", "", asAdmin()), http.StatusBadRequest, "")
 	var shown agents.Shown
 	a.get("/v1/agents/billing?version=1", &shown)
+}
+
+func TestListingsAreNarrowedToAnAgent(t *testing.T) {
+	a := start(t)
+	for _, agent := range []string{"sales", "billing", "sales"} {
+		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow, Agent: agent})
+		if err != nil {
+			t.Fatal(err)
+		}
+		exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
+	}
+	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {
+		if got := a.list(path+"?agent=sales", field, 1, nil); len(got) != 2 {
+			t.Errorf("%s of sales: %v", path, got)
+		}
+		var page struct{ Items []struct{ Agent string } }
+		a.get(path+"?agent=billing", &page)
+		if len(page.Items) != 1 || page.Items[0].Agent != "billing" {
+			t.Errorf("%s of billing: %+v", path, page.Items)
+		}
+	}
 }

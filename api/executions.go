@@ -46,8 +46,8 @@ func (s *server) listExecutions(r request) (answer, error) {
 	got, err := paged("executions", r.query, func(x executions.Execution) string { return x.ID },
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
-				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], TraceIDs: r.query.traceIDs(),
-				Before: before, Limit: limit,
+				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
+				TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
 			})
 		})
 	for i := range got.Items {

@@ -97,8 +97,9 @@ func (s *server) reading() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/traces", answer: page[activity.TraceSummary]{}, handle: s.listTraces,
-			about:  "Pieces of work, newest first, each rolled up to one line.",
-			params: listing(surfaceParam, oneOf("status", "State of the root execution", statuses()...), sinceParam),
+			about: "Pieces of work, newest first, each rolled up to one line.",
+			params: listing(surfaceParam, oneOf("status", "State of the root execution", statuses()...),
+				text("agent", "Who acted in the root execution"), sinceParam),
 		}, {
 			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace,
 			about: "The story of a trace. The id may be the prefixed one, its ULID alone, or the 32 hex digits of OpenTelemetry.",
@@ -112,7 +113,7 @@ func (s *server) reading() []route {
 			method: "GET", path: "/v1/executions", answer: page[executions.Execution]{}, handle: s.listExecutions,
 			about: "Durable runs, newest first.",
 			params: listing(oneOf("status", "State of the execution", statuses()...), surfaceParam,
-				text("flow", "Name of the flow"), traceParam),
+				text("flow", "Name of the flow"), text("agent", "Who acted"), traceParam),
 		}, {
 			method: "GET", path: "/v1/executions/{id}", answer: executionDetail{}, handle: s.getExecution,
 			about: "One durable run, with its latest checkpoint and what it waits for.",
@@ -173,7 +174,7 @@ func (s *server) state() []route {
 		}, {
 			method: "GET", path: "/v1/threads", answer: page[threads.Thread]{}, handle: s.listThreads,
 			about:  "Conversations, the one spoken in last first. One that is spoken in meanwhile moves to the front.",
-			params: listing(text("channel", "Where it is held"), text("owner", "Who opened it")),
+			params: listing(text("channel", "Where it is held"), text("owner", "Who opened it"), text("agent", "The agent that it is with")),
 		}, {
 			method: "GET", path: "/v1/threads/{id}", answer: threadDetail{}, handle: s.getThread, params: listing(),
 			about: "One conversation with a page of its messages, newest first.",

@@ -28,7 +28,9 @@ func (s *server) listThreads(r request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	f := threads.Filter{Channel: r.query["channel"], Owner: r.query["owner"], Limit: r.query.limit()}
+	f := threads.Filter{
+		Channel: r.query["channel"], Owner: r.query["owner"], Agent: r.query["agent"], Limit: r.query.limit(),
+	}
 	if after != "" {
 		at, id, _ := strings.Cut(after, " ")
 		f.BeforeID = id

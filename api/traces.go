@@ -7,7 +7,7 @@ import (
 func (s *server) listTraces(r request) (answer, error) {
 	rows, next, err := activity.Traces(r.Context(), s.pool, activity.TraceFilter{
 		Surface: r.query["surface"], Status: r.query["status"], Since: r.query.time("since"), Limit: r.query.limit(),
-		Cursor: r.query["cursor"],
+		Agent: r.query["agent"], Cursor: r.query["cursor"],
 	})
 	if err != nil {
 		return answer{}, err

@@ -36,6 +36,7 @@ func (room *Room) executionsPage() page {
 // executionRow is an execution in a listing.
 type executionRow struct {
 	ID, TraceID, Surface, Flow, Status string
+	Agent                              string
 	ParentID, ThreadID, ForkedFrom     *string
 	Children                           bool // it has started others
 	Priority, Attempt, MaxAttempts     int
@@ -49,7 +50,7 @@ type executionRow struct {
 
 // executionRowColumns are those of executionRow, of agent_executions e. What can be long is cut here. Whether there are children
 // is asked for in the order of the index, so that no guess of the planner makes it a walk through the table.
-const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, e.parent_id::text, e.thread_id, e.forked_from::text,
+const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
 	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes,
@@ -101,41 +102,41 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 	}
 	rows, err := room.Pool.Query(ctx, `
 		select `+executionRowColumns+` from (select w.id from (
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'trace' and x.trace_id = any (@traces) and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'status' and x.status = @status and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'failed' and x.status = 'failed' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow from agent_executions x
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)) w
 		  where (@status = '' or w.status = @status) and (not @failed or w.status in ('failed', 'timeout'))
-		    and (@surface = '' or w.surface = @surface) and (@flow = '' or w.flow = @flow)
+		    and (@surface = '' or w.surface = @surface) and (@flow = '' or w.flow = @flow) and (@agent = '' or w.agent = @agent)
 		  order by w.id desc limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, freshPlan,
 		postgres.Strict{
 			"by": f.by(), "traces": f.traces, "before": f.Before, "looked": lookedAt, "status": f.Status, "failed": f.Failed,
-			"surface": f.Surface, "flow": f.Flow, "most": executionsShown,
+			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "most": executionsShown,
 		})
 	got := executionList{executionFilter: f, Window: lookedAt}
 	if got.Rows, err = collectExecutions(rows, err); err != nil {
@@ -200,20 +201,20 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
-		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.trace_id from agent_executions w
+		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.agent, w.trace_id from agent_executions w
 		    where w.status = 'waiting' and @view = 'waiting' and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
 		    order by w.waiting_until, w.id limit @looked)
 		  union all
-		  (select s.id, s.waiting_until, s.waiting_for, s.surface, s.flow, s.trace_id from agent_executions_stuck s
+		  (select s.id, s.waiting_until, s.waiting_for, s.surface, s.flow, s.agent, s.trace_id from agent_executions_stuck s
 		    where @view = 'stuck' and s.waiting_until <= now() and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
 		    order by s.waiting_until, s.id limit @looked)) l
 		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or l.surface = @surface)
-		     and (@flow = '' or l.flow = @flow) and (@traces::text[] is null or l.trace_id = any (@traces))
+		     and (@flow = '' or l.flow = @flow) and (@agent = '' or l.agent = @agent) and (@traces::text[] is null or l.trace_id = any (@traces))
 		   order by l.waiting_until, l.id limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by p.waiting_until, p.id`, freshPlan,
 		postgres.Strict{
-			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "traces": f.traces, "after": f.after,
+			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "traces": f.traces, "after": f.after,
 			"before": f.Before, "most": executionsShown, "looked": lookedAt,
 		})
 	got := executionList{executionFilter: f, Window: lookedAt}

@@ -22,6 +22,7 @@ const maxFilter = 300
 type executionFilter struct {
 	View                  string // waiting or stuck: by deadline; empty: newest first
 	Status, Surface, Flow string
+	Agent                 string
 	Trace                 string // as it was given
 	Failed                bool   // failed or timed out
 	Kind                  string // of the wait, in the views
@@ -56,11 +57,11 @@ func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
 func openExecutions(_ context.Context, v *visit) (string, error) {
-	q, err := filtersOf(v.Query, "view", "status", "surface", "flow", "trace_id", "failed", "for", "before")
+	q, err := filtersOf(v.Query, "view", "status", "surface", "flow", "agent", "trace_id", "failed", "for", "before")
 	if err != nil {
 		return "", err
 	}
-	f := executionFilter{View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Trace: q["trace_id"], Kind: q["for"]}
+	f := executionFilter{View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Agent: q["agent"], Trace: q["trace_id"], Kind: q["for"]}
 	for _, one := range []struct {
 		name  string
 		known []string
@@ -146,18 +147,21 @@ func (f executionFilter) by() string {
 // narrow reports whether what is looked at is all that there is.
 func (f executionFilter) narrow() bool {
 	by := f.by()
-	others := f.Surface != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") || (f.Failed && by != "failed")
+	others := f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") || (f.Failed && by != "failed")
 	return by == "trace" || !others
 }
 
 // Narrowed reports whether anything but the view or a tab narrows the listing down.
-func (f executionFilter) Narrowed() bool { return f.Surface != "" || f.Flow != "" || f.Trace != "" }
+func (f executionFilter) Narrowed() bool {
+	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Trace != ""
+}
 
 // query is the filter as it stands in an address, from its beginning on.
 func (f executionFilter) query() url.Values {
 	q := url.Values{}
 	for name, value := range map[string]string{
-		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "trace_id": f.Trace, "for": f.Kind,
+		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_id": f.Trace,
+		"for": f.Kind,
 	} {
 		if value != "" {
 			q.Set(name, value)

@@ -30,6 +30,7 @@ func (room *Room) threadsPage() page {
 type threadFilter struct {
 	View           string // held or queue; empty: all
 	Channel, Owner string
+	Agent          string
 	before         *threadPlace
 }
 
@@ -48,7 +49,7 @@ func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
 func openThreads(_ context.Context, v *visit) (string, error) {
-	q, err := filtersOf(v.Query, "view", "channel", "owner", "before")
+	q, err := filtersOf(v.Query, "view", "channel", "owner", "agent", "before")
 	if err != nil {
 		return "", err
 	}
@@ -58,7 +59,7 @@ func openThreads(_ context.Context, v *visit) (string, error) {
 	if err := oneOf("channel", q["channel"], threadChannels()); err != nil {
 		return "", err
 	}
-	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"]}
+	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"], Agent: q["agent"]}
 	if f.View != "" && len(q) > 1 {
 		return "", badFilter("view=%s lists all such threads: leave other filters out", f.View)
 	}
@@ -83,12 +84,16 @@ func (f threadFilter) link(p threadPlace) string {
 	if f.Owner != "" {
 		q.Set("owner", f.Owner)
 	}
+	if f.Agent != "" {
+		q.Set("agent", f.Agent)
+	}
 	return "/threads?" + q.Encode()
 }
 
 // threadRow is a thread in a listing.
 type threadRow struct {
 	ID, Channel, Owner, Participant string
+	Agent                           string
 	UpdatedAt                       time.Time
 	Role, Words                     string // what was said last
 	WordsBytes                      int64
@@ -104,7 +109,7 @@ func (t threadRow) QueuedCount() string { return capped(t.Queued, queuedMost) }
 
 // threadRowColumns are those of threadRow, of agent_threads t, and threadRowJoins where they come from.
 const (
-	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.updated_at,
+	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, left(t.agent, 200) as agent, t.updated_at,
 		coalesce(w.role, '') as role, coalesce(w.words, '') as words, coalesce(w.words_bytes, 0) as words_bytes,
 		(select count(*) from (select from agent_messages q where q.thread_id = t.id and q.status = 'queued' limit @queued_most + 1) c) as queued,
 		left(coalesce(k.locked_by, ''), 200) as holder, k.execution_id::text as holder_id, k.since as held_since,
@@ -142,19 +147,20 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	}
 	rows, err := room.Pool.Query(ctx, `
 		select `+threadRowColumns+` from (select w.id from (
-		  (select x.id, x.updated_at, x.channel, x.owner from agent_threads x
+		  (select x.id, x.updated_at, x.channel, x.agent from agent_threads x
 		    where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		    order by x.updated_at desc, x.id desc limit @looked)
 		  union all
-		  (select x.id, x.updated_at, x.channel, x.owner from agent_threads x
+		  (select x.id, x.updated_at, x.channel, x.agent from agent_threads x
 		    where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		    order by x.updated_at desc, x.id desc limit @looked)) w
-		  where (@channel = '' or w.channel = @channel)
+		  where (@channel = '' or w.channel = @channel) and (@agent = '' or w.agent = @agent)
 		  order by w.updated_at desc, w.id desc limit @most + 1) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
-			"owner": f.Owner, "channel": f.Channel, "at": at, "before": id, "looked": lookedAt, "most": threadsShown, "queued_most": queuedMost,
+			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": lookedAt, "most": threadsShown,
+			"queued_most": queuedMost,
 		})
 	got := threadList{threadFilter: f, Window: lookedAt}
 	if got.Rows, err = collectThreads(rows, err); err != nil {
@@ -166,7 +172,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		got.Older = f.link(threadPlace{last.UpdatedAt, last.ID})
 		return got, nil
 	}
-	if f.Channel == "" {
+	if f.Channel == "" && f.Agent == "" {
 		return got, nil
 	}
 	var end threadPlace

@@ -45,13 +45,14 @@ func (room *Room) tracesPage() page {
 
 // tracesWanted is what a listing is narrowed down to.
 type tracesWanted struct {
-	Surface, Status, Since, Before string
-	span                           time.Duration
+	Surface, Status, Agent, Since, Before string
+	span                                  time.Duration
 }
 
 // tracedWork is a trace in the listing.
 type tracedWork struct {
 	ExecutionID, TraceID, Surface, Flow, Summary, Status string
+	Agent                                                string
 	StartedAt                                            time.Time
 	FinishedAt                                           *time.Time
 	Tokens, Rows, Errors                                 int64
@@ -77,11 +78,11 @@ func between(from time.Time, to *time.Time) *int64 {
 
 // openTraces reads the filters. A value that no filter has is refused, so that nobody takes the whole for a part.
 func (room *Room) openTraces(_ context.Context, v *visit) (string, error) {
-	q, err := filtersOf(v.Query, "surface", "status", "since", "before")
+	q, err := filtersOf(v.Query, "surface", "status", "agent", "since", "before")
 	if err != nil {
 		return "", err
 	}
-	w := tracesWanted{Surface: q["surface"], Status: q["status"], Since: q["since"]}
+	w := tracesWanted{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"]}
 	if w.Before, err = v.uuidFilter("before"); err != nil {
 		return "", err
 	}
@@ -119,27 +120,29 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		surfaces = []string{w.Surface}
 	}
 	rows, err := room.Pool.Query(ctx, `
-		select r.id::text as execution_id, r.trace_id, r.surface, r.flow, r.summary, r.status, r.started_at,
+		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
-		  from (select e.id, e.trace_id, s.surface, e.flow, e.summary, e.status, e.started_at, e.completed_at
+		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.status, e.started_at, e.completed_at
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
-		               select x.id, x.trace_id, left(x.flow, 200) as flow, x.status, x.completed_at,
+		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status, x.completed_at,
 		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
 		                      coalesce(x.started_at, x.created_at) as started_at
-		                 from ((select k.id from agent_executions k
+		                 from ((select w.id from (select k.id, k.agent from agent_executions k
 		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is null
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit @limit::int + 1)
+		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
+                         where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
 		                       union all
-		                       (select k.id from agent_executions k
+		                       (select w.id from (select k.id, k.agent from agent_executions k
 		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit @limit::int + 1)
+		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
+                         where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
 		                       order by id desc limit @limit::int + 1) p
 		                cross join lateral (select * from agent_executions i where i.id = p.id offset 0) x) e
 		         order by e.id desc limit @limit::int + 1) r
@@ -150,7 +153,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": surfaces, "status": w.Status, "span": traceSpan(w.span), "before": w.Before, "limit": tracesPerPage, "most": tracesSummed,
+		"surfaces": surfaces, "status": w.Status, "agent": w.Agent, "span": traceSpan(w.span), "before": w.Before, "limit": tracesPerPage,
+		"most": tracesSummed, "looked": lookedAt,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list traces: %w", err)
@@ -168,7 +172,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		list[i].Summary = redact.Text(list[i].Summary, 1000)
 	}
 	return map[string]any{
-		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed),
+		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed), "Window": int64(lookedAt),
 		"Sampled": slices.ContainsFunc(list, func(w tracedWork) bool { return w.More }),
 	}, nil
 }
@@ -184,7 +188,7 @@ func (tracesWanted) Ages() []traceAge { return traceAges }
 
 // Narrowed reports whether a filter is set.
 func (w tracesWanted) Narrowed() bool {
-	return w.Surface != "" || w.Status != "" || w.Since != "" || w.Before != ""
+	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Since != "" || w.Before != ""
 }
 
 // traceSpan is a duration for SQL: null for none.

@@ -188,9 +188,9 @@ func missing(ctx context.Context, db postgres.DB, id string) error {
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before
 // is the id after which the listing goes on, newest first.
 type Filter struct {
-	Status, Surface, Flow, Before string
-	TraceIDs                      []trace.ID // what [trace.ParseAny] makes of one id
-	Limit                         int
+	Status, Surface, Flow, Agent, Before string
+	TraceIDs                             []trace.ID // what [trace.ParseAny] makes of one id
+	Limit                                int
 }
 
 // List reads executions, newest first.
@@ -201,12 +201,13 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
 		 where (@status = '' or status = @status) and (@surface = '' or surface = @surface)
-		   and (@flow = '' or flow = @flow) and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
+		   and (@flow = '' or flow = @flow) and (@agent = '' or agent = @agent)
+		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
 		postgres.Strict{
-			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "trace_ids": f.TraceIDs, "before": f.Before,
-			"limit": min(f.Limit, 1000),
+			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
+			"before": f.Before, "limit": min(f.Limit, 1000),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list executions: %w", err)

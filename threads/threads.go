@@ -114,10 +114,10 @@ func one(rows pgx.Rows, err error) (Thread, error) {
 // Filter narrows a listing of threads. Zero values do not narrow; Limit defaults to 50 and is at most 500.
 // The listing goes on after the thread with the time and id of Before.
 type Filter struct {
-	Channel, Owner string
-	BeforeTime     time.Time
-	BeforeID       string
-	Limit          int
+	Channel, Owner, Agent string
+	BeforeTime            time.Time
+	BeforeID              string
+	Limit                 int
 }
 
 // List reads threads, the one that was spoken in last first.
@@ -129,11 +129,12 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
 		  from agent_threads
-		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner)
+		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner) and (@agent = '' or agent = @agent)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))
 		 order by updated_at desc, id desc limit @limit`,
 		postgres.Strict{
-			"channel": f.Channel, "owner": f.Owner, "before": before, "before_id": f.BeforeID, "limit": bounded(f.Limit),
+			"channel": f.Channel, "owner": f.Owner, "agent": f.Agent, "before": before, "before_id": f.BeforeID,
+			"limit": bounded(f.Limit),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list threads: %w", err)

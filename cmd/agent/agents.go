@@ -10,6 +10,7 @@ import (
 
 	"github.com/aymanbagabas/go-udiff"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
@@ -88,6 +89,11 @@ instructions follow.`,
 	}
 	cmd.Flags().IntVar(&version, "version", 0, "this version, not the current one")
 	return cmd
+}
+
+// actingFlag narrows a listing to what an agent did.
+func actingFlag(flags *pflag.FlagSet, agent *string) {
+	flags.StringVar(agent, "agent", "", "only those of this agent, by its name")
 }
 
 // findAgent reads an agent, or a version of one, a removed one included.

@@ -30,6 +30,12 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 	if err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown); err != nil || len(shown.Values) < 15 {
 		t.Errorf("%d values, %v", len(shown.Values), err)
 	}
+	p.must("heartbeat", "--agent", "billing")
+	for _, list := range [][]string{{"executions", "ls"}, {"trace", "ls"}} {
+		contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
+		contains(t, p.must(append(list, "--agent", "sales")...), "matches")
+	}
+	contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
 	for _, c := range []struct {
 		args []string
 		code int

@@ -48,6 +48,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	statusFlag(cmd.Flags(), &f.Status, "only this state", statusWords()...)
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
+	actingFlag(cmd.Flags(), &f.Agent)
 	traceFlag(cmd.Flags(), &f.TraceIDs)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)

@@ -38,6 +38,7 @@ func (c *cli) threadsListCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&f.Channel, "channel", "", "only those begun over this channel: chat, operate, …")
 	cmd.Flags().StringVar(&f.Owner, "owner", "", "only those of this owner: the name of a chat key, …")
+	actingFlag(cmd.Flags(), &f.Agent)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
 }

@@ -90,6 +90,7 @@ func (c *cli) traceListCommand() *cobra.Command {
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
+	actingFlag(cmd.Flags(), &f.Agent)
 	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", statusWords()...)
 	agoFlag(cmd.Flags(), &f.Since, "since", "", "only what began in the last")
 	limitFlag(cmd.Flags(), &f.Limit, 20)
