@@ -83,8 +83,10 @@ func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
 		t.Errorf("shown %+v", shown)
 	}
 	for _, want := range []agents.Value{
-		{Name: "timezone", Value: "Europe/Madrid", From: "document"}, {Name: "model", Value: "gpt-6-luna", From: "AGENT_MODEL"},
-		{Name: "memory", Value: "shared", From: "default"}, {Name: "limits.tokens", Value: "60000", From: "AGENT_MAX_TOKENS"},
+		{Name: "timezone", Value: "Europe/Madrid", From: "document"},
+		{Name: "model", Value: "gpt-6-luna", From: "AGENT_MODEL"},
+		{Name: "memory", Value: "shared", From: "default"},
+		{Name: "limits.tokens", Value: "60000", From: "AGENT_MAX_TOKENS"},
 	} {
 		if !slices.Contains(shown.Values, want) {
 			t.Errorf("no %+v in %+v", want, shown.Values)

@@ -64,8 +64,10 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 		"no language":      {"kind: agent\nname: a\nlanguages: [spanish!]\n", "languages[0]:"},
 		"wrong pin":        {"kind: agent\nname: a\npinned: [returns]\n", `pinned[0]: "returns" is not category/key`},
 		"negative limit":   {"kind: agent\nname: a\nlimits: {cost_usd: -1}\n", "limits.cost_usd:"},
-		"unknown in a flow": {"kind: agent\nname: billing\n---\nkind: flow\nname: x\nactions:\n  - {actionType: if, parameters: {condition: \"true\", then: [{actionType: reason, parameters: {prompt: hi, agent: biling}}]}}\n",
-			`f.yaml:7:114: actions[0].parameters.then[0].parameters.agent: unknown agent "biling"; did you mean "billing"?`},
+		"unknown in a flow": {
+			"kind: agent\nname: billing\n---\nkind: flow\nname: x\nactions:\n  - {actionType: if, parameters: {condition: \"true\", then: [{actionType: reason, parameters: {prompt: hi, agent: biling}}]}}\n",
+			`f.yaml:7:114: actions[0].parameters.then[0].parameters.agent: unknown agent "biling"; did you mean "billing"?`,
+		},
 		"name taken": {"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n", "share one namespace"},
 	} {
 		t.Run(name, func(t *testing.T) {
