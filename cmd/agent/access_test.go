@@ -17,7 +17,7 @@ import (
 var access = map[string][]string{
 	"/healthz": everybody, "/readyz": everybody, "/metrics": everybody, "/openapi.json": everybody, "/chat": everybody, "/webhooks/": everybody,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
-	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"}, "/v1/responses": {"visitor"},
+	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"}, "/v1/files": {"visitor"}, "/v1/responses": {"visitor"},
 }
 
 var everybody = []string{"nobody", "wrong", "visitor", "admin"}

@@ -8,6 +8,7 @@ import (
 	"net/http"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
@@ -104,6 +105,10 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Answer: json.RawMessage{},
 			OpenAIErrors: true, Handler: a.chat.DeleteResponseHandler(),
 			About: "Always refused: a response is a message of its conversation.",
+		}, {
+			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
+			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead, Handler: a.chat.FilesHandler(),
+			About: "OpenAI's upload of a file, which a message then names by its id. It goes after a day unless a message uses it.",
 		}, {
 			Method: "GET", Path: "/v1/models", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",

@@ -44,7 +44,7 @@ func (a *app) addSurfaces() (err error) {
 	}
 	a.chat = &chat.Chat{
 		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agents: a.loop.Agents,
-		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
+		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes), DocumentBytes: int64(cfg.DocumentMaxBytes),
 		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {
 			name, _ := api.VisitorFrom(r.Context())

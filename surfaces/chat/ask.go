@@ -40,6 +40,7 @@ type Ask struct {
 	Key         string // makes the message count once; "" for none
 	Hash        string // of what must be the same when the key comes again
 	TraceID     trace.ID
+	files       [][]string      // ids of documents, of each of Texts
 	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
@@ -341,11 +342,15 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	if err != nil {
 		return nil, err
 	}
+	texts, _, err := c.attachFiles(ctx, tx, a)
+	if err != nil {
+		return nil, err
+	}
 	var drafts []threads.Draft
 	if thread.NextSeq == 1 {
 		drafts = takeOver(a, from)
 	}
-	for i, words := range a.Texts {
+	for i, words := range texts {
 		drafts = append(drafts, threads.Draft{
 			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received, Follows: i > 0,
 		})

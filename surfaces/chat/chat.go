@@ -42,6 +42,10 @@
 // A thread has one agent: another model there is refused with 409. An agent's greeting is the first message of each new
 // thread.
 //
+// POST /v1/files stores a document of the visitor (package documents). A message that names its id shows the model the
+// document's name, type and size, and the beginning of its text. The document then belongs to the message's thread, by
+// the same transaction.
+//
 // A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
 // anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
 package chat
@@ -58,6 +62,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
@@ -114,8 +119,10 @@ type Chat struct {
 	Turns int
 	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32
 	// KiB.
-	MaxBody    int64
-	MaxMessage int
+	MaxBody int64
+	// DocumentBytes bounds a file that a visitor uploads; default [documents.DefaultMaxBytes].
+	DocumentBytes int64
+	MaxMessage    int
 	// KeepAlive is how often a silent stream sends an empty chunk; default 10 s.
 	KeepAlive time.Duration
 	// ApprovalWait is how long a connection waits for an admin; default 2 min.
@@ -155,6 +162,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.Rate = cmp.Or(c.Rate, 30)
 	c.Turns = cmp.Or(c.Turns, 256)
 	c.MaxBody = cmp.Or(c.MaxBody, 256<<10)
+	c.DocumentBytes = cmp.Or(c.DocumentBytes, documents.DefaultMaxBytes)
 	c.MaxMessage = cmp.Or(c.MaxMessage, 32<<10)
 	c.KeepAlive = cmp.Or(c.KeepAlive, 10*time.Second)
 	c.ApprovalWait = cmp.Or(c.ApprovalWait, 2*time.Minute)

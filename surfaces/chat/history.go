@@ -59,7 +59,8 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 type line struct {
 	Line
 	at    int
-	whole bool // all of it is text
+	whole bool // all of it is text, or names files
+	files []string
 }
 
 // messages finds what is new: the user's messages after the last answer. What was said before is kept for a
@@ -102,7 +103,8 @@ func (h history) talk() (talk []line, err error) {
 			if err != nil {
 				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type", "The content of a message is a string or a list of parts.")
 			}
-			talk = append(talk, line{Line{m.Role, words}, at, whole})
+			files, _ := filesIn(m.Content)
+			talk = append(talk, line{Line{m.Role, words}, at, whole, files})
 		default:
 			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.", clip(m.Role, 40))
 		}
@@ -120,15 +122,18 @@ func (c *Chat) newOnes(a *Ask, talk []line) error {
 	for _, m := range talk {
 		param := fmt.Sprintf("messages[%d].content", m.at)
 		if !m.whole {
-			return bad(param, "unsupported_content", "Only text is understood: images, audio and files are not.")
+			return bad(param, "unsupported_content", "Only text and the ids of files are understood: images and audio are not. POST /v1/files takes a file.")
 		}
-		if blank(m.Text) {
+		if len(m.files) > mostFiles {
+			return bad(param, "too_many_files", "A message has at most %d files.", mostFiles)
+		}
+		if blank(m.Text) && len(m.files) == 0 {
 			return bad(param, "empty_message", "A message must not be empty.")
 		}
 		if size += len(m.Text); size > c.MaxMessage {
 			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
 		}
-		a.Texts = append(a.Texts, m.Text)
+		a.Texts, a.files = append(a.Texts, m.Text), append(a.files, m.files)
 	}
 	return nil
 }

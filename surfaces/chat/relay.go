@@ -59,9 +59,17 @@ func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executi
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
 		return x, created, err
 	}
+	texts, ids, err := c.attachFiles(ctx, tx, a)
+	if err != nil {
+		return x, false, err
+	}
+	data := map[string]any{"participant": a.Participant}
+	if len(ids) > 0 {
+		data["documents"] = ids
+	}
 	_, err = threads.Receive(ctx, c.Engine, tx, threads.Incoming{
-		ThreadID: a.thread, Content: strings.Join(a.Texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
-		ID: "chat " + x.ID, Data: map[string]any{"participant": a.Participant},
+		ThreadID: a.thread, Content: strings.Join(texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
+		ID: "chat " + x.ID, Data: data,
 	})
 	return x, true, err
 }

@@ -190,6 +190,9 @@ func content(raw json.RawMessage) (words string, whole bool, err error) {
 		switch p.Type {
 		case "text", "input_text", "output_text", "refusal":
 			texts = append(texts, p.Text+p.Refusal)
+		case "file", "input_file":
+			_, named := filesIn(raw)
+			whole = whole && named
 		default:
 			whole = false
 		}

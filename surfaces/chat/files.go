@@ -1,0 +1,139 @@
+package chat
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+const (
+	mostFiles   = 10   // of one message
+	mostExcerpt = 4000 // bytes of a text document that a model is shown with the message
+)
+
+// file is OpenAI's file object.
+type file struct {
+	ID       string `json:"id"`
+	Object   string `json:"object"`
+	Bytes    int64  `json:"bytes"`
+	Created  int64  `json:"created_at"`
+	Filename string `json:"filename"`
+	Purpose  string `json:"purpose"`
+	Status   string `json:"status"`
+}
+
+// FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
+func (c *Chat) FilesHandler() http.Handler { return c.handler(c.upload) }
+
+func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error {
+	secret, made, err := c.secretOf(r)
+	if err != nil {
+		return err
+	}
+	token := secret
+	if made {
+		token = ""
+	}
+	if err := c.allow(r, c.Visitor(r), "", token); err != nil {
+		return err
+	}
+	form, err := documents.ReadForm(r, c.DocumentBytes, false)
+	if err != nil {
+		return refusedFile(err)
+	}
+	who := Ask{Owner: c.Visitor(r), Secret: secret}.principal()
+	u := form.Upload
+	u.By, u.TraceID = who, string(id)
+	if name := r.Header.Get(threadHeader); name != "" {
+		thread, known, err := threads.Resolve(r.Context(), c.Front, who, name)
+		if err != nil {
+			return refused(err)
+		}
+		if known {
+			u.ThreadID = thread
+		}
+	}
+	var d documents.Document
+	err = c.intake.Do(r.Context(), c.Front, "documents of "+who.Owner+" "+who.Proof, func(tx pgx.Tx) (err error) {
+		d, err = documents.Add(r.Context(), tx, u)
+		return err
+	})
+	if err != nil {
+		return refusedFile(err)
+	}
+	if made {
+		w.Header().Set(visitorHeader, secret)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	return json.NewEncoder(w).Encode(file{d.ID, "file", d.Size, d.CreatedAt.Unix(), d.Name, form.Fields["purpose"], "processed"})
+}
+
+// refusedFile turns an error of a document into what a visitor may know of it.
+func refusedFile(err error) error {
+	r := bad("file", "invalid_file", "%s.", err)
+	switch {
+	case errors.Is(err, documents.ErrTooLarge):
+		r.Status, r.Code = http.StatusRequestEntityTooLarge, "file_too_large"
+	case errors.Is(err, documents.ErrTooMany):
+		r.Status, r.Code = http.StatusConflict, "too_many_files"
+	case errors.Is(err, documents.ErrNotFound):
+		return unknown("file_not_found", "There is no such file.")
+	case !errors.Is(err, documents.ErrForm) && !errors.Is(err, documents.ErrEmpty):
+		return refused(err)
+	}
+	return r
+}
+
+// filesIn are the ids of the files that a content names. whole is false when one of them has none.
+func filesIn(raw json.RawMessage) (ids []string, whole bool) {
+	var parts []struct {
+		Type   string `json:"type"`
+		FileID string `json:"file_id"`
+		File   struct {
+			FileID string `json:"file_id"`
+		} `json:"file"`
+	}
+	if json.Unmarshal(raw, &parts) != nil {
+		return nil, true // a text
+	}
+	whole = true
+	for _, p := range parts {
+		if p.Type != "file" && p.Type != "input_file" {
+			continue
+		}
+		id := p.FileID + p.File.FileID
+		if whole = whole && id != ""; id != "" {
+			ids = append(ids, id)
+		}
+	}
+	return ids, whole
+}
+
+// attachFiles gives the files of the messages to their thread, and adds to each message what a model reads of them.
+func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []string, err error) {
+	texts = slices.Clone(a.Texts)
+	for i, files := range a.files {
+		for _, id := range files {
+			d, err := documents.Attach(ctx, tx, a.principal(), a.thread, id)
+			if err != nil {
+				return nil, nil, refusedFile(err)
+			}
+			shown, err := documents.Shown(ctx, tx, d, mostExcerpt)
+			if err != nil {
+				return nil, nil, err
+			}
+			texts[i] = strings.TrimSpace(texts[i] + "\n\n" + shown)
+			ids = append(ids, d.ID)
+		}
+	}
+	return texts, ids, nil
+}
