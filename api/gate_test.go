@@ -68,7 +68,7 @@ func whoMay() map[string]api.Access {
 	}
 	for _, name := range []string{
 		"GET /v1/agents", "GET /v1/agents/name",
-		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity",
+		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/traces/id/prompts", "GET /v1/activity",
 		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit", "GET /v1/executions", "GET /v1/executions/id",
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
 		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",

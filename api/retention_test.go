@@ -17,7 +17,7 @@ func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
 		}
 		return all
 	}
-	if got := keep(); len(got) != 10 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
+	if got := keep(); len(got) != 11 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
 		t.Errorf("at first: %v", got)
 	}
 	var change retention.Change

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -103,6 +104,12 @@ func (s *server) reading() []route {
 		}, {
 			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace,
 			about: "The story of a trace. The id may be the prefixed one, its ULID alone, or the 32 hex digits of OpenTelemetry.",
+		}, {
+			method: "GET", path: "/v1/traces/{id}/prompts", answer: prompts.Page{}, handle: s.getPrompts,
+			about: "The exact prompt of each model call of a trace, redacted; a part that several calls share is in it once.",
+			params: []param{
+				text("activity_id", "Only the model call of this activity"), text("cursor", "next_cursor of the page before"),
+			},
 		}, {
 			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity,
 			about: "What was done, newest first. Without since, trace_id and skill the other filters look back 30 days.",

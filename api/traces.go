@@ -2,6 +2,7 @@ package api
 
 import (
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/prompts"
 )
 
 func (s *server) listTraces(r request) (answer, error) {
@@ -24,6 +25,16 @@ func (s *server) getTrace(r request) (answer, error) {
 		t.Activities = []activity.Row{}
 	}
 	return answer{body: t, trace: t.TraceID}, nil
+}
+
+func (s *server) getPrompts(r request) (answer, error) {
+	page, err := prompts.Of(r.Context(), s.pool, r.PathValue("id"), prompts.Filter{
+		ActivityID: r.query["activity_id"], Cursor: r.query["cursor"],
+	})
+	if err != nil {
+		return answer{}, err
+	}
+	return answer{body: page, trace: page.TraceID}, nil
 }
 
 func (s *server) listActivity(r request) (answer, error) {

@@ -22,6 +22,7 @@ type tracedRow struct {
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string
 	Prompt, Completion, Tokens, Unknown   int64
+	Cached, CacheWrites                   int64
 	Estimated                             bool
 	CostUSD                               float64
 	DurationMS                            *int64
@@ -61,6 +62,7 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	coalesce(octet_length(a.output::text), 0)::bigint as output_bytes,
 	coalesce(octet_length(a.error_message), 0)::bigint as message_bytes, left(a.error_class, 100) as class,
 	left(a.model, 200) as model, agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
+	agent_tokens(a.token_usage, 'cached_tokens') as cached, agent_tokens(a.token_usage, 'cache_write_tokens') as cache_writes,
 	agent_tokens(a.token_usage, 'completion_tokens') as completion,
 	agent_tokens(a.token_usage, 'total_tokens') as tokens,
 	agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,

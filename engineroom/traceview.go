@@ -24,6 +24,7 @@ type tracedView struct {
 	Next   string // the row behind which the table's next page begins
 	Paged  bool   // this is not the first page
 	Single *tracedRow
+	Prompt *tracedPrompt // of the single row, when it is a model call
 }
 
 // traceView loads the view that is asked for.
@@ -55,6 +56,11 @@ func (room *Room) loadRow(ctx context.Context, view *tracedView) (open bool, err
 		return false, err
 	}
 	view.Single = &rows[0]
+	if view.Single.Kind == "model" {
+		if view.Prompt, err = room.promptOf(ctx, view.ID, view.Row); err != nil {
+			return false, err
+		}
+	}
 	return view.Single.Status == "running", nil
 }
 

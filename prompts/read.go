@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -197,12 +198,20 @@ func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, 
 	var key, body string
 	var p Part
 	_, err = pgx.ForEachRow(rows, []any{&key, &body, &p.Truncated, &p.UsedOn}, func() error {
-		p.Body, p.Bytes = json.RawMessage(body), len(body)
+		p.Body, p.Bytes = asJSON(body), len(body)
 		p.Role = roleOf(p.Body)
 		found[key] = p
 		return nil
 	})
 	return found, err
+}
+
+// asJSON is a body as JSON: as text, when somebody wrote another text into the table.
+func asJSON(body string) json.RawMessage {
+	if json.Valid([]byte(body)) {
+		return json.RawMessage(body)
+	}
+	return redact.JSON(body, MaxPart)
 }
 
 // roleOf is the role of a message; empty for the tools.

@@ -12,6 +12,7 @@ import (
 )
 
 func (c *cli) traceCommand() *cobra.Command {
+	var asked bool
 	cmd := &cobra.Command{
 		Use:   "trace ID | last | ls",
 		Short: "Show what one run did, as a tree",
@@ -21,9 +22,13 @@ ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits t
 		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
 		Args:    args(1, 1, "a trace id, last, or ls"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if asked {
+				return c.showPrompts(cmd.Context(), s, args[0])
+			}
 			return c.showTrace(cmd.Context(), s, args[0])
 		}),
 	}
+	promptsFlag(cmd, &asked)
 	cmd.AddCommand(c.traceLastCommand(), c.traceListCommand())
 	return cmd
 }
@@ -53,6 +58,7 @@ func newestTrace(ctx context.Context, s *session, surface string) (string, error
 
 func (c *cli) traceLastCommand() *cobra.Command {
 	var surface string
+	var asked bool
 	cmd := &cobra.Command{
 		Use: "last", Short: "Show the newest trace", Args: args(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
@@ -60,9 +66,13 @@ func (c *cli) traceLastCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if asked {
+				return c.showPrompts(cmd.Context(), s, newest)
+			}
 			return c.showTrace(cmd.Context(), s, newest)
 		}),
 	}
+	promptsFlag(cmd, &asked)
 	surfaceFlag(cmd.Flags(), &surface)
 	return cmd
 }
