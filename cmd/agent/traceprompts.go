@@ -45,6 +45,9 @@ func writePrompts(w io.Writer, page prompts.Page) error {
 		fmt.Fprintln(w, "no model was called in this trace")
 	}
 	for i, call := range page.Calls {
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
 		u := call.TokenUsage
 		fmt.Fprintf(w, "call %d of %d  %s  %s  %s\n", i+1, len(page.Calls), printable(call.Agent), printable(call.Model), call.Status)
 		fmt.Fprintf(w, "tokens: %d prompt (%d cached, %d cache writes), %d completion\n",
