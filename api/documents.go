@@ -39,7 +39,8 @@ func (s *server) documenting() []route {
 			params: listing(text("thread_id", "Only of this thread"), param{
 				name: "execution_id", about: "Only of this execution", check: checkUUID,
 			}),
-		}, {
+		},
+		{
 			method: "GET", path: "/v1/documents/{id}", answer: documents.Document{}, handle: s.getDocument,
 			about: "One document without its content.",
 		},
