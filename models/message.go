@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -99,9 +100,10 @@ func (o *Opaque) from(origin, digest string) bool {
 	return o != nil && o.Origin == origin && o.Digest == digest
 }
 
-// Shown is the message as rows and logs have it: without what is opaque.
+// Shown is the message as rows and logs have it: without what is opaque, and without the bytes of images.
 func (m Message) Shown() Message {
 	m.Opaque = nil
+	m.Parts = shownParts(m.Parts)
 	if len(m.ToolCalls) > 0 {
 		calls := make([]ToolCall, len(m.ToolCalls))
 		for i, c := range m.ToolCalls {
@@ -111,6 +113,28 @@ func (m Message) Shown() Message {
 		m.ToolCalls = calls
 	}
 	return m
+}
+
+// shownParts says how large an image is, in place of it.
+func shownParts(parts []Part) []Part {
+	if !slices.ContainsFunc(parts, isImage) {
+		return parts
+	}
+	shown := slices.Clone(parts)
+	for i, p := range shown {
+		if kind, data, inside := strings.Cut(p.imageURL(), ","); inside && strings.HasPrefix(kind, "data:") {
+			shown[i].Image = &Image{URL: fmt.Sprintf("%s,(%d characters)", kind, len(data)), Detail: p.Image.Detail}
+		}
+	}
+	return shown
+}
+
+// imageURL is that of an image; "" for a text.
+func (p Part) imageURL() string {
+	if p.Image == nil {
+		return ""
+	}
+	return p.Image.URL
 }
 
 // Shown is [Message.Shown] of each.

@@ -126,6 +126,7 @@ type Turn struct {
 	// History is what was said before, oldest first: it stands between System and Prompt.
 	History []models.Message
 	Prompt  string
+	Images  []models.Part  // that came with the prompt
 	Form    *Form          // of the answer; nil for one in words
 	Seen    []memory.Sight // what the prompt shows of what skills may write
 	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools

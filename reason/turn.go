@@ -66,6 +66,7 @@ func (l *Loop) newTurn(t Turn, p prepared) *turn {
 	}
 	w.prompt = len(w.messages)
 	w.say(models.RoleUser, p.request(t))
+	w.messages[w.prompt].Parts = t.Images
 	w.bind()
 	if len(history) > 0 {
 		w.fresh = 1 // the rest is recorded where it was said

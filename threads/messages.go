@@ -51,6 +51,7 @@ type Message struct {
 	ErrorMessage *string    `json:"error_message"`
 	CreatedAt    time.Time  `json:"created_at"`
 	SentAt       *time.Time `json:"sent_at"`
+	Images       int        `json:"images,omitempty"` // how many came with it; see Images
 }
 
 // Draft is a message to be.
@@ -65,6 +66,7 @@ type Draft struct {
 	Turn        int64 // the turn it belongs to; 0: it begins one
 	Follows     bool  // of PostAll: it belongs to the turn of the draft before it, if there is one
 	Interrupted bool
+	Images      []Image // of a message that is not queued; the caller's db must be a transaction
 }
 
 // Post adds a message to a thread and gives it its place, unless it is queued. The thread's row stays locked
@@ -107,9 +109,12 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []Draft)
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
 	}
-	got, err := pgx.CollectRows(found, pgx.RowToStructByName[Message])
+	got, err := pgx.CollectRows(found, pgx.RowToStructByNameLax[Message])
 	if err == nil && len(got) == 0 {
 		err = ErrNotFound
+	}
+	if err == nil {
+		err = saveImages(ctx, db, got, drafts)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
@@ -138,7 +143,7 @@ func (b *batch) add(i int, d Draft) {
 	}
 	b.roles, b.contents, b.channels = append(b.roles, d.Role), append(b.contents, content), append(b.channels, d.Channel)
 	b.executions, b.traces, b.statuses = append(b.executions, d.ExecutionID), append(b.traces, d.TraceID), append(b.statuses, string(d.Status))
-	b.interrupted, b.tokens = append(b.interrupted, d.Interrupted), append(b.tokens, tokens(d.Role, content))
+	b.interrupted, b.tokens = append(b.interrupted, d.Interrupted), append(b.tokens, tokens(d.Role, content, d.Images...))
 	b.turns, b.starts = append(b.turns, turn), append(b.starts, start)
 }
 
@@ -151,8 +156,12 @@ func (b *batch) args(thread string) postgres.Strict {
 }
 
 // tokens is about what a message costs as a part of a prompt.
-func tokens(role, content string) int {
-	return models.EstimateTokens([]models.Message{{Role: role, Content: content}})
+func tokens(role, content string, images ...Image) int {
+	m := models.Message{Role: role, Content: content}
+	for range images {
+		m.Parts = append(m.Parts, models.Part{Image: &models.Image{}})
+	}
+	return models.EstimateTokens([]models.Message{m})
 }
 
 // MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most
@@ -172,7 +181,8 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 	}
 	rows, err := db.Query(ctx, `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
-		       tokens, attempts, error_message, created_at, sent_at
+		       tokens, attempts, error_message, created_at, sent_at,
+		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
 		 where (@thread_id = '' or thread_id = @thread_id) and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
 		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)

@@ -33,7 +33,7 @@ func Window(ctx context.Context, db postgres.DB, thread string, before int64, to
 	if err != nil {
 		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}
-	messages, err = pgx.CollectRows(rows, pgx.RowToStructByName[Message])
+	messages, err = pgx.CollectRows(rows, pgx.RowToStructByNameLax[Message])
 	if err != nil {
 		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}
@@ -80,7 +80,7 @@ func Backlog(ctx context.Context, db postgres.DB, thread string, before int64, l
 	if err != nil {
 		return nil, fmt.Errorf("read backlog of thread %s: %w", thread, err)
 	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Message])
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[Message])
 	if err != nil {
 		return nil, fmt.Errorf("read backlog of thread %s: %w", thread, err)
 	}
@@ -105,7 +105,8 @@ func SaveSummary(ctx context.Context, db postgres.DB, thread string, fromThrough
 func Turns(ctx context.Context, db postgres.DB, thread string, from, before, through int64) ([]Message, error) {
 	rows, err := db.Query(ctx, `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
-		       tokens, attempts, error_message, created_at, sent_at
+		       tokens, attempts, error_message, created_at, sent_at,
+		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through and status not in ('failed', 'withdrawn')
 		 order by turn, seq limit 400`,

@@ -23,7 +23,10 @@ import (
 )
 
 // Line is what somebody said.
-type Line struct{ Role, Text string }
+type Line struct {
+	Role, Text string
+	Images     []threads.Image
+}
 
 // Ask is a visitor's message.
 type Ask struct {
@@ -34,11 +37,12 @@ type Ask struct {
 	Participant string
 	Channel     string // default chat
 	Texts       []string
-	Earlier     []Line // taken over when the thread is new
-	Model       string // the id the client used
-	MaxTokens   int    // 0: no bound
-	Key         string // makes the message count once; "" for none
-	Hash        string // of what must be the same when the key comes again
+	Images      [][]threads.Image // of each of Texts
+	Earlier     []Line            // taken over when the thread is new
+	Model       string            // the id the client used
+	MaxTokens   int               // 0: no bound
+	Key         string            // makes the message count once; "" for none
+	Hash        string            // of what must be the same when the key comes again
 	TraceID     trace.ID
 	files       [][]string      // ids of documents, of each of Texts
 	agent       agents.Agent    // who answers
@@ -228,7 +232,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 		return x, false, nil, err
 	}
 	if to != "" {
-		if err := a.wordless(); err != nil {
+		if err := a.passable(); err != nil {
 			return x, false, nil, err
 		}
 		if err := c.opened(ctx, tx, a); err != nil {
@@ -351,9 +355,14 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 		drafts = takeOver(a, from)
 	}
 	for i, words := range texts {
-		drafts = append(drafts, threads.Draft{
-			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received, Follows: i > 0,
-		})
+		d := threads.Draft{
+			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
+			Status: threads.Received, Follows: i > 0,
+		}
+		if i < len(a.Images) {
+			d.Images = a.Images[i]
+		}
+		drafts = append(drafts, d)
 	}
 	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
 	return cut, err
@@ -368,7 +377,9 @@ func takeOver(a Ask, from string) []threads.Draft {
 		})
 	}
 	for _, line := range a.Earlier {
-		d := threads.Draft{Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received}
+		d := threads.Draft{
+			Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received, Images: line.Images,
+		}
 		if line.Role == threads.Assistant {
 			d.Status, d.Follows = threads.Sent, true
 		}

@@ -31,6 +31,9 @@
 // somebody else began a visitor gets by a join token, X-Thread-Join, or because the key was named (package threads);
 // any other is refused, and looks as if it did not exist.
 //
+// Images come with messages (image.go), as https URLs, which the model's server fetches and this one never does, or as
+// their bytes. They are kept with their message, outside of the record. A model that takes text alone refuses them.
+//
 // A client that sends a request again, because its connection broke, gets the turn that the first one began: see retry.
 // POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response, which
 // must be the thread's last (409); client tools are refused by name.

@@ -3,6 +3,7 @@ package chat
 import (
 	"encoding/json"
 	"net/http"
+	"slices"
 
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -98,8 +99,13 @@ func orNil(s string) any {
 	return s
 }
 
-// wordless refuses a form in a thread whose messages go to an execution: that answers in words of its own.
-func (a Ask) wordless() error {
+// passable refuses a form and images in a thread whose messages go to an execution: that answers in words of its own,
+// and hears words alone.
+func (a Ask) passable() error {
+	if len(slices.Concat(a.Images...)) > 0 {
+		return bad("messages", "image_not_supported",
+			"This thread's messages go to an execution that waits for one, and it takes no images.")
+	}
 	if a.form == nil {
 		return nil
 	}

@@ -59,8 +59,8 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 type line struct {
 	Line
 	at    int
-	whole bool // all of it is text, or names files
 	files []string
+	wrong string // why it cannot be taken; "" when it can
 }
 
 // messages finds what is new: the user's messages after the last answer. What was said before is kept for a
@@ -84,7 +84,7 @@ func (c *Chat) messages(a *Ask, h history) error {
 		return err
 	}
 	for _, m := range talk[:first] {
-		if (m.Role == threads.User || m.Role == threads.Assistant) && !blank(m.Text) {
+		if (m.Role == threads.User || m.Role == threads.Assistant) && (!blank(m.Text) || len(m.Images) > 0) {
 			a.Earlier = append(a.Earlier, m.Line)
 		}
 	}
@@ -99,12 +99,11 @@ func (h history) talk() (talk []line, err error) {
 		switch m.Role {
 		case "system", "developer":
 		case threads.User, threads.Assistant, "tool", "function":
-			words, whole, err := content(m.Content)
+			said, err := content(m.Content)
 			if err != nil {
 				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type", "The content of a message is a string or a list of parts.")
 			}
-			files, _ := filesIn(m.Content)
-			talk = append(talk, line{Line{m.Role, words}, at, whole, files})
+			talk = append(talk, line{Line{m.Role, said.words, said.images}, at, said.files, said.wrong})
 		default:
 			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.", clip(m.Role, 40))
 		}
@@ -121,19 +120,19 @@ func (c *Chat) newOnes(a *Ask, talk []line) error {
 	size := 0
 	for _, m := range talk {
 		param := fmt.Sprintf("messages[%d].content", m.at)
-		if !m.whole {
-			return bad(param, "unsupported_content", "Only text and the ids of files are understood: images and audio are not. POST /v1/files takes a file.")
+		if m.wrong != "" {
+			return bad(param, "unsupported_content", "%s", m.wrong)
 		}
 		if len(m.files) > mostFiles {
 			return bad(param, "too_many_files", "A message has at most %d files.", mostFiles)
 		}
-		if blank(m.Text) && len(m.files) == 0 {
+		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
 			return bad(param, "empty_message", "A message must not be empty.")
 		}
 		if size += len(m.Text); size > c.MaxMessage {
 			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
 		}
-		a.Texts, a.files = append(a.Texts, m.Text), append(a.files, m.files)
+		a.Texts, a.files, a.Images = append(a.Texts, m.Text), append(a.files, m.files), append(a.Images, m.Images)
 	}
 	return nil
 }

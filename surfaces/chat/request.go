@@ -127,7 +127,10 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 			a.MaxTokens = *bound
 		}
 	}
-	return a, c.messages(&a, req.Messages)
+	if err := c.messages(&a, req.Messages); err != nil {
+		return a, err
+	}
+	return a, c.seen(a)
 }
 
 // address finds out who speaks to which agent, and in which thread.
@@ -171,33 +174,50 @@ func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).S
 // blank reports a text of which nothing is stored: NUL is left out.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
-// content is the text of a message; whole is false when it has parts that are no text.
-func content(raw json.RawMessage) (words string, whole bool, err error) {
+// spokenContent is what a message has: its texts, its images, the ids of its files, and what is wrong with the first that
+// cannot be taken.
+type spokenContent struct {
+	words  string
+	images []threads.Image
+	files  []string
+	wrong  string
+}
+
+// content reads the content of a message.
+func content(raw json.RawMessage) (c spokenContent, err error) {
 	if words, ok := text(raw); ok {
-		return words, true, nil
+		return spokenContent{words: words}, nil
 	}
-	var parts []struct {
-		Type    string `json:"type"`
-		Text    string `json:"text"`
-		Refusal string `json:"refusal"`
-	}
+	var parts []wirePart
 	if err := json.Unmarshal(raw, &parts); err != nil {
-		return "", false, fmt.Errorf("decode content: %w", err)
+		return c, fmt.Errorf("decode content: %w", err)
 	}
 	var texts []string
-	whole = true
 	for _, p := range parts {
 		switch p.Type {
 		case "text", "input_text", "output_text", "refusal":
 			texts = append(texts, p.Text+p.Refusal)
-		case "file", "input_file":
-			_, named := filesIn(raw)
-			whole = whole && named
+		case "file", "input_file": // see filesIn
+		case "image_url", "input_image":
+			image, err := p.image()
+			if err != nil {
+				c.wrong = cmp.Or(c.wrong, "This image cannot be taken: "+err.Error()+".")
+				continue
+			}
+			c.images = append(c.images, image)
 		default:
-			whole = false
+			c.wrong = cmp.Or(c.wrong, "Only text, images and the ids of files are understood: audio is not.")
 		}
 	}
-	return strings.Join(texts, "\n"), whole, nil
+	if len(c.images) > threads.MostImages {
+		c.wrong = cmp.Or(c.wrong, fmt.Sprintf("A message has at most %d images.", threads.MostImages))
+	}
+	var named bool
+	if c.files, named = filesIn(raw); !named {
+		c.wrong = cmp.Or(c.wrong, "A file is named by its id, which POST /v1/files gives.")
+	}
+	c.words = strings.Join(texts, "\n")
+	return c, nil
 }
 
 // clip shortens what is repeated to a client.

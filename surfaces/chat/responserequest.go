@@ -165,7 +165,10 @@ func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (A
 	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
 		return a, err
 	}
-	return a, inputNamed(c.messages(&a, q.Input.history))
+	if err := c.messages(&a, q.Input.history); err != nil {
+		return a, inputNamed(err)
+	}
+	return a, inputNamed(c.seen(a))
 }
 
 // threadOfResponse finds the thread: the conversation, else that of the previous response, else X-Thread-Id.

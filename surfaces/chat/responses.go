@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -228,19 +229,35 @@ func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 	if err != nil {
 		return err
 	}
+	images, err := threads.Images(r.Context(), c.Front, messages)
+	if err != nil {
+		return err
+	}
 	stamp(w, b.exec.TraceID, b.name)
 	data := make([]map[string]any, len(messages))
 	list := map[string]any{"object": "list", "data": data, "has_more": false, "first_id": nil, "last_id": nil}
 	for i, m := range messages {
 		data[i] = map[string]any{
 			"id": itemPrefix + m.ID, "type": "message", "role": m.Role, "status": "completed",
-			"content": []map[string]any{{"type": "input_text", "text": m.Content}},
+			"content": inputContent(m, images[m.ID]),
 		}
 		if list["last_id"] = data[i]["id"]; i == 0 {
 			list["first_id"] = data[i]["id"]
 		}
 	}
 	return responsewire.WriteJSON(w, list)
+}
+
+// inputContent is a message as an item of input.
+func inputContent(m threads.Message, images []threads.Image) []map[string]any {
+	parts := []map[string]any{{"type": "input_text", "text": m.Content}}
+	for _, image := range images {
+		part := image.Part().Image
+		parts = append(parts, map[string]any{
+			"type": "input_image", "image_url": part.URL, "detail": cmp.Or(part.Detail, "auto"),
+		})
+	}
+	return parts
 }
 
 // headOf is a response that is under way.

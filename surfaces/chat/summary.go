@@ -60,6 +60,9 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 	messages := make([]models.Message, len(old))
 	for i, m := range old {
 		messages[i] = models.Message{Role: m.Role, Content: m.Content}
+		if m.Images > 0 {
+			messages[i].Content += fmt.Sprintf("\n[%d images came with this message]", m.Images)
+		}
 	}
 	text, err := c.Summarise(ctx, SummaryFlow, f.Previous, messages)
 	if err != nil {

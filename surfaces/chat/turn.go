@@ -48,6 +48,7 @@ type turn struct {
 	live     bool  // somebody waits for it here
 	number   int64 // in its thread
 	prompt   string
+	images   []models.Part // that came with the prompt
 	sketched time.Time
 }
 
@@ -91,7 +92,7 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 		return answer{}, err
 	}
 	turn := reason.Turn{
-		Purpose: Flow, System: rules, History: past.messages, Prompt: t.prompt,
+		Purpose: Flow, System: rules, History: past.messages, Prompt: t.prompt, Images: t.images,
 		Form: t.in.Form, Scopes: []string{skills.ScopeExternal}, Approvals: reason.Park, Budget: t.Budget,
 		OnDelta: func(text string) { t.feed.say(text); t.sketch(held, false) },
 		OnRestart: func() {
@@ -122,10 +123,14 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 func (t *turn) read(ctx context.Context) error {
 	type found struct {
 		messages []threads.Message
+		images   map[string][]models.Part
 		sketch   threads.Sketch
 	}
 	got, err := executions.Persist(ctx, func(ctx context.Context) (f found, err error) {
 		f.messages, err = threads.Messages(ctx, t.Pool, threads.MessageFilter{ExecutionID: t.exec.ID, Role: threads.User})
+		if err == nil {
+			f.images, err = t.imagesOf(ctx, f.messages)
+		}
 		if err == nil && t.exec.Claim > 1 {
 			f.sketch, err = threads.SketchOf(ctx, t.Pool, t.exec.ID)
 		}
@@ -141,6 +146,7 @@ func (t *turn) read(ctx context.Context) error {
 	words := make([]string, len(got.messages))
 	for i, m := range got.messages {
 		words[i] = m.Content
+		t.images = append(t.images, got.images[m.ID]...)
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(words, "\n\n")
 	t.feed.begin(t.exec.Claim, got.sketch.Keep(), t.limit())
@@ -195,14 +201,19 @@ func (t *turn) remember(ctx context.Context) (past, error) {
 	if b.From == 0 {
 		return p, nil
 	}
-	messages, err := executions.Persist(ctx, func(ctx context.Context) ([]threads.Message, error) {
-		return threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.number, b.Through)
+	var images map[string][]models.Part
+	messages, err := executions.Persist(ctx, func(ctx context.Context) (list []threads.Message, err error) {
+		list, err = threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.number, b.Through)
+		if err == nil {
+			images, err = t.imagesOf(ctx, list)
+		}
+		return list, err
 	})
 	for _, m := range messages {
 		if m.Interrupted {
 			m.Content += "\n[interrupted]"
 		}
-		p.messages = append(p.messages, models.Message{Role: m.Role, Content: m.Content})
+		p.messages = append(p.messages, models.Message{Role: m.Role, Content: m.Content, Parts: images[m.ID]})
 	}
 	p.messages = opened(p.messages)
 	return p, err

@@ -1,0 +1,187 @@
+package chat_test
+
+import (
+	"encoding/base64"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	gopenai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+// pixel is a PNG as a data: URL; each mark makes another.
+func pixel(mark string) string {
+	return "data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("\x89PNG\x0d\x0a\x1a\x0a"+mark))
+}
+
+const picture = "https://pictures.example.com/a.png"
+
+// shows is a completion's body with a text and images.
+func shows(text string, urls ...string) string {
+	parts := `{"type":"text","text":"` + text + `"}`
+	for _, u := range urls {
+		parts += `,{"type":"image_url","image_url":{"url":"` + u + `","detail":"low"}}`
+	}
+	return `{"model":"agent","messages":[{"role":"user","content":[` + parts + `]}]}`
+}
+
+func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("A dot."), modeltest.ToolCall("opening", `{}`), modeltest.Text("The same."),
+		modeltest.Text("Both."))
+	p := w.process(t)
+	_, body := p.post(t, shows("What is it?", pixel("one"), picture), inThread("s")...)
+	if !strings.Contains(body, "A dot.") {
+		t.Fatal(body)
+	}
+	p.answerTo(t, "s", "And now?")
+	_, body = p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user","content":[`+
+		`{"type":"input_text","text":"Compare."},{"type":"input_image","image_url":"`+pixel("two")+`"}]}]}`, inThread("s")...)
+	if !strings.Contains(body, "Both.") {
+		t.Fatal(body)
+	}
+	for i, r := range w.model.Requests() {
+		if !strings.Contains(r.Body, `{"url":"`+pixel("one")+`","detail":"low"}`) || !strings.Contains(r.Body, picture) {
+			t.Errorf("request %d misses the images: %s", i, r.Body)
+		}
+		if has := strings.Contains(r.Body, pixel("two")); has != (i == 3) {
+			t.Errorf("request %d has the image of a later message: %v", i, has)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`); n != 2 {
+		t.Errorf("%d images are stored, want 2", n)
+	}
+	if n := value[int](t, w.pool, `
+		select (select count(*) from agent_activity where strpos(to_jsonb(agent_activity)::text, @data) > 0) +
+		       (select count(*) from agent_checkpoints where strpos(to_jsonb(agent_checkpoints)::text, @data) > 0) +
+		       (select count(*) from agent_executions where strpos(to_jsonb(agent_executions)::text, @data) > 0)`,
+		postgres.Strict{"data": strings.TrimPrefix(pixel("one"), "data:image/png;base64,")}); n != 0 {
+		t.Errorf("the image's bytes are in %d rows of the record", n)
+	}
+	exec(t, w.pool, `delete from agent_threads`)
+	if n := value[int](t, w.pool, `select count(*) from agent_message_images`); n != 0 {
+		t.Errorf("%d images have outlived their thread", n)
+	}
+}
+
+func TestAnImageMayComeWithoutWords(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("A dot."))
+	p := w.process(t)
+	if _, body := p.post(t, shows("", pixel("one"))); !strings.Contains(body, "A dot.") {
+		t.Error(body)
+	}
+}
+
+func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Yes."))
+	p := w.process(t)
+	body := strings.Replace(shows("Look.", pixel("one")), `]}]}`,
+		`]},{"role":"assistant","content":"A dot."},{"role":"user","content":"Sure?"}]}`, 1)
+	if _, got := p.post(t, body); !strings.Contains(got, "Yes.") {
+		t.Fatal(got)
+	}
+	if sent := w.model.Requests()[0].Body; !strings.Contains(sent, pixel("one")) {
+		t.Errorf("the model was asked %s", sent)
+	}
+}
+
+func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, func(c *chat.Chat) { c.MaxBody = 16 << 20 })
+	large := base64.StdEncoding.EncodeToString(append([]byte("\x89PNG\x0d\x0a\x1a\x0a"), make([]byte, 5<<20)...))
+	for name, c := range map[string]struct{ url, why string }{
+		"plain http":    {"http://pictures.example.com/a.png", "https"},
+		"a file":        {"file:///etc/passwd", "https"},
+		"no host":       {"https:///a.png", "https"},
+		"a password":    {"https://a:b@example.com/a.png", "https"},
+		"a long URL":    {"https://example.com/" + strings.Repeat("a", 2048), "2048"},
+		"no base64":     {"data:image/png;base64,###", "base64"},
+		"no data":       {"data:image/png,abc", "form"},
+		"another type":  {strings.Replace(pixel("a"), "png", "gif", 1), "its data is image/png"},
+		"a page":        {"data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("<html>")), "png, jpeg, gif or webp"},
+		"a drawing":     {"data:image/svg+xml;base64," + base64.StdEncoding.EncodeToString([]byte("<svg/>")), "png, jpeg, gif or webp"},
+		"a large image": {"data:image/png;base64," + large, "5242880"},
+	} {
+		r, body := p.post(t, shows("hi", c.url))
+		f := failureOf(t, body)
+		if r.StatusCode != http.StatusBadRequest || f.Code != "unsupported_content" || *f.Param != "messages[0].content" ||
+			!strings.Contains(f.Message, c.why) {
+			t.Errorf("%s: %d %.300s", name, r.StatusCode, body)
+		}
+	}
+	nine := strings.Split(strings.Repeat(picture+" ", 9), " ")[:9]
+	if r, body := p.post(t, shows("hi", nine...)); r.StatusCode != http.StatusBadRequest || !strings.Contains(body, "at most 8") {
+		t.Errorf("nine images: %d %s", r.StatusCode, body)
+	}
+	_, body := p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user","content":[{"type":"input_image","file_id":"f"}]}]}`)
+	if f := failureOf(t, body); f.Code != "unsupported_content" || *f.Param != "input[0].content" {
+		t.Error(body)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 {
+		t.Errorf("%d threads were begun", n)
+	}
+}
+
+func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, func(c *chat.Chat) {
+		client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "deepseek-chat"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Loop.Model = client
+	})
+	r, body := p.post(t, shows("hi", pixel("a")))
+	if f := failureOf(t, body); r.StatusCode != http.StatusBadRequest || f.Code != "image_not_supported" {
+		t.Errorf("%d %s", r.StatusCode, body)
+	}
+	if len(w.model.Requests()) > 0 {
+		t.Error("the model was asked")
+	}
+}
+
+func TestAResumedTurnKeepsItsImages(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	g, held := gated()
+	var n atomic.Int32
+	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply {
+		if n.Add(1) == 1 {
+			return held // the process is lost in the middle of this
+		}
+		return modeltest.Text("A dot.")
+	})
+	first, _ := w.silent(t)
+	var group errgroup.Group
+	group.Go(func() error {
+		first.post(t, shows("What is it?", pixel("one")))
+		return nil
+	})
+	receive(t, g.asked)
+	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	w.process(t)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
+	}, "another process ends the turn")
+	close(g.pieces)
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for i, r := range w.model.Requests() {
+		if !strings.Contains(r.Body, pixel("one")) {
+			t.Errorf("request %d misses the image: %s", i, r.Body)
+		}
+	}
+}
