@@ -21,6 +21,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"strings"
 	"sync"
 	"time"
@@ -154,9 +155,7 @@ func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 		if r.known == nil {
 			r.known = map[digest]digest{}
 		}
-		for was, stored := range p.fresh {
-			r.known[was] = stored
-		}
+		maps.Copy(r.known, p.fresh)
 	}
 }
 

@@ -39,8 +39,8 @@ func (c *cli) documentsAddCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "add FILE", Short: "Store a file as a document", Args: args(1, 1, "a file, or - to read the standard input"),
-		Long: `Store a file in the database as a document. With --thread its visitors, flows and models see it, and it goes with the
-thread. Without, it stays until agent documents rm.`,
+		Long: `Store a file in the database as a document. With --thread it belongs to that thread, and goes with it. Without, it stays
+until agent documents rm.`,
 		Example: "  agent documents add contract.pdf --thread maria\n  pg_dump --schema-only shop | agent documents add - --name schema.sql",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			u.MaxBytes, u.By = int64(s.config.DocumentMaxBytes), threads.Admin

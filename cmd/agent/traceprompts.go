@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 
 	"github.com/spf13/cobra"
 
@@ -29,9 +30,7 @@ func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 			return err
 		}
 		all.TraceID, all.Next, all.Calls = page.TraceID, page.Next, append(all.Calls, page.Calls...)
-		for digest, part := range page.Parts {
-			all.Parts[digest] = part
-		}
+		maps.Copy(all.Parts, page.Parts)
 		if page.Next == nil {
 			break
 		}
