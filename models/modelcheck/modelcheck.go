@@ -4,6 +4,7 @@
 package modelcheck
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -48,7 +49,7 @@ type Result struct {
 
 // Target is a model as an agent uses it.
 type Target struct {
-	Model  string `json:"model"`
+	Model  string `json:"model"`            // the client's when empty
 	Effort string `json:"effort,omitempty"` // AGENT_REASONING_EFFORT when empty
 }
 
@@ -66,9 +67,15 @@ const longestCall = 2 * time.Minute
 // roomToAnswer bounds answers that are short, with room for reasoning before them.
 const roomToAnswer = 2048
 
+// of is the target with the client's model where it names none.
+func (t Target) of(client *models.Client) Target {
+	t.Model = cmp.Or(t.Model, client.Model())
+	return t
+}
+
 // Calls is how many calls [Run] makes of a model. Each part of the protocol that the server refuses adds one.
 func Calls(client *models.Client, t Target) int {
-	if client.TakesImages(t.Model) {
+	if client.TakesImages(t.of(client).Model) {
 		return 7
 	}
 	return 6
@@ -77,6 +84,7 @@ func Calls(client *models.Client, t Target) int {
 // Run makes all checks and reports each: by begin before its first call, by done when it has ended. It returns an
 // error only when ctx has ended.
 func Run(ctx context.Context, client *models.Client, t Target, begin func(check string), done func(Result)) error {
+	t = t.of(client)
 	p := &probe{client: client, target: t}
 	for _, c := range []struct {
 		name string

@@ -136,7 +136,7 @@ func redSquare() (string, error) {
 // Once makes a single call with a tool, and a plain one after it where the server refuses that. It returns the
 // results of [Answers] and [Tools].
 func Once(ctx context.Context, client *models.Client, t Target) (answers, tools Result) {
-	p := &probe{client: client, target: t}
+	p := &probe{client: client, target: t.of(client)}
 	called := p.call(ctx)
 	said := called
 	switch {
