@@ -3,6 +3,7 @@ package models
 import (
 	"encoding/json"
 	"regexp"
+	"slices"
 )
 
 // longestName is how long a tool's name may be.
@@ -17,6 +18,7 @@ var notInNames = regexp.MustCompile(`[^a-zA-Z0-9_-]`)
 func acceptable(history []Message) []Message {
 	messages := make([]Message, len(history))
 	for i, m := range history {
+		asReceived := m.digest()
 		if m.Content == "" && len(m.Parts) == 0 && len(m.ToolCalls) == 0 {
 			m.Content = "(empty)"
 		}
@@ -24,6 +26,7 @@ func acceptable(history []Message) []Message {
 			m.Name = possibleName(m.Name)
 		}
 		m.ToolCalls = possibleCalls(m.ToolCalls)
+		m.Opaque = m.Opaque.repaired(asReceived, m.digest())
 		messages[i] = m
 	}
 	return messages
@@ -31,6 +34,20 @@ func acceptable(history []Message) []Message {
 
 // Sent are messages as a request carries them, without what is opaque: what servers would refuse is repaired.
 func Sent(messages []Message) []Message { return Shown(acceptable(messages)) }
+
+// Sendable is a reply as it goes back to the model with the next request: arguments that are no JSON become an empty
+// object, because servers refuse a history that holds them. What came with the reply still goes back beside it.
+func (m Message) Sendable() Message {
+	asReceived := m.digest()
+	m.ToolCalls = slices.Clone(m.ToolCalls)
+	for i, c := range m.ToolCalls {
+		if !json.Valid([]byte(c.Arguments)) {
+			m.ToolCalls[i].Arguments = "{}"
+		}
+	}
+	m.Opaque = m.Opaque.repaired(asReceived, m.digest())
+	return m
+}
 
 // possibleCalls leaves calls that are in order as they are.
 func possibleCalls(made []ToolCall) []ToolCall {

@@ -100,6 +100,17 @@ func (o *Opaque) from(origin, digest string) bool {
 	return o != nil && o.Origin == origin && o.Digest == digest
 }
 
+// repaired keeps the members that came with a message whose calls were put in order: their origin wants them beside the
+// repaired ones, too. Items hold the calls as they came, so they are left out.
+func (o *Opaque) repaired(before, after string) *Opaque {
+	if o == nil || before == after || o.Digest != before {
+		return o
+	}
+	kept := *o
+	kept.Digest, kept.Items = after, nil
+	return &kept
+}
+
 // Shown is the message as rows and logs have it: without what is opaque, and without the bytes of images.
 func (m Message) Shown() Message {
 	m.Opaque = nil

@@ -81,6 +81,24 @@ func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 	}
 }
 
+// A malformed call is sent back with arguments that servers take. Members of its message still go back.
+func TestMembersOfAMalformedCallGoBack(t *testing.T) {
+	for name, server := range map[string]*modeltest.Server{
+		`"text":"Let me see."`:      modeltest.OpenRouter(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders")),
+		`"reasoning":"Let me see."`: modeltest.QwenVLLM(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders")),
+	} {
+		conversation(t, client(t, server), "unnamed/qwen3.5")
+		if sent := server.Requests()[1].Body; !strings.Contains(sent, name) || !strings.Contains(sent, `"arguments":"{}"`) {
+			t.Errorf("%s is not in %s", name, sent)
+		}
+	}
+	server := modeltest.OpenAI(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders"))
+	conversation(t, client(t, server), "gpt-6-sol")
+	if items := server.Requests()[1].Items(); strings.Contains(strings.Join(items, ""), `{\"limit\"`) {
+		t.Errorf("malformed arguments were sent back: %q", items)
+	}
+}
+
 func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
 	server := modeltest.New(t, replies()...)
 	conversation(t, client(t, server), "gpt-4o")

@@ -22,6 +22,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -161,9 +162,9 @@ func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 
 // withoutPictures has of pictures in the message itself their type, size and digest.
 func withoutPictures(m models.Message) models.Message {
+	parts := slices.Clone(m.Parts)
 	m = m.Shown()
-	parts := make([]models.Part, len(m.Parts))
-	for i, p := range m.Parts {
+	for i, p := range parts {
 		if p.Image != nil && strings.HasPrefix(p.Image.URL, "data:") {
 			kind, data, _ := strings.Cut(p.Image.URL, ",")
 			p.Image = &models.Image{

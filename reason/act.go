@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -36,20 +35,6 @@ func newCall(c models.ToolCall) *call {
 		args = json.RawMessage("{}")
 	}
 	return &call{id: c.ID, name: c.Name, args: args}
-}
-
-// sendable is a reply as it goes back to the model with the next request: arguments that are no JSON become
-// an empty object, because servers refuse a history that holds them. What was wrong with them is said in
-// the correction.
-func sendable(m models.Message) models.Message {
-	calls := slices.Clone(m.ToolCalls)
-	for i := range calls {
-		if !json.Valid([]byte(calls[i].Arguments)) {
-			calls[i].Arguments = "{}"
-		}
-	}
-	m.ToolCalls = calls
-	return m
 }
 
 // act makes the calls of one reply: first those that need no leave, then, when every approval is asked for,

@@ -129,7 +129,7 @@ func (w *turn) iterate(ctx context.Context) error {
 	}
 	w.outcome.Iterations++
 	w.count(Outcome{Usage: reply.shown(), CostUSD: reply.CostUSD})
-	w.messages = append(w.messages, sendable(reply.Message))
+	w.messages = append(w.messages, reply.Message.Sendable())
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut
 		if w.Form != nil {

@@ -154,7 +154,7 @@ func wholeExchanges(history []models.Message) []models.Message {
 			results++
 		}
 		if answered(m.ToolCalls, history[i+1:results]) {
-			kept = append(kept, sendable(m))
+			kept = append(kept, m.Sendable())
 			kept = append(kept, history[i+1:results]...)
 		} else if m.ToolCalls = nil; strings.TrimSpace(m.Content) != "" {
 			kept = append(kept, m)
