@@ -135,11 +135,17 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 	barrier := held(t, pool) // lets them all begin, and meet
 	exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
+	late := func(err error) error { // on a slow machine one gives up its wait for the others: the next sweep takes what is left
+		if postgres.Locked(err) {
+			return nil
+		}
+		return err
+	}
 	for range 4 {
-		group.Go(func() error { return p.Sweep(t.Context()) })
+		group.Go(func() error { return late(p.Sweep(t.Context())) })
 		group.Go(func() error { // as who asks for the run of a lost worker does
 			_, err := pool.Exec(t.Context(), `select lose_agent_claims(w.id) from agent_workers w`)
-			return err
+			return late(err)
 		})
 	}
 	pgtest.Eventually(t, patience, func() bool {
