@@ -49,7 +49,7 @@ func (k *KeyedTx) try(ctx context.Context, key string, write func(ctx context.Co
 	defer release()
 	return again(ctx, LockPatience, func(ctx context.Context, wait time.Duration) error {
 		err := k.bounded(ctx, func(ctx context.Context) error { return write(ctx, wait) })
-		if Locked(err) {
+		if Locked(err) && wait == maxLockWait { // before, others may just have been quicker
 			k.queue.MarkBlocked(key)
 		}
 		return err
