@@ -38,7 +38,7 @@ type Reservation struct {
 	Step        string // of the call; Reserve sets it
 	Scopes      []Scope
 	Need        Need
-	// Reckon, where given, is asked for the need before each try after the first: a call that waits for others learns from them.
+	// Reckon, where given, is asked for the need before each try: a call that waits for others learns from them.
 	Reckon func() Need
 	// Patience is how long Await waits for others; the constant of that name when zero.
 	Patience time.Duration
@@ -82,6 +82,7 @@ func (s Spend) Plus(other Spend) Spend {
 // Reserve queues the reservation for the call of a step; give it to executions.Call.Also. A refusal does not fail the
 // transaction: Await returns it.
 func (r *Reservation) Reserve(b *pgx.Batch, step string) {
+	r.reckon()
 	r.Step, r.answer = step, verdict{}
 	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
 }
