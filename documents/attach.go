@@ -25,14 +25,16 @@ func Attach(ctx context.Context, tx pgx.Tx, p threads.Principal, thread, id stri
 	if err := roomInThread(ctx, tx, thread, d.Size); err != nil {
 		return d, err
 	}
-	change := `update agent_documents set thread_id = @thread, expires_at = null where id = @id returning ` + columns
+	to := postgres.Strict{"id": d.ID, "thread": thread}
 	if d.ThreadID != nil {
-		change = `
+		rows, err = tx.Query(ctx, `
 			insert into agent_documents (name, content_type, size, sha256, is_text, content, thread_id, trace_id, owner_kind, owner, visitor)
 			select name, content_type, size, sha256, is_text, content, @thread, trace_id, owner_kind, owner, visitor
-			  from agent_documents where id = @id returning ` + columns
+			  from agent_documents where id = @id returning `+columns, to)
+		return one(rows, err, "attach document")
 	}
-	rows, err = tx.Query(ctx, change, postgres.Strict{"id": d.ID, "thread": thread})
+	rows, err = tx.Query(ctx, `
+		update agent_documents set thread_id = @thread, expires_at = null where id = @id returning `+columns, to)
 	return one(rows, err, "attach document")
 }
 

@@ -128,8 +128,8 @@ func (r *Recorder) stored(was digest, day int64) (digest, bool) {
 	return stored, ok
 }
 
-// Queue adds the statement that records the prompt. It must follow the one that opens the call's row.
-func (p *Record) Queue(b *pgx.Batch, executionID string, claim int64, step string) {
+// Add queues the statement that records the prompt. It must follow the one that opens the call's row.
+func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string) {
 	p.missing, p.problem = 0, nil
 	b.Queue(`
 		select missing, problem from record_agent_prompt(@execution_id, @claim, @step, @tools, @messages, @options, @digests, @bodies, @truncated)`,

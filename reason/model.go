@@ -135,7 +135,7 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 			if prompt == nil {
 				prompt = l.prompts.Prepare(c.request)
 			}
-			prompt.Queue(b, r.ExecutionID, r.Claim, step)
+			prompt.Add(b, r.ExecutionID, r.Claim, step)
 		},
 	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
 		prompt.Committed(ctx, l.log())
