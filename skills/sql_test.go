@@ -259,14 +259,14 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	}
 }
 
-// What the server would send is bounded there: a row of 60 MB never comes into memory.
+// What the server would send is bounded there: a row of 30 MB never comes into memory.
 func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	_, err := invokeSQL(t, pool, `select repeat('x', 60000000) as big`, `{}`, nil, nil)
+	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`, nil, nil)
 	runtime.ReadMemStats(&after)
-	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge || !strings.Contains(err.Error(), "60000") {
+	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge || !strings.Contains(err.Error(), "30000") {
 		t.Errorf("got %v", err)
 	}
 	if used := after.TotalAlloc - before.TotalAlloc; used > 20<<20 {
