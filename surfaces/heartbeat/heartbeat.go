@@ -8,7 +8,8 @@
 //	follow_through  what an admin has approved since is done
 //	advance_plan    objectives that are due are worked on
 //	run_automations what is scheduled is run, each run claimed before it begins
-//	reflect         the last 7 days of its own performance are looked at
+//	reflect         the last 7 days of its own performance are looked at, if a model has called a tool or a call has
+//	                failed since it last did
 //	save_memories   what the phases want remembered is stored, what has expired is dropped
 //
 // What is to be remembered carries the revision that its phase had read. If somebody else has written the key by the

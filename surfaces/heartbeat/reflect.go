@@ -13,7 +13,7 @@ import (
 
 // performance is how the agent did over the last 7 days.
 type performance struct {
-	News   int64         `json:"news"` // calls since the last reflection, this heartbeat's included
+	News   int64         `json:"news"` // since the last reflection, this heartbeat's included
 	Skills []skillRecord `json:"skills"`
 	Tokens int64         `json:"tokens"`
 	Cost   float64       `json:"cost_usd"`
@@ -28,7 +28,7 @@ type skillRecord struct {
 	State string   `json:"state"`
 }
 
-// reflect looks at the last 7 days, when something has happened since it last did.
+// reflect looks at the last 7 days, when there is news since it last did.
 func (b *beat) reflect(ctx context.Context) (done, error) {
 	record, err := executions.Step(ctx, "performance", func(ctx context.Context) (performance, error) {
 		return measure(ctx, b.Pool)
@@ -37,7 +37,7 @@ func (b *beat) reflect(ctx context.Context) (done, error) {
 		return done{}, err
 	}
 	if record.News == 0 {
-		return done{Idle: true, Summary: "nothing happened since the last reflection"}, nil
+		return done{Idle: true, Summary: "nothing new since the last reflection"}, nil
 	}
 	var noted []memory
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
@@ -74,7 +74,9 @@ func (b *beat) reflection(record performance) string {
 	return p.String()
 }
 
-// measure reads the record. News are counted on ids, which are time-ordered, from the last reflection on.
+// measure reads the record. News are counted on ids, which are time-ordered, from the last reflection on. They are the
+// calls that a model made, and those that failed. What works without a model, such as an automation that calls a skill,
+// costs no reflection.
 func measure(ctx context.Context, db postgres.DB) (performance, error) {
 	var got performance
 	err := db.QueryRow(ctx, `
@@ -84,7 +86,8 @@ func measure(ctx context.Context, db postgres.DB) (performance, error) {
 		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
 		           order by a.id desc limit 1) r)
 		select (select count(*) from (select 1 from agent_activity a, last
-		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect' limit 1000) n),
+		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect'
+		           and (a.cause_id is not null or a.status in ('error', 'unknown')) limit 1000) n),
 		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
 		  from agent_activity a
 		 where a.skill_name = 'model_call' and a.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,

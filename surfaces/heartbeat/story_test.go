@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -164,13 +165,32 @@ func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
 func TestReflectionsOwnMistakesAreNoNews(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.builtins["broken"] = func(context.Context, skills.Call) (any, error) { return nil, errors.New("it is broken") }
+	w.put(t, skills.Definition{Name: "broken"})
+	w.automation(t, automations.Definition{Name: "a", Skill: "broken"})
 	w.say(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
 	w.completed(t)
 	asked := len(w.model.Requests())
 	w.completed(t)
 	if n := len(w.model.Requests()); asked != 2 || n != asked {
 		t.Errorf("asked %d times, then %d more", asked, n-asked)
+	}
+}
+
+func TestAnAutomationThatCallsASkillCostsNoModelCall(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
+	x, _ := w.completed(t)
+	want := []string{
+		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations success", "run_automation success",
+		"look success", "reflect skipped", "save_memories skipped",
+	}
+	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+		t.Errorf("story (-want +got):\n%s", diff)
+	}
+	if n := len(w.model.Requests()); n != 0 {
+		t.Errorf("the model was asked %d times", n)
 	}
 }
 
