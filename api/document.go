@@ -99,7 +99,10 @@ func (s *schemas) parameters(rt route) []object {
 		schema := object{"type": "string", "minLength": 1, "maxLength": maxText}
 		switch {
 		case p.format == "integer":
-			schema = object{"type": "integer", "minimum": 1, "maximum": maxPage, "default": defaultPage}
+			schema = object{"type": "integer", "minimum": 1}
+			if p.most > 0 {
+				schema["maximum"], schema["default"] = p.most, p.usual
+			}
 		case p.format != "":
 			schema = object{"type": "string", "format": p.format}
 		case p.enum != nil:

@@ -39,7 +39,7 @@ func (s *server) flowing() []route {
 // checkUUID accepts an id.
 func checkUUID(text string) error {
 	if !uuidForm.MatchString(text) {
-		return errors.New("it has to be a uuid")
+		return errors.New("has to be a uuid")
 	}
 	return nil
 }

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -25,6 +26,8 @@ type param struct {
 	name, about string
 	enum        []string
 	format      string             // date-time, integer, or empty for text
+	most        int                // of an integer; 0 is no bound
+	usual       int                // of an integer, where none is given
 	check       func(string) error // nil accepts every text
 }
 
@@ -47,8 +50,16 @@ func moment(name, about string) param {
 // listing adds the parameters that every listing takes.
 func listing(more ...param) []param {
 	return append(slices.Clip(more),
-		param{name: "limit", about: fmt.Sprintf("Rows on a page, 1 to %d", maxPage), format: "integer", check: checkLimit},
+		limitParam("Rows", maxPage, defaultPage),
 		text("cursor", "next_cursor of the page before"))
+}
+
+// limitParam says how much is on a page.
+func limitParam(what string, most, usual int) param {
+	return param{
+		name: "limit", about: fmt.Sprintf("%s on a page, 1 to %d", what, most), format: "integer", most: most, usual: usual,
+		check: checkUpTo(most),
+	}
 }
 
 func surfaces() []string {
@@ -137,11 +148,13 @@ func checkTime(value string) error {
 	return nil
 }
 
-func checkLimit(value string) error {
-	if n, err := strconv.Atoi(value); err != nil || n < 1 || n > maxPage {
-		return fmt.Errorf("is %q; it can be 1 to %d", value, maxPage)
+func checkUpTo(most int) func(string) error {
+	return func(value string) error {
+		if n, err := strconv.Atoi(value); err != nil || n < 1 || n > most {
+			return fmt.Errorf("is %q; it can be 1 to %d", value, most)
+		}
+		return nil
 	}
-	return nil
 }
 
 func checkTrace(value string) error {
@@ -171,10 +184,13 @@ func (q query) time(name string) time.Time {
 }
 
 // limit is how many rows a page has.
-func (q query) limit() int {
-	n, err := strconv.Atoi(q["limit"])
+func (q query) limit() int { return cmp.Or(q.number("limit"), defaultPage) }
+
+// number is a parameter that is one; 0 when it is not given.
+func (q query) number(name string) int {
+	n, err := strconv.Atoi(q[name])
 	if err != nil {
-		return defaultPage
+		return 0
 	}
 	return n
 }

@@ -108,7 +108,8 @@ func (s *server) reading() []route {
 			method: "GET", path: "/v1/traces/{id}/prompts", answer: prompts.Page{}, handle: s.getPrompts,
 			about: "The exact prompt of each model call of a trace, redacted; a part that several calls share is in it once.",
 			params: []param{
-				text("activity_id", "Only the model call of this activity"), text("cursor", "next_cursor of the page before"),
+				{name: "activity_id", about: "Only the model call of this activity", check: checkUUID},
+				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), text("cursor", "next_cursor of the page before"),
 			},
 		}, {
 			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity,

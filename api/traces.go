@@ -29,7 +29,7 @@ func (s *server) getTrace(r request) (answer, error) {
 
 func (s *server) getPrompts(r request) (answer, error) {
 	page, err := prompts.Of(r.Context(), s.pool, r.PathValue("id"), prompts.Filter{
-		ActivityID: r.query["activity_id"], Cursor: r.query["cursor"],
+		ActivityID: r.query["activity_id"], Limit: r.query.number("limit"), Cursor: r.query["cursor"],
 	})
 	if err != nil {
 		return answer{}, err

@@ -106,7 +106,7 @@ func list(texts []string) string {
 // body is the request in the form that the server is known to understand.
 func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	known := FactsOf(req.Model)
-	req.Messages = adapted(withForm(req, d, known), d, known)
+	req = adaptedRequest(req, d)
 	var o object
 	o.set("model", req.Model)
 	var err error
@@ -121,7 +121,7 @@ func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	if !d.has(noStream) {
 		o.set("stream", true)
 	}
-	if req.Temperature != nil && !d.has(noTemperature) && !known.NoTemperature {
+	if req.Temperature != nil {
 		o.set("temperature", *req.Temperature)
 	}
 	o.merge(c.config.Extra)

@@ -27,10 +27,10 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 		}
 		o.set(name, req.MaxTokens)
 	}
-	if req.Effort != "" && !d.has(noEffort) {
+	if req.Effort != "" {
 		o.set("reasoning_effort", req.Effort)
 	}
-	if req.Schema != nil && !inWords(req.Schema, d, known) {
+	if req.Schema != nil {
 		o.set("response_format", req.Schema.format())
 	}
 	return nil

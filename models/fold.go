@@ -19,6 +19,22 @@ func adapted(messages []Message, d dialect, known Facts) []Message {
 	return messages
 }
 
+// adaptedRequest is a request in the form that the server is known to take.
+func adaptedRequest(req Request, d dialect) Request {
+	known := FactsOf(req.Model)
+	req.Messages = adapted(withForm(req, d, known), d, known)
+	if req.Schema != nil && inWords(req.Schema, d, known) {
+		req.Schema = nil
+	}
+	if d.has(noTemperature) || known.NoTemperature {
+		req.Temperature = nil
+	}
+	if d.has(noEffort) {
+		req.Effort = ""
+	}
+	return req
+}
+
 // folded is a history with one system message, the first. What the system says later goes to the end of the tool's
 // result before it, else into what the user says.
 func folded(messages []Message) []Message {

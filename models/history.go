@@ -32,9 +32,6 @@ func acceptable(history []Message) []Message {
 	return messages
 }
 
-// Sent are messages as a request carries them, without what is opaque: what servers would refuse is repaired.
-func Sent(messages []Message) []Message { return Shown(acceptable(messages)) }
-
 // Sendable is a reply as it goes back to the model with the next request: arguments that are no JSON become an empty
 // object, because servers refuse a history that holds them. What came with the reply still goes back beside it.
 func (m Message) Sendable() Message {

@@ -43,6 +43,8 @@ type Response struct {
 	// neither refused it nor said what it used. Usage is an estimate then, too low or too high, or empty besides an
 	// error.
 	Unknown bool
+	// Sent is the request as the last attempt had it, see [Client.Prepared].
+	Sent Request
 }
 
 // Usage is in tokens. CachedTokens and CacheWriteTokens are part of PromptTokens: those that the server had read
@@ -59,7 +61,7 @@ type Usage struct {
 // Complete sends the request and returns the whole answer. See the package comment for what is repeated.
 //
 // The error is an *[Error] when the server or the connection is at fault, and wraps the context's error when
-// ctx ended first. Besides an error, the Response says only whether what was used is unknown.
+// ctx ended first. Besides an error, the Response says only what was sent, and whether what was used is unknown.
 func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	if len(req.Messages) == 0 {
 		return Response{}, &Error{Message: "the request has no messages"}
@@ -83,6 +85,13 @@ func (c *Client) complete(req Request) Request {
 	return req
 }
 
+// Prepared is a request as it goes out: with the client's defaults, repaired, and in the form that the server is known
+// to take. While it is sent, the client may learn that the server wants another.
+func (c *Client) Prepared(req Request) Request {
+	req = c.complete(req)
+	return adaptedRequest(req, c.understood(req.Model))
+}
+
 // response prices the answer and estimates what the server did not count.
 func (r *run) response(a answer) Response {
 	resp := r.failed()
@@ -101,6 +110,7 @@ func (r *run) failed() Response {
 	_, found := r.client.config.Prices.Of(r.req.Model)
 	return Response{
 		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.sent, Unknown: r.unknown,
+		Sent: r.last,
 	}
 }
 

@@ -29,10 +29,10 @@ func (c *Client) responsesBody(o *object, req Request, d dialect, known Facts) e
 	if req.MaxTokens > 0 {
 		o.set("max_output_tokens", req.MaxTokens)
 	}
-	if req.Effort != "" && !d.has(noEffort) {
+	if req.Effort != "" {
 		o.set("reasoning", map[string]string{"effort": req.Effort})
 	}
-	if req.Schema != nil && !inWords(req.Schema, d, known) {
+	if req.Schema != nil {
 		o.set("text", map[string]any{"format": req.Schema.flatFormat()})
 	}
 	return nil

@@ -16,9 +16,10 @@ type run struct {
 	client  *Client
 	req     Request
 	started time.Time
-	sent    int  // attempts made, those that only taught a dialect included
-	shown   bool // text of the present attempt went to OnDelta
-	unknown bool // the last attempt may have been billed, and nobody knows for how much
+	sent    int     // attempts made, those that only taught a dialect included
+	last    Request // as the last attempt had it
+	shown   bool    // text of the present attempt went to OnDelta
+	unknown bool    // the last attempt may have been billed, and nobody knows for how much
 }
 
 // untilDone repeats the request as long as that may help.
@@ -82,6 +83,7 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	r.sent++
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	r.last = adaptedRequest(r.req, d)
 	body, err := r.client.body(r.req, api, d)
 	if err != nil {
 		return answer{}, &Error{Message: "encode request: " + err.Error(), cause: err}

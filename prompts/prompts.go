@@ -7,8 +7,10 @@
 // What it promises:
 //
 //   - No secret that the activity log would hide is stored. What only a provider reads (models.Opaque) is not either.
-//   - Recording costs no round trip: its statement joins the batch that opens the call. Parts that this process has
-//     stored on the same day are sent as digests alone.
+//   - Recording costs no round trip: its statements join the batches that open and end the call. Parts that this
+//     process has stored on the same day are sent as digests alone.
+//   - What is recorded is what was sent: in the form that the server takes, with the bound of tokens and the schema of
+//     the answer. Of a call whose process is lost, it is what was to be sent.
 //   - Recording fails no model call. Why it failed is logged.
 //   - A part has at most [MaxPart] bytes. A larger one is cut and says so. Of a picture only size and digest are kept.
 //
@@ -16,8 +18,10 @@
 package prompts
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -71,26 +75,41 @@ type Record struct {
 
 // options are what a request says besides its messages and tools.
 type options struct {
-	Effort      string   `json:"effort,omitempty"`
-	Temperature *float32 `json:"temperature,omitempty"`
-	Schema      string   `json:"schema,omitempty"`
+	Effort      string          `json:"effort,omitempty"`
+	Temperature *float32        `json:"temperature,omitempty"`
+	MaxTokens   int             `json:"max_tokens,omitempty"`
+	Schema      string          `json:"schema,omitempty"` // its name
+	Format      json.RawMessage `json:"response_format,omitempty"`
 }
 
-// Prepare redacts and hashes a request. What the client repairs before it sends a request is repaired here as well.
+// maxFormat bounds the schema of an answer, in bytes.
+const maxFormat = redact.DefaultLimit - 1024
+
+// optionsOf are the options of a request.
+func optionsOf(req models.Request) json.RawMessage {
+	about := options{Effort: req.Effort, Temperature: req.Temperature, MaxTokens: req.MaxTokens}
+	if req.Schema != nil {
+		about.Schema, about.Format = req.Schema.Name, redact.JSON(req.Schema, maxFormat)
+	}
+	return redact.JSON(about, redact.DefaultLimit)
+}
+
+// Prepare redacts and hashes a request, as [models.Client.Prepared] has it.
 func (r *Recorder) Prepare(req models.Request) *Record {
-	p := &Record{recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}}
+	p := &Record{recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}, options: optionsOf(req)}
 	if len(req.Tools) > 0 {
 		p.tools = p.part(req.Tools)
 	}
-	for _, m := range models.Sent(req.Messages) {
-		p.messages = append(p.messages, p.part(withoutPictures(m)))
-	}
-	about := options{Effort: req.Effort, Temperature: req.Temperature}
-	if req.Schema != nil {
-		about.Schema = req.Schema.Name
-	}
-	p.options = redact.JSON(about, redact.DefaultLimit)
+	p.messages = p.parts(req.Messages)
 	return p
+}
+
+// parts are the digests of messages.
+func (p *Record) parts(messages []models.Message) (list [][]byte) {
+	for _, m := range messages {
+		list = append(list, p.part(withoutPictures(m)))
+	}
+	return list
 }
 
 // part is the digest of a part as it is stored.
@@ -139,6 +158,29 @@ func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string)
 		}).QueryRow(func(row pgx.Row) error { return row.Scan(&p.missing, &p.problem) })
 }
 
+// Amend queues the statement that records how the request went out: with its bound of tokens, and in the form that the
+// server took. It belongs into the transaction that ends the call's row. A prompt that cannot be amended stays as it
+// was recorded before the call, and why is logged.
+func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, activityID string, sent models.Request) {
+	a := &Record{recorder: p.recorder, day: p.day, fresh: maps.Clone(p.fresh)}
+	if a.messages = a.parts(sent.Messages); slices.EqualFunc(a.messages, p.messages, bytes.Equal) {
+		a.messages = nil
+	}
+	b.Queue(`
+		select amend_agent_prompt(@activity_id, @messages, @options, @digests, @bodies, @truncated)`,
+		postgres.Strict{
+			"activity_id": activityID, "messages": a.messages, "options": optionsOf(sent),
+			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,
+		}).QueryRow(func(row pgx.Row) error {
+		var problem *string
+		err := row.Scan(&problem)
+		if problem != nil {
+			log.WarnContext(ctx, "prompt not amended", "error", *problem)
+		}
+		return err
+	})
+}
+
 // Committed learns what is stored, after the batch. It logs why a prompt was not recorded.
 func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	if p.problem != nil {
@@ -166,9 +208,13 @@ func withoutPictures(m models.Message) models.Message {
 	m = m.Shown()
 	for i, p := range parts {
 		if p.Image != nil && strings.HasPrefix(p.Image.URL, "data:") {
-			kind, data, _ := strings.Cut(p.Image.URL, ",")
+			kind, text, _ := strings.Cut(p.Image.URL, ",")
+			data, err := base64.StdEncoding.DecodeString(text)
+			if err != nil { // the server may take it all the same
+				data = []byte(text)
+			}
 			p.Image = &models.Image{
-				URL: fmt.Sprintf("%s,[%d bytes, SHA-256 %x]", kind, len(data), sha256.Sum256([]byte(data))), Detail: p.Image.Detail,
+				URL: fmt.Sprintf("%s,[%d bytes, SHA-256 %x]", kind, len(data), sha256.Sum256(data)), Detail: p.Image.Detail,
 			}
 		}
 		parts[i] = p

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -40,11 +41,11 @@ type Call struct {
 	TokenUsage activity.Usage  `json:"token_usage"`
 	CostUSD    float64         `json:"cost_usd"`
 	Recorded   bool            `json:"recorded"` // false: by a version before prompts were recorded, or no longer kept
-	Options    json.RawMessage `json:"options"`  // what the request said besides: effort, temperature, schema
+	Options    json.RawMessage `json:"options"`  // what the request said besides: effort, temperature, max_tokens, schema
 	Tools      *string         `json:"tools"`    // digest of the part with the definitions; null when no tool was offered
 	Messages   []string        `json:"messages"` // digests of the parts, in their order
 	// SharedParts is how many parts, from the first one on (the tools count as one), are those of the agent's model
-	// call before it in the trace: what a provider may have cached.
+	// call before it in the trace, on whichever page that is: what a provider may have cached.
 	SharedParts int `json:"shared_parts"`
 }
 
@@ -104,7 +105,7 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 		   and (@after::text is null or a.id > @after::text::uuid)
 		 order by a.id limit @limit::int + 1`,
 		pgx.QueryExecModeCacheDescribe,
-		postgres.Strict{"trace_id": traceID, "only": f.ActivityID, "after": after, "limit": limit})
+		postgres.Strict{"trace_id": traceID, "only": strings.ToLower(f.ActivityID), "after": after, "limit": limit})
 	if err != nil {
 		return Page{}, err
 	}
@@ -118,9 +119,56 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 		next := activity.ToCursor(lines[limit-1].ActivityID)
 		page.Next = &next
 	}
-	page.Calls = calls(lines)
+	before := map[string][]string{}
+	if after != nil || f.ActivityID != "" {
+		if before, err = earlier(ctx, db, traceID, lines); err != nil {
+			return Page{}, err
+		}
+	}
+	page.Calls = calls(lines, before)
 	page.Parts, err = parts(ctx, db, lines)
 	return page, err
+}
+
+// earlier has, by agent, the parts of the last prompt that was recorded before the first of some calls.
+func earlier(ctx context.Context, db postgres.DB, traceID string, lines []line) (map[string][]string, error) {
+	last := map[string][]string{}
+	if len(lines) == 0 {
+		return last, nil
+	}
+	var agents []string
+	for _, l := range lines {
+		agents = append(agents, l.Agent)
+	}
+	slices.Sort(agents)
+	rows, err := db.Query(ctx, `
+		select g.agent, p.tools as tools_digest, p.messages as digests
+		  from unnest(@agents::text[]) g (agent)
+		 cross join lateral (
+		       select p.tools, p.messages from agent_activity a join agent_prompts p on p.activity_id = a.id
+		        where a.trace_id = @trace_id and a.kind = 'model' and a.agent = g.agent and a.id < @first::text::uuid
+		        order by a.id desc limit 1) p`,
+		pgx.QueryExecModeCacheDescribe,
+		postgres.Strict{"trace_id": traceID, "agents": slices.Compact(agents), "first": lines[0].ActivityID})
+	if err != nil {
+		return nil, err
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[line])
+	for _, l := range found {
+		last[l.Agent] = l.parts()
+	}
+	return last, err
+}
+
+// parts are the digests of a call in hex, the tools first.
+func (l line) parts() (list []string) {
+	if l.ToolsDigest != nil {
+		list = append(list, hex.EncodeToString(l.ToolsDigest))
+	}
+	for _, d := range l.Digests {
+		list = append(list, hex.EncodeToString(d))
+	}
+	return list
 }
 
 // find is the stored form of a trace's id.
@@ -151,22 +199,15 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 }
 
 // calls are lines with their digests in hex, and how many parts each shares with the one before it of the same agent.
-func calls(lines []line) []Call {
+func calls(lines []line, before map[string][]string) []Call {
 	list := make([]Call, len(lines))
-	before := map[string][]string{}
 	for i, l := range lines {
-		c := l.Call
+		c, all := l.Call, l.parts()
 		c.CreatedAt = c.CreatedAt.UTC()
-		c.Messages = []string{}
-		var all []string
+		c.Messages = append([]string{}, all...)
 		if l.ToolsDigest != nil {
-			tools := hex.EncodeToString(l.ToolsDigest)
-			c.Tools, all = &tools, append(all, tools)
+			c.Tools, c.Messages = &all[0], c.Messages[1:]
 		}
-		for _, d := range l.Digests {
-			c.Messages = append(c.Messages, hex.EncodeToString(d))
-		}
-		all = append(all, c.Messages...)
 		was := before[c.Agent]
 		for c.SharedParts < min(len(all), len(was)) && all[c.SharedParts] == was[c.SharedParts] {
 			c.SharedParts++

@@ -54,6 +54,7 @@ type modelCall struct {
 	used    func() time.Duration   // how much of it is gone
 	skill   func(name string) bool // whether a tool of this name is a skill; nil when none is offered
 	more    bool                   // another model is asked when this one is unavailable
+	prompt  *prompts.Record
 }
 
 // ask makes one model call of a turn.
@@ -123,7 +124,6 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 	if err != nil {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
 	}
-	var prompt *prompts.Record // of a call that is made, not replayed
 	got, err := executions.Do(ctx, "model", executions.Call{
 		Entry: activity.Entry{
 			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: cmp.Or(c.request.Model, l.Model.Model()),
@@ -132,13 +132,13 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 		Idempotent: true, // asking again costs money, and changes nothing in the world
 		Also: func(b *pgx.Batch, step string) {
 			r.Reserve(b, step)
-			if prompt == nil {
-				prompt = l.prompts.Prepare(c.request)
+			if c.prompt == nil {
+				c.prompt = l.prompts.Prepare(l.Model.Prepared(c.request))
 			}
-			prompt.Add(b, r.ExecutionID, r.Claim, step)
+			c.prompt.Add(b, r.ExecutionID, r.Claim, step)
 		},
 	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
-		prompt.Committed(ctx, l.log())
+		c.prompt.Committed(ctx, l.log())
 		return l.complete(ctx, c, r, effect)
 	})
 	if err != nil {
@@ -188,6 +188,11 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		return reply{}, ctx.Err()
 	}
 	response, err := l.Model.Complete(ctx, c.request)
+	settle := effect.Settle
+	effect.Settle = func(b *pgx.Batch) {
+		settle(b)
+		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
+	}
 	l.Model.Learn(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
 	used, cost := r.used(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model

@@ -1,7 +1,9 @@
 package reason_test
 
 import (
+	"crypto/sha256"
 	"encoding/json"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -12,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/prompts"
+	"github.com/lanekeeper/lanekeeper/reason"
 )
 
 // prompted are the recorded model calls of an execution's trace.
@@ -216,5 +219,83 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	page := w.prompted(t, x)
 	if diff := cmp.Diff(asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0])); diff != "" {
 		t.Errorf("(-asked +recorded):\n%s", diff)
+	}
+}
+
+// sentOptions are what a request said besides its messages.
+type sentOptions struct {
+	MaxTokens int             `json:"max_tokens"`
+	Format    json.RawMessage `json:"response_format"`
+}
+
+// optionsOf compares the recorded options of a call with those of the request, and returns them.
+func optionsOf(t *testing.T, r modeltest.Request, c prompts.Call) (got sentOptions) {
+	t.Helper()
+	var want sentOptions
+	if err := json.Unmarshal([]byte(r.Body), &want); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(c.Options, &got); err != nil {
+		t.Fatal(err)
+	}
+	if got.MaxTokens == 0 || got.MaxTokens != want.MaxTokens || (got.Format == nil) != (want.Format == nil) {
+		t.Errorf("recorded options: %s, sent: %+v", c.Options, want)
+	}
+	return got
+}
+
+func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text(`{"n":1}`),
+		modeltest.Refusal(400, "invalid_request_error", "", "response_format is not supported", 0),
+		modeltest.Text(`{"n":2}`), modeltest.Text(`{"n":3}`))
+	w.turn.Form = &reason.Form{Name: "count", Schema: `{"type":"object","properties":{"n":{"type":"integer"}}}`}
+	var calls []prompts.Call
+	for _, n := range []int{0, 2, 3} {
+		x, _ := w.completed(t)
+		page := w.prompted(t, x)
+		if len(page.Calls) != 1 {
+			t.Fatalf("calls: %+v", page.Calls)
+		}
+		calls = append(calls, page.Calls[0])
+		if diff := cmp.Diff(asked(t, w.model.Requests()[n]), recorded(t, page, page.Calls[0])); diff != "" {
+			t.Errorf("request %d (-asked +recorded):\n%s", n, diff)
+		}
+		got := optionsOf(t, w.model.Requests()[n], page.Calls[0])
+		if n == 0 && !strings.Contains(string(got.Format), "integer") {
+			t.Errorf("the schema that was sent is not recorded: %s", page.Calls[0].Options)
+		}
+	}
+	if calls[0].Messages[1] == calls[1].Messages[1] || calls[1].Messages[1] != calls[2].Messages[1] {
+		t.Errorf("the schema in words is no part of the message: %v", calls)
+	}
+	if found := w.log.find(t, "prompt not amended"); len(found) > 0 {
+		t.Errorf("logged: %v", found)
+	}
+}
+
+func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Done."))
+	exec(t, w.pool, `alter table agent_prompts add constraint unamended check (not options ? 'max_tokens')`)
+	x, _ := w.completed(t)
+	if page := w.prompted(t, x); !page.Calls[0].Recorded {
+		t.Error("what was recorded before the call is gone")
+	}
+	if found := w.log.find(t, "prompt not amended"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "unamended") {
+		t.Errorf("logged: %v", found)
+	}
+}
+
+func TestAPictureIsRecordedByItsSizeAndDigest(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Red."))
+	w.turn.Images = []models.Part{{Image: &models.Image{URL: "data:image/png;base64,cGljdHVyZQ=="}}}
+	x, _ := w.completed(t)
+	page := w.prompted(t, x)
+	last := page.Parts[page.Calls[0].Messages[len(page.Calls[0].Messages)-1]]
+	want := fmt.Sprintf("[7 bytes, SHA-256 %x]", sha256.Sum256([]byte("picture")))
+	if !strings.Contains(string(last.Body), want) {
+		t.Errorf("recorded: %s, want %s", last.Body, want)
 	}
 }

@@ -55,6 +55,7 @@ func writePrompts(w io.Writer, page prompts.Page) error {
 			fmt.Fprintln(w, "prompt: not recorded, or no longer kept")
 			continue
 		}
+		fmt.Fprintf(w, "options: %s\n", printable(string(call.Options)))
 		digests := call.Messages
 		if call.Tools != nil {
 			digests = append([]string{*call.Tools}, digests...)

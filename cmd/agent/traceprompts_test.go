@@ -22,15 +22,15 @@ func TestATraceShowsThePromptsOfItsModelCalls(t *testing.T) {
 		part as (
 		  insert into agent_prompt_parts (digest, body)
 		  select sha256(b::bytea), b from unnest(array['[{"type":"function"}]', '{"content":"You act.","role":"system"}']) b)
-		insert into agent_prompts (activity_id, tools, messages)
-		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')] from call`, id)
+		insert into agent_prompts (activity_id, tools, messages, options)
+		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')], '{"max_tokens": 4096}' from call`, id)
 	if err != nil {
 		t.Fatal(err)
 	}
 	text := p.must("trace", id, "--prompts")
 	for _, want := range []string{
 		"prompt: not recorded, or no longer kept", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
-		"[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
+		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
 	} {
 		contains(t, text, want)
 	}
