@@ -1,6 +1,7 @@
 package workspace_test
 
 import (
+	"errors"
 	"strings"
 	"testing"
 	"testing/fstest"
@@ -97,5 +98,80 @@ func TestAFlowCannotHaveTheNameOfAnAgentThatIsKept(t *testing.T) {
 	}
 	if _, err := workspace.Apply(t.Context(), pool, load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping); err != nil {
 		t.Errorf("a flow that names a kept agent: %v", err)
+	}
+}
+
+func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	put := func(options workspace.Options, text string) error {
+		w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte(text)}})
+		if err == nil {
+			_, err = workspace.Apply(t.Context(), pool, w, options)
+		}
+		return err
+	}
+	const one = "kind: agent\nname: one\ndefault: true\n"
+	const both = one + "---\nkind: agent\nname: two\n"
+	keepFlows := workspace.Options{Prune: func(i workspace.Item) bool { return i.Kind == "agent" }}
+	for name, c := range map[string]struct {
+		use, free, want string
+		options         workspace.Options
+	}{
+		"an automation": {
+			`insert into agent_automations (name, agent, prompt, source) values ('nightly', 'two', 'look', 'admin')`,
+			`update agent_automations set enabled = false, disabled_by = 'admin'`,
+			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`, pruning,
+		},
+		"an objective": {
+			`insert into agent_objectives (name, agent, goal, source) values ('grow', 'two', 'Grow.', 'admin')`,
+			`update agent_objectives set status = 'paused'`,
+			`agent two cannot be removed: objective "grow" names it; agent objectives pause "grow", or keep the agent`, pruning,
+		},
+		"a flow": {
+			`insert into agent_flows (name, version, digest, definition) values ('ask', 1, 'd',
+			   '{"name": "ask", "actions": [{"actionType": "reason", "parameters": {"prompt": "hi", "agent": "two"}}]}')`,
+			`update agent_flows set current = false`,
+			`agent two cannot be removed: flow "ask" names it in actions[0].parameters.agent; apply the flow with another agent`, keepFlows,
+		},
+	} {
+		if err := put(pruning, both); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := pool.Exec(t.Context(), c.use); err != nil {
+			t.Fatal(err)
+		}
+		used := new(workspace.InUseError)
+		if err := put(c.options, one); !errors.As(err, &used) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: said %v, want %q", name, err, c.want)
+		}
+		if _, err := (&agents.Directory{}).Find(t.Context(), pool, "two"); err != nil {
+			t.Errorf("%s: the agent is gone: %v", name, err)
+		}
+		if _, err := pool.Exec(t.Context(), c.free); err != nil {
+			t.Fatal(err)
+		}
+		if err := put(c.options, one); err != nil {
+			t.Errorf("%s: freed, but %v", name, err)
+		}
+	}
+}
+
+func TestTheLastDefaultAgentIsNotPrunedAlone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte("kind: agent\nname: one\ndefault: true\n---\nkind: agent\nname: two\n")}})
+	if err == nil {
+		_, err = workspace.Apply(t.Context(), pool, w, pruning)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	onlyOne := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "one" }}
+	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil || !strings.Contains(err.Error(), "no other agent is the default") {
+		t.Errorf("said %v", err)
+	}
+	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruning); err != nil {
+		t.Errorf("all agents: %v", err)
 	}
 }

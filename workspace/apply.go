@@ -51,7 +51,8 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 }
 
 // Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
-// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems].
+// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems]. An
+// agent that is still named is not removed: the error wraps an [InUseError].
 // What changed, and what was removed of it, is recorded as an admin's act.
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
@@ -119,6 +120,9 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error)
 		return Diff{}, err
 	}
 	if err := checkTargets(ctx, tx, w); err != nil {
+		return Diff{}, err
+	}
+	if err := checkRemoved(ctx, tx, diff); err != nil {
 		return Diff{}, err
 	}
 	if err := checkCalls(ctx, tx, w.Automations); err != nil || w.Also == nil {

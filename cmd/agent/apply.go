@@ -156,6 +156,10 @@ func (c *cli) decideRemovals(
 		return keep, nil
 	}
 	planned, err := workspace.Plan(ctx, s.pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})
+	if used, ok := errors.AsType[*workspace.InUseError](err); ok {
+		c.say("nothing is removed: %s", used)
+		return keep, nil
+	}
 	if err != nil {
 		return keep, err
 	}
