@@ -17,6 +17,10 @@
 // An entry may expire. An expired entry is gone from every read at that moment, by the database's
 // clock; [Expire] only frees its room. Search is PostgreSQL's full-text search without a language
 // (keys and values hold names as often as words), so it needs no extension.
+//
+// An [Index] adds search by meaning, where the installation names an embedding model and the database has the extension
+// vector. Writers do not wait for the embedding server: [Index.Run] embeds entries after they were written. A vector
+// belongs to one revision of one entry, and goes with the entry.
 package memory
 
 import (

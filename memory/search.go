@@ -14,20 +14,38 @@ import (
 // search: words, "a phrase", or, -not. When no entry has all its words, those that have any are
 // returned, unless it excludes or quotes something. A query without a word is [Recent].
 func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
-	var words int
-	var plain bool // nothing but words: no phrase, no or, no exclusion
-	err := db.QueryRow(ctx, `
-		select numnode(websearch_to_tsquery('simple', @query)),
-		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query)`,
-		pgx.StrictNamedArgs{"query": query}).Scan(&words, &plain)
+	form, err := parse(ctx, db, query)
 	if err != nil {
-		return nil, fmt.Errorf("search memory: %w", err)
+		return nil, err
 	}
-	if words == 0 {
+	return o.search(ctx, db, query, form, limit)
+}
+
+// queryForm is what PostgreSQL makes of a query.
+type queryForm struct {
+	words     int
+	plain     bool    // nothing but words: no phrase, no or, no exclusion
+	extension *string // the version of the extension vector; nil: the database has none
+}
+
+func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
+	err = db.QueryRow(ctx, `
+		select numnode(websearch_to_tsquery('simple', @query)),
+		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query), agent_vector_version()`,
+		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.extension)
+	if err != nil {
+		return f, fmt.Errorf("search memory: %w", err)
+	}
+	return f, nil
+}
+
+// search returns the entries that match a query by words.
+func (o Owner) search(ctx context.Context, db postgres.DB, query string, form queryForm, limit int) ([]Entry, error) {
+	if form.words == 0 {
 		return o.Recent(ctx, db, "", limit)
 	}
 	found, err := o.matching(ctx, db, query, false, limit)
-	if err == nil && len(found) == 0 && plain {
+	if err == nil && len(found) == 0 && form.plain {
 		found, err = o.matching(ctx, db, query, true, limit)
 	}
 	return found, err

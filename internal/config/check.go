@@ -71,16 +71,33 @@ func (k *checker) connections(c *Config) {
 	k.token("AGENT_CHAT_KEY", c.ChatKey)
 	k.token("OPENAI_API_KEY", c.OpenAIKey)
 	k.provider(&c.Provider)
-	if c.OpenAIBaseURL != "" {
-		u, err := url.Parse(c.OpenAIBaseURL)
-		if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-			k.refuse("OPENAI_BASE_URL", "it is not an http or https URL")
-		}
-	}
+	k.embedding(c)
+	k.server("OPENAI_BASE_URL", c.OpenAIBaseURL)
 	if c.PGBin != "" {
 		if at, err := os.Stat(c.PGBin); err != nil || !at.IsDir() {
 			k.refuse("AGENT_PG_BIN", "%q is not a directory", c.PGBin)
 		}
+	}
+}
+
+// server checks the URL of a model's server.
+func (k *checker) server(name, text string) {
+	if text == "" {
+		return
+	}
+	if u, err := url.Parse(text); err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+		k.refuse(name, "it is not an http or https URL")
+	}
+}
+
+// embedding checks how memories are embedded: a model needs a server.
+func (k *checker) embedding(c *Config) {
+	k.server("AGENT_EMBEDDING_BASE_URL", c.Embedding.BaseURL)
+	k.token("AGENT_EMBEDDING_KEY", c.Embedding.Key)
+	if strings.ContainsFunc(c.Embedding.Model, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		k.refuse("AGENT_EMBEDDING_MODEL", "it has a character that does not print")
+	} else if c.Embedding.Model != "" && c.Embedding.BaseURL == "" && c.OpenAIBaseURL == "" && !c.OpenAIKey.IsSet() {
+		k.refuse("AGENT_EMBEDDING_MODEL", "no server is set; set AGENT_EMBEDDING_BASE_URL too")
 	}
 }
 

@@ -43,7 +43,8 @@ type Config struct {
 	Model         string `env:"AGENT_MODEL" help:"the model's name at its provider"`
 	PricesSource  string `env:"AGENT_PRICES" help:"USD per million tokens, as JSON or a file of it: {\"gpt-4o\":{\"input\":2.5,\"output\":10}}"`
 
-	Provider Provider
+	Provider  Provider
+	Embedding Embedding
 
 	LogLevel  string `env:"AGENT_LOG_LEVEL" envDefault:"info" help:"debug, info, warn or error"`
 	LogFormat string `env:"AGENT_LOG_FORMAT" envDefault:"text" help:"text or json"`
@@ -96,6 +97,13 @@ type Provider struct {
 	Headers map[string]string          `env:"-"` // HeadersJSON
 	Query   map[string]string          `env:"-"` // QueryJSON
 	Extra   map[string]json.RawMessage `env:"-"` // ExtraJSON
+}
+
+// Embedding is the model that makes vectors of memories, so that they are found by meaning.
+type Embedding struct {
+	Model   string `env:"AGENT_EMBEDDING_MODEL" help:"the embedding model that lets memories be found by meaning, for example text-embedding-3-small; memories are found by words alone when not set"`
+	BaseURL string `env:"AGENT_EMBEDDING_BASE_URL" help:"the URL of the embedding model's server, for example http://127.0.0.1:11434/v1; OPENAI_BASE_URL when not set"`
+	Key     Secret `env:"AGENT_EMBEDDING_KEY" help:"the key of the embedding model's server; OPENAI_API_KEY when AGENT_EMBEDDING_BASE_URL is not set either"`
 }
 
 // Operate is how admins work with the agent.

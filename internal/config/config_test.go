@@ -125,6 +125,9 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_MODEL_HEADERS":           {`{"api key":"x"}`, "no header"},
 	"AGENT_MODEL_QUERY":             {`["x"]`, "not a JSON object of texts"},
 	"AGENT_MODEL_EXTRA":             {`{"a":1} {`, "not a JSON object"},
+	"AGENT_EMBEDDING_MODEL":         {"a\x01b", "does not print"},
+	"AGENT_EMBEDDING_BASE_URL":      {"localhost:11434", "not an http or https URL"},
+	"AGENT_EMBEDDING_KEY":           {"hunter2…", "no HTTP header can carry"},
 	"AGENT_LOG_LEVEL":               {"loud", "debug, info, warn or error"},
 	"AGENT_LOG_FORMAT":              {"xml", "text or json"},
 	"AGENT_LANES":                   {"maybe", "on or off"},
@@ -479,6 +482,17 @@ func TestTheSettingsPageIsComplete(t *testing.T) {
 		}
 		if row := fmt.Sprintf("| `%s` | %s | %s |\n", s.Name, value, s.Help); !strings.Contains(string(text), row) {
 			t.Errorf("docs/settings.md has not the row\n%s", row)
+		}
+	}
+}
+
+func TestAnEmbeddingModelNeedsAServer(t *testing.T) {
+	for setting, complains := range map[string]bool{
+		"AGENT_NAME=x": true, "OPENAI_API_KEY=hunter2": false, "OPENAI_BASE_URL=http://h/v1": false, "AGENT_EMBEDDING_BASE_URL=http://h/v1": false,
+	} {
+		_, err := config.Load(config.Environ([]string{"AGENT_EMBEDDING_MODEL=small", setting}))
+		if complained := err != nil && strings.Contains(err.Error(), "set AGENT_EMBEDDING_BASE_URL too"); complained != complains {
+			t.Errorf("with %s: %v", setting, err)
 		}
 	}
 }

@@ -1,0 +1,341 @@
+package memory
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+const (
+	embedEvery     = 5 * time.Second // how often new revisions are looked for
+	embedAllEvery  = time.Hour       // how often all entries are compared with their vectors
+	embedOverlap   = 10 * time.Minute
+	embedBatch     = 32 // texts in one request
+	embedTimeout   = time.Minute
+	embedClaim     = 5 * time.Minute // after that, another process may take over
+	maxEmbedPause  = 5 * time.Minute // between passes while the server fails
+	maxEmbedded    = 8000            // bytes of a text that are embedded
+	shortEmbedded  = 2000            // of a text that the server has refused
+	keptOtherModel = 24 * time.Hour  // how long the vectors of another model are kept
+)
+
+// Run embeds what was written, until ctx ends. Any number of processes may do it: each claims the entries that it
+// embeds. A nil Index has nothing to do.
+func (x *Index) Run(ctx context.Context, db postgres.DB) error {
+	if x == nil {
+		return nil
+	}
+	var all time.Time // when all entries are compared again
+	var since time.Time
+	pause, failing := embedEvery, false
+	for {
+		began := time.Now()
+		full := !began.Before(all)
+		if full {
+			since = time.Time{}
+		}
+		_, err := x.Update(ctx, db, since)
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
+			if !failing {
+				x.log.WarnContext(ctx, "memories not embedded; the next pass goes on", "model", x.model.Model(), "error", err)
+			}
+			failing, pause = true, min(2*pause, maxEmbedPause)
+		default:
+			if failing {
+				x.log.InfoContext(ctx, "memories are embedded again", "model", x.model.Model())
+			}
+			failing, pause, since = false, embedEvery, began.Add(-embedOverlap)
+			if full {
+				all = began.Add(embedAllEvery)
+			}
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-timer.C:
+		}
+	}
+}
+
+// Update embeds the entries that were written since a time and have no vector of their revision, and those whose
+// earlier attempt is due again. It returns how many it has embedded. Without the extension vector it does nothing.
+// The zero time looks at all entries, and removes vectors of other models that are a day old.
+func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (embedded int, err error) {
+	var version *string
+	if err := db.QueryRow(ctx, `select agent_vector_version()`).Scan(&version); err != nil || version == nil {
+		return 0, err
+	}
+	if since.IsZero() {
+		if err := x.removeOther(ctx, db); err != nil {
+			return 0, err
+		}
+	}
+	for {
+		claimed, err := x.claim(ctx, db, since)
+		if err != nil || len(claimed) == 0 {
+			return embedded, err
+		}
+		n, err := x.embed(ctx, db, claimed)
+		embedded += n
+		if err != nil {
+			return embedded, err
+		}
+	}
+}
+
+// claimed is a revision of an entry that this process embeds.
+type claimed struct {
+	ID       string
+	Revision int
+	Key      string
+	Value    json.RawMessage
+}
+
+// claim takes the next entries to embed. A claim that nobody fulfils is due again after some minutes.
+func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]claimed, error) {
+	rows, err := db.Query(ctx, `
+		with wanted as (
+		  (select m.id
+		     from agent_memory m left join agent_memory_embeddings e on e.memory_id = m.id and e.model = @model
+		    where m.updated_at >= @since and (m.expires_at is null or m.expires_at > clock_timestamp())
+		      and (e.memory_id is null or e.revision < m.revision)
+		    order by m.updated_at limit @most)
+		  union
+		  (select e.memory_id from agent_memory_embeddings e
+		    where e.model = @model and e.due_at <= clock_timestamp() order by e.due_at limit @most)),
+		held as (
+		  select m.id, m.revision, m.key, m.value
+		    from agent_memory m join wanted w on w.id = m.id
+		   where m.expires_at is null or m.expires_at > clock_timestamp()
+		   order by m.id limit @most for key share of m skip locked),
+		claims as (
+		  insert into agent_memory_embeddings as e (memory_id, model, revision, due_at)
+		  select h.id, @model, h.revision, clock_timestamp() + make_interval(secs => @claim::float8) from held h order by h.id
+		  on conflict (memory_id, model) do update
+		     set revision = excluded.revision, vector = null, dimensions = null, due_at = excluded.due_at, updated_at = clock_timestamp(),
+		         attempts = case when e.revision = excluded.revision then e.attempts else 0 end
+		   where e.revision < excluded.revision or e.revision = excluded.revision and e.due_at <= clock_timestamp()
+		  returning e.memory_id, e.revision)
+		select h.id, h.revision, h.key, h.value from held h join claims c on c.memory_id = h.id and c.revision = h.revision`,
+		postgres.Strict{
+			"model": x.model.Model(), "since": since, "most": embedBatch, "claim": embedClaim.Seconds(),
+		})
+	if err != nil {
+		return nil, fmt.Errorf("claim memories to embed: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claimed])
+	if err != nil {
+		return nil, fmt.Errorf("claim memories to embed: %w", err)
+	}
+	return list, nil
+}
+
+// embed embeds claimed entries in one request, and one by one when the server refuses that. When the server fails, the
+// claims are given back.
+func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int, error) {
+	vectors, err := x.ask(ctx, list, maxEmbedded)
+	switch {
+	case err == nil:
+		return len(list), x.store(ctx, db, list, vectors)
+	case !refused(err):
+		return 0, errors.Join(fmt.Errorf("embed memories: %w", err), x.release(context.WithoutCancel(ctx), db, list))
+	}
+	done := 0
+	for i, one := range list {
+		one := []claimed{one}
+		vectors, err := x.ask(ctx, one, maxEmbedded)
+		if refused(err) {
+			vectors, err = x.ask(ctx, one, shortEmbedded)
+		}
+		switch {
+		case err == nil:
+			err = x.store(ctx, db, one, vectors)
+			done++
+		case refused(err):
+			err = x.putBack(ctx, db, one[0], err)
+		default:
+			err = errors.Join(fmt.Errorf("embed memories: %w", err), x.release(context.WithoutCancel(ctx), db, list[i:]))
+		}
+		if err != nil {
+			return done, err
+		}
+	}
+	return done, nil
+}
+
+// ask makes one request.
+func (x *Index) ask(ctx context.Context, list []claimed, most int) ([][]float32, error) {
+	texts := make([]string, len(list))
+	for i, c := range list {
+		texts[i] = c.text(most)
+	}
+	ctx, cancel := context.WithTimeout(ctx, embedTimeout)
+	defer cancel()
+	return x.model.Embed(ctx, texts)
+}
+
+// refused reports an error that is about the texts, not about the server.
+func refused(err error) bool {
+	said, ok := errors.AsType[*models.Error](err)
+	return ok && slices.Contains([]int{
+		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity,
+	}, said.Status)
+}
+
+// text is what is embedded of an entry: its key, and its value, which is shown without quotes when it is a text.
+func (c claimed) text(most int) string {
+	value := string(c.Value)
+	var plain string
+	if json.Unmarshal(c.Value, &plain) == nil {
+		value = plain
+	}
+	return cut(c.Key+": "+value, most)
+}
+
+// cut shortens a text to so many bytes of whole characters.
+func cut(text string, most int) string {
+	if len(text) <= most {
+		return text
+	}
+	for most > 0 && !utf8.RuneStart(text[most]) {
+		most--
+	}
+	return text[:most]
+}
+
+// store keeps vectors of revisions that are still claimed.
+func (x *Index) store(ctx context.Context, db postgres.DB, list []claimed, vectors [][]float32) error {
+	ids, revisions := keys(list)
+	texts := make([]string, len(vectors))
+	for i, v := range vectors {
+		texts[i] = arrayText(v)
+	}
+	_, err := db.Exec(ctx, `
+		update agent_memory_embeddings e
+		   set vector = n.vector::real[], dimensions = cardinality(n.vector::real[]), due_at = null, attempts = 0, updated_at = clock_timestamp()
+		  from unnest(@ids::uuid[], @revisions::int[], @vectors::text[]) n (id, revision, vector)
+		 where e.memory_id = n.id and e.model = @model and e.revision = n.revision`,
+		postgres.Strict{"ids": ids, "revisions": revisions, "vectors": texts, "model": x.model.Model()})
+	if err != nil {
+		return fmt.Errorf("store embeddings of memories: %w", err)
+	}
+	return nil
+}
+
+// arrayText is a vector as PostgreSQL writes an array.
+func arrayText(vector []float32) string {
+	b := []byte{'{'}
+	for i, f := range vector {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = strconv.AppendFloat(b, float64(f), 'g', -1, 32)
+	}
+	return string(append(b, '}'))
+}
+
+// release makes claims due again at once.
+func (x *Index) release(ctx context.Context, db postgres.DB, list []claimed) error {
+	ids, revisions := keys(list)
+	_, err := db.Exec(ctx, `
+		update agent_memory_embeddings e set due_at = clock_timestamp()
+		  from unnest(@ids::uuid[], @revisions::int[]) n (id, revision)
+		 where e.memory_id = n.id and e.model = @model and e.revision = n.revision and e.due_at is not null`,
+		postgres.Strict{"ids": ids, "revisions": revisions, "model": x.model.Model()})
+	if err != nil {
+		return fmt.Errorf("release memories to embed: %w", err)
+	}
+	return nil
+}
+
+// putBack makes a text that the server refuses due again later: after 5 minutes, then 20, then 80, at most a day.
+func (x *Index) putBack(ctx context.Context, db postgres.DB, c claimed, why error) error {
+	x.log.WarnContext(ctx, "the embedding server refuses a memory; it is found by words alone",
+		"id", c.ID, "model", x.model.Model(), "error", why)
+	_, err := db.Exec(ctx, `
+		update agent_memory_embeddings e
+		   set attempts = e.attempts + 1, due_at = clock_timestamp() + least(interval '1 day', interval '5 minutes' * 4 ^ least(e.attempts, 10))
+		 where e.memory_id = @id and e.model = @model and e.revision = @revision and e.due_at is not null`,
+		postgres.Strict{"id": c.ID, "model": x.model.Model(), "revision": c.Revision})
+	if err != nil {
+		return fmt.Errorf("put back memory to embed: %w", err)
+	}
+	return nil
+}
+
+func keys(list []claimed) (ids []string, revisions []int) {
+	for _, c := range list {
+		ids, revisions = append(ids, c.ID), append(revisions, c.Revision)
+	}
+	return ids, revisions
+}
+
+// removeOther removes what other models have made, a day after it was made: until then, a process with the other
+// setting may need it.
+func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
+	const piece = 1000
+	for {
+		tag, err := db.Exec(ctx, `
+			delete from agent_memory_embeddings e
+			 where (e.memory_id, e.model) in (
+			         select o.memory_id, o.model from agent_memory_embeddings o
+			          where o.model <> @model and o.updated_at < clock_timestamp() - make_interval(secs => @kept::float8) limit @most)`,
+			postgres.Strict{"model": x.model.Model(), "kept": keptOtherModel.Seconds(), "most": piece})
+		if err != nil {
+			return fmt.Errorf("remove embeddings of other models: %w", err)
+		}
+		if tag.RowsAffected() < piece {
+			return nil
+		}
+	}
+}
+
+// EmbeddingState says how far the entries are embedded.
+type EmbeddingState struct {
+	Extension string // the version of the extension vector; empty: the database has none
+	Available bool   // the server offers the extension
+	Server    int    // the major version of PostgreSQL
+	Entries   int
+	Embedded  int // by the model, in their present revision
+}
+
+// State returns how far the entries are embedded.
+func (x *Index) State(ctx context.Context, db postgres.DB) (s EmbeddingState, err error) {
+	err = db.QueryRow(ctx, `
+		select coalesce(agent_vector_version(), ''), exists (select from pg_available_extensions where name = 'vector'),
+		       current_setting('server_version_num')::int / 10000,
+		       count(*), count(*) filter (where e.dimensions is not null)
+		  from agent_memory m
+		  left join agent_memory_embeddings e on e.memory_id = m.id and e.model = @model and e.revision = m.revision
+		 where m.expires_at is null or m.expires_at > clock_timestamp()`,
+		postgres.Strict{"model": x.model.Model()}).Scan(&s.Extension, &s.Available, &s.Server, &s.Entries, &s.Embedded)
+	if err != nil {
+		return s, fmt.Errorf("count embeddings of memories: %w", err)
+	}
+	return s, nil
+}
+
+// Check embeds a word and returns the length of its vector.
+func (x *Index) Check(ctx context.Context) (dimensions int, err error) {
+	vectors, err := x.model.Embed(ctx, []string{"ping"})
+	if err != nil {
+		return 0, err
+	}
+	return len(vectors[0]), nil
+}

@@ -1,0 +1,355 @@
+package memory_test
+
+import (
+	"bytes"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// indexed is a memory with an embedding server.
+type indexed struct {
+	pool   *pgxpool.Pool
+	server *modeltest.Embeddings
+	log    *bytes.Buffer
+	*memory.Index
+}
+
+// topics gives texts about one topic the same direction.
+func topics(text string) []float32 {
+	v := []float32{0.1, 0.1, 0.1}
+	for axis, words := range []string{"invoice bill money pay", "dog puppy pet animal", "ship harbour sail boat"} {
+		for _, word := range strings.Fields(words) {
+			if strings.Contains(strings.ToLower(text), word) {
+				v[axis]++
+			}
+		}
+	}
+	return v
+}
+
+func (x *indexed) index(t *testing.T, model string) *memory.Index {
+	t.Helper()
+	client, err := models.New(models.Config{BaseURL: x.server.URL(), APIKey: "embedding-key", Model: model})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return memory.NewIndex(client, slog.New(slog.NewTextHandler(x.log, nil)))
+}
+
+// newIndexed needs no extension: the database is only made to say that it has one. Vectors are stored, not compared.
+func newIndexed(t *testing.T) *indexed {
+	t.Helper()
+	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
+	x.exec(t, `create or replace function agent_vector_version() returns text language sql stable as $$ select 'test' $$`)
+	x.Index = x.index(t, "small")
+	return x
+}
+
+// newVectors has the real extension.
+func newVectors(t *testing.T) *indexed {
+	t.Helper()
+	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
+	var offered bool
+	if err := x.pool.QueryRow(t.Context(), `select exists (select from pg_available_extensions where name = 'vector')`).Scan(&offered); err != nil {
+		t.Fatal(err)
+	}
+	if !offered {
+		t.Skip("this server does not offer the extension vector (Debian: postgresql-NN-pgvector)")
+	}
+	x.exec(t, `create schema elsewhere; create extension vector schema elsewhere`)
+	x.Index = x.index(t, "small")
+	return x
+}
+
+func (x *indexed) exec(t *testing.T, sql string) {
+	t.Helper()
+	if _, err := x.pool.Exec(t.Context(), sql); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (x *indexed) save(t *testing.T, owner memory.Owner, key, value string) {
+	t.Helper()
+	if _, err := memory.Save(t.Context(), x.pool, memory.Note{Owner: owner, Key: key, Value: value}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// update makes one pass over everything.
+func (x *indexed) update(t *testing.T) int {
+	t.Helper()
+	n, err := x.Update(t.Context(), x.pool, time.Time{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// rows says what is stored: key, model, revision, and whether there is a vector.
+func (x *indexed) rows(t *testing.T) string {
+	t.Helper()
+	var all *string
+	err := x.pool.QueryRow(t.Context(), `
+		select string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', ' order by m.key, e.model)
+		  from agent_memory_embeddings e join agent_memory m on m.id = e.memory_id`).Scan(&all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if all == nil {
+		return ""
+	}
+	return *all
+}
+
+func (x *indexed) expect(t *testing.T, want string) {
+	t.Helper()
+	if got := x.rows(t); got != want {
+		t.Errorf("stored: %s; want %s", got, want)
+	}
+}
+
+func (x *indexed) found(t *testing.T, owner memory.Owner, query string) string {
+	t.Helper()
+	list, err := x.Search(t.Context(), x.pool, owner, query, 10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := make([]string, len(list))
+	for i, e := range list {
+		found[i] = e.Key
+	}
+	return strings.Join(found, " ")
+}
+
+func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.save(t, "sales", "b", "a dog")
+	if n := x.update(t); n != 2 {
+		t.Errorf("embedded %d", n)
+	}
+	if n := x.update(t); n != 0 || len(x.server.Requests()) != 1 {
+		t.Errorf("embedded %d again, in %d requests", n, len(x.server.Requests()))
+	}
+	x.expect(t, "a small 1 1.1, b small 1 0.1")
+	sent := x.server.Requests()[0]
+	if got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model, sent.Header.Get("Authorization")); got != `["a: the invoice" "b: a dog"] small Bearer embedding-key` {
+		t.Errorf("sent %s", got)
+	}
+	x.save(t, memory.Shared, "a", "a ship")
+	x.update(t)
+	x.expect(t, "a small 2 0.1, b small 1 0.1")
+	if _, err := memory.Shared.Forget(t.Context(), x.pool, "general", "a", 0); err != nil {
+		t.Fatal(err)
+	}
+	x.expect(t, "b small 1 0.1")
+}
+
+func TestAValueThatChangesWhileItIsEmbeddedIsEmbeddedAnew(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.server.Refuse(func(texts []string) int {
+		if strings.Contains(texts[0], "invoice") {
+			x.save(t, memory.Shared, "a", "a ship")
+		}
+		return 0
+	})
+	x.update(t)
+	x.expect(t, "a small 2 0.1")
+}
+
+func TestTwoProcessesDoNotEmbedTheSameEntry(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.server.Refuse(func([]string) int {
+		if n, err := x.index(t, "small").Update(t.Context(), x.pool, time.Time{}); n != 0 || err != nil {
+			t.Errorf("another process embedded %d: %v", n, err)
+		}
+		return 0
+	})
+	if n := x.update(t); n != 1 || len(x.server.Requests()) != 1 {
+		t.Errorf("embedded %d in %d requests", n, len(x.server.Requests()))
+	}
+}
+
+func TestAClaimOfADeadProcessIsDueAgain(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.exec(t, `insert into agent_memory_embeddings (memory_id, model, revision, due_at)
+		select id, 'small', 1, clock_timestamp() + interval '1 hour' from agent_memory`)
+	if n := x.update(t); n != 0 {
+		t.Errorf("embedded %d that another process has claimed", n)
+	}
+	x.exec(t, `update agent_memory_embeddings set due_at = clock_timestamp()`)
+	if n := x.update(t); n != 1 {
+		t.Errorf("embedded %d", n)
+	}
+}
+
+func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
+	x := newIndexed(t)
+	x.server.Refuse(func([]string) int { return http.StatusServiceUnavailable })
+	x.save(t, memory.Shared, "a", "the invoice")
+	if _, err := x.Update(t.Context(), x.pool, time.Time{}); err == nil || strings.Contains(err.Error(), "embedding-key") {
+		t.Errorf("got %v", err)
+	}
+	x.expect(t, "a small 1 -")
+	x.server.Refuse(nil)
+	if n := x.update(t); n != 1 {
+		t.Errorf("embedded %d", n)
+	}
+}
+
+func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
+	x := newIndexed(t)
+	x.server.Refuse(func(texts []string) int {
+		for _, text := range texts {
+			if strings.HasPrefix(text, "bad") || len(text) > 3000 {
+				return http.StatusBadRequest
+			}
+		}
+		return 0
+	})
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.save(t, memory.Shared, "bad", "a dog")
+	x.save(t, memory.Shared, "long", "a ship "+strings.Repeat("ü", 5000))
+	if n := x.update(t); n != 2 {
+		t.Errorf("embedded %d", n)
+	}
+	x.expect(t, "a small 1 1.1, bad small 1 -, long small 1 0.1")
+	var attempts int
+	var later bool
+	err := x.pool.QueryRow(t.Context(), `
+		select attempts, due_at > clock_timestamp() + interval '4 minutes' from agent_memory_embeddings where due_at is not null`).Scan(&attempts, &later)
+	if err != nil || attempts != 1 || !later {
+		t.Errorf("attempts %d, later %t: %v", attempts, later, err)
+	}
+	x.save(t, memory.Shared, "bad", "a dog")
+	x.exec(t, `update agent_memory set key = 'good' where key = 'bad'`)
+	if n := x.update(t); n != 1 {
+		t.Errorf("a new revision waits for the old one: embedded %d", n)
+	}
+}
+
+func TestAnotherModelEmbedsAnew(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	x.update(t)
+	large := x.index(t, "large")
+	if n, err := large.Update(t.Context(), x.pool, time.Time{}); n != 1 || err != nil {
+		t.Fatalf("embedded %d: %v", n, err)
+	}
+	x.expect(t, "a large 1 1.1, a small 1 1.1")
+	x.exec(t, `update agent_memory_embeddings set updated_at = clock_timestamp() - interval '25 hours'`)
+	if _, err := large.Update(t.Context(), x.pool, time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	x.expect(t, "a large 1 1.1")
+}
+
+func TestWithoutTheExtensionMemoryIsSearchedByWordsAndNothingIsSent(t *testing.T) {
+	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
+	x.Index = x.index(t, "small")
+	x.save(t, memory.Shared, "a", "the invoice")
+	if n := x.update(t); n != 0 {
+		t.Errorf("embedded %d", n)
+	}
+	for _, want := range []string{"a", "a"} {
+		if got := x.found(t, memory.Shared, "invoice"); got != want {
+			t.Errorf("found %q", got)
+		}
+	}
+	if n := len(x.server.Requests()); n != 0 {
+		t.Errorf("%d requests", n)
+	}
+	if n := strings.Count(x.log.String(), "has no extension vector"); n != 1 {
+		t.Errorf("said %d times:\n%s", n, x.log)
+	}
+	var none *memory.Index
+	if found, err := none.Search(t.Context(), x.pool, memory.Shared, "invoice", 10); err != nil || len(found) != 1 {
+		t.Errorf("without an index: %v, %v", found, err)
+	}
+}
+
+func TestEntriesAreFoundByMeaning(t *testing.T) {
+	x := newVectors(t)
+	x.save(t, memory.Shared, "rule", "invoice over 500 needs two signatures")
+	x.save(t, memory.Shared, "animals", "the dog stays outside")
+	x.save(t, memory.Shared, "berth", "the boat lies in the harbour")
+	if got := x.found(t, memory.Shared, "bill"); got != "" {
+		t.Errorf("before they are embedded: %q", got)
+	}
+	x.update(t)
+	for query, want := range map[string]string{
+		"bill":             "rule",
+		"puppy":            "animals",
+		"sail":             "berth",
+		"outside":          "animals",
+		`"a bill"`:         "", // what is quoted is meant
+		"bill -signatures": "",
+	} {
+		if got, _, _ := strings.Cut(x.found(t, memory.Shared, query), " "); got != want {
+			t.Errorf("%s: found %q first, want %q", query, got, want)
+		}
+	}
+	x.exec(t, `update agent_memory set expires_at = clock_timestamp() where key = 'rule'`)
+	if got := x.found(t, memory.Shared, "bill"); strings.Contains(got, "rule") {
+		t.Errorf("an expired entry is found: %q", got)
+	}
+	x.save(t, memory.Shared, "berth", "the puppy has moved")
+	if got := x.found(t, memory.Shared, "sail"); strings.Contains(got, "berth") {
+		t.Errorf("an entry is found by a value that it has no more: %q", got)
+	}
+}
+
+func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {
+	x := newVectors(t)
+	x.save(t, "sales", "own", "the invoice")
+	x.save(t, memory.Shared, "shared", "the bill")
+	x.update(t)
+	for owner, want := range map[memory.Owner]string{"sales": "own", memory.Shared: "shared", "billing": ""} {
+		if got := x.found(t, owner, "money"); got != want {
+			t.Errorf("%q finds %q, want %q", owner, got, want)
+		}
+	}
+}
+
+func TestASilentServerDelaysSearchOnceAndLeavesItToWords(t *testing.T) {
+	x := newVectors(t)
+	x.save(t, memory.Shared, "rule", "the invoice")
+	x.update(t)
+	x.server.Refuse(func([]string) int { return -1 })
+	before := len(x.server.Requests())
+	for range 3 {
+		if got := x.found(t, memory.Shared, "invoice"); got != "rule" {
+			t.Errorf("found %q", got)
+		}
+	}
+	if n := len(x.server.Requests()) - before; n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+	if n := strings.Count(x.log.String(), "searched by words alone"); n != 1 {
+		t.Errorf("said %d times:\n%s", n, x.log)
+	}
+}
+
+func TestVectorsOfAnotherLengthAreLeftOut(t *testing.T) {
+	x := newVectors(t)
+	x.save(t, memory.Shared, "rule", "the invoice")
+	x.update(t)
+	x.exec(t, `update agent_memory_embeddings set vector = '{1,2}', dimensions = 2`)
+	if got := x.found(t, memory.Shared, "bill"); got != "" {
+		t.Errorf("found %q", got)
+	}
+}
