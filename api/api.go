@@ -61,6 +61,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
 )
 
 // Options are what the API stands on.
@@ -70,6 +71,8 @@ type Options struct {
 	Engine *executions.Engine // required: cancels executions and says whether this process works
 	// Agents finds whose memory a request is about; nil is an installation without settings.
 	Agents *agents.Directory
+	// Memory searches what agents remember; nil searches by words alone.
+	Memory *memory.Index
 	// DocumentBytes bounds an uploaded document; documents.DefaultMaxBytes when 0.
 	DocumentBytes int64
 	// AdminToken is what Admin routes ask for; empty refuses every request.
@@ -107,7 +110,7 @@ func New(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
+		pool: o.Pool, engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
 		unsettled: newUnsettled(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
@@ -124,6 +127,7 @@ type server struct {
 	pool     *pgxpool.Pool
 	engine   *executions.Engine
 	agents   *agents.Directory
+	memory   *memory.Index
 	gate     *gate
 	draining <-chan struct{}
 	stopping <-chan struct{}

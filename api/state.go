@@ -120,7 +120,7 @@ func (s *server) listMemory(r request) (answer, error) {
 		if err != nil {
 			return answer{}, err
 		}
-		found, err := owner.Search(r.Context(), s.pool, q, r.query.limit())
+		found, err := s.memory.Search(r.Context(), s.pool, owner, q, r.query.limit())
 		return answer{body: pageOf(found, "")}, err
 	}
 	var only *memory.Owner

@@ -41,9 +41,10 @@ import (
 )
 
 // New returns the builtins by the name behind "builtin:". They work through pool. directory says whose memory
-// they use; nil is an installation without settings.
-func New(pool *pgxpool.Pool, directory *agents.Directory) map[string]skills.Builtin {
+// they use; nil is an installation without settings. index searches the memory; nil searches by words alone.
+func New(pool *pgxpool.Pool, directory *agents.Directory, index *memory.Index) map[string]skills.Builtin {
 	directory = cmp.Or(directory, &agents.Directory{})
+	recall := recalling(index)
 	return map[string]skills.Builtin{
 		"recall":             remembering(pool, directory, recall),
 		"memory_search":      remembering(pool, directory, recall),

@@ -32,7 +32,7 @@ func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, 
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}
-	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil)})
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -103,7 +103,7 @@ func TestEveryRowHasItsCode(t *testing.T) {
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}
-	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil)})
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -121,7 +121,7 @@ func TestEveryRowHasItsCode(t *testing.T) {
 	if diff := cmp.Diff(builtins.Names(), names); diff != "" {
 		t.Error(diff)
 	}
-	if diff := cmp.Diff(builtins.Names(), slices.Sorted(maps.Keys(builtins.New(pool, nil)))); diff != "" {
+	if diff := cmp.Diff(builtins.Names(), slices.Sorted(maps.Keys(builtins.New(pool, nil, nil)))); diff != "" {
 		t.Error(diff)
 	}
 	if visible, err := registry.Available(t.Context(), pool, skills.ScopeExternal); err != nil || len(visible) > 0 {

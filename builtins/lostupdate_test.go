@@ -428,7 +428,7 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}
-	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil)})
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -42,7 +42,7 @@ func newHouse(t *testing.T) *house {
 		t.Fatal(err)
 	}
 	var err error
-	if h.registry, err = skills.New(skills.Options{Builtins: builtins.New(h.pool, nil)}); err != nil {
+	if h.registry, err = skills.New(skills.Options{Builtins: builtins.New(h.pool, nil, nil)}); err != nil {
 		t.Fatal(err)
 	}
 	return h

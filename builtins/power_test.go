@@ -68,7 +68,7 @@ func governed(t *testing.T) *pgxpool.Pool {
 func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 	pool := governed(t)
 	before := powers(t, pool)
-	code := builtins.New(pool, nil)
+	code := builtins.New(pool, nil, nil)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	for _, name := range builtins.Names() {
 		skill, err := skills.Get(t.Context(), pool, name)

@@ -48,30 +48,35 @@ type memories struct {
 	LeftOut  int        `json:"left_out,omitempty"` // found, but too long to be shown beside the others
 }
 
-func recall(ctx context.Context, db postgres.Beginner, who rememberer, args recallArgs) (any, error) {
-	found, err := lookUp(ctx, db, who.owner, args)
-	if err != nil {
-		return nil, err
-	}
-	said, size := memories{Memories: []recalled{}}, 0
-	for _, e := range found[:min(len(found), bounded(args.Limit))] {
-		if size += len(e.Value); size > maxRecalled {
-			said.LeftOut++
-			continue
+// recalling makes the search of the memory.
+func recalling(index *memory.Index) func(context.Context, postgres.Beginner, rememberer, recallArgs) (any, error) {
+	return func(ctx context.Context, db postgres.Beginner, who rememberer, args recallArgs) (any, error) {
+		found, err := lookUp(ctx, db, index, who.owner, args)
+		if err != nil {
+			return nil, err
 		}
-		said.Memories = append(said.Memories, recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
+		said, size := memories{Memories: []recalled{}}, 0
+		for _, e := range found[:min(len(found), bounded(args.Limit))] {
+			if size += len(e.Value); size > maxRecalled {
+				said.LeftOut++
+				continue
+			}
+			said.Memories = append(said.Memories, recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
+		}
+		return said, nil
 	}
-	return said, nil
 }
 
-func lookUp(ctx context.Context, db postgres.DB, owner memory.Owner, args recallArgs) ([]memory.Entry, error) {
+func lookUp(
+	ctx context.Context, db postgres.DB, index *memory.Index, owner memory.Owner, args recallArgs,
+) ([]memory.Entry, error) {
 	switch {
 	case args.Query == "":
 		return owner.Recent(ctx, db, args.Category, bounded(args.Limit))
 	case args.Category == "":
-		return owner.Search(ctx, db, args.Query, bounded(args.Limit))
+		return index.Search(ctx, db, owner, args.Query, bounded(args.Limit))
 	}
-	found, err := owner.Search(ctx, db, args.Query, searched)
+	found, err := index.Search(ctx, db, owner, args.Query, searched)
 	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
 }
 

@@ -25,7 +25,7 @@ func knowing(t *testing.T, documents ...string) *world {
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}
-	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil), Pool: pool})
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil), Pool: pool})
 	if err != nil {
 		t.Fatal(err)
 	}

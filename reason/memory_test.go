@@ -20,7 +20,7 @@ import (
 func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
 	w := newWorld(t)
-	maps.Copy(w.builtins, builtins.New(w.pool, nil))
+	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
 	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}

@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -46,6 +47,7 @@ type app struct {
 	registry *skills.Registry
 	loop     *reason.Loop
 	remote   *mcp.Client
+	index    *memory.Index // nil: memories are found by words alone
 	named    *databases.Client
 	metrics  *telemetry.Metrics
 	exporter *telemetry.Exporter
@@ -74,8 +76,11 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.getenv, Logger: log, Agent: cfg.Name, Version: buildVersion(),
 	})
 	a.named = &databases.Client{DB: pool, Getenv: a.getenv}
+	if a.index, err = newIndex(cfg, log); err != nil {
+		return nil, err
+	}
 	a.registry, err = skills.New(skills.Options{
-		Builtins: builtins.New(pool, directory(a.config)), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
+		Builtins: builtins.New(pool, directory(a.config), a.index), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
 		MCP:       a.remote.Call,
 		Databases: a.named.Open, Getenv: a.getenv,
 		Flow: skills.Flows(pool, a.engine, cfg.Name),
@@ -177,6 +182,7 @@ func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) 
 		group, ctx := errgroup.WithContext(ctx)
 		group.Go(func() error { return a.engine.Run(ctx) })
 		group.Go(func() error { return a.housekeep(ctx) })
+		group.Go(func() error { return a.index.Run(ctx, a.pool) })
 		group.Go(func() error { return count(ctx, a.pool, countEvery, a.log) })
 		for _, f := range slices.Concat(a.beside(), more) {
 			group.Go(func() error { return f(ctx) })

@@ -119,6 +119,7 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 	}
 	add("autonomy", err, autonomy)
 	c.examineNamed(ctx, s, add)
+	examineEmbedding(ctx, s, add)
 }
 
 // examineNamed reaches each named database, as calls of sql: skills would.

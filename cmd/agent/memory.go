@@ -109,7 +109,11 @@ func (c *cli) memorySearchCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			got, err := owner.Search(cmd.Context(), s.pool, args[0], limit)
+			index, err := newIndex(s.config, s.log)
+			if err != nil {
+				return err
+			}
+			got, err := index.Search(cmd.Context(), s.pool, owner, args[0], limit)
 			if err != nil {
 				return err
 			}

@@ -113,7 +113,11 @@ func (o *operator) showObjectives(ctx context.Context) error {
 }
 
 func (o *operator) showMemory(ctx context.Context, query string) error {
-	found, err := memory.Shared.Search(ctx, o.s.pool, query, 20)
+	index, err := newIndex(o.s.config, o.s.log)
+	if err != nil {
+		return err
+	}
+	found, err := index.Search(ctx, o.s.pool, memory.Shared, query, 20)
 	if err != nil {
 		return err
 	}

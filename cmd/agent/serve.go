@@ -107,7 +107,7 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, err
 	}
 	handler, err = api.New(api.Options{
-		Pool: a.adminPool(), Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Pool: a.adminPool(), Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, Memory: a.index, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
 		DocumentBytes: int64(a.config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})

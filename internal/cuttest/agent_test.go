@@ -82,7 +82,7 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	}
 	private := []string{"127.0.0.1"}
 	registry, err := skills.New(skills.Options{
-		Builtins: builtins.New(pool, nil), Pool: pool, AllowPrivate: private, Logger: log, Flow: skills.Flows(pool, a.engine, "agent"),
+		Builtins: builtins.New(pool, nil, nil), Pool: pool, AllowPrivate: private, Logger: log, Flow: skills.Flows(pool, a.engine, "agent"),
 	})
 	if err != nil {
 		return nil, err
