@@ -53,7 +53,7 @@ func group(use, short string, below ...*cobra.Command) *cobra.Command {
 		Use: use, Short: short,
 		Args: func(cmd *cobra.Command, got []string) error {
 			if len(got) > 0 {
-				return unknown(cmd.CommandPath()+" "+got[0], cmd.CommandPath())
+				return unknown(cmd.CommandPath()+" "+got[0], got[0], cmd)
 			}
 			return nil
 		},

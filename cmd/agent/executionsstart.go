@@ -267,7 +267,11 @@ key says which wait is meant: of MESSAGE_RECEIVED the thread, of DOCUMENT_UPLOAD
 				return usageError("the key is empty: say which wait is meant")
 			}
 			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-				return c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id)
+				got, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id)
+				if err != nil {
+					return err
+				}
+				return c.printDelivered(got)
 			})(cmd, args)
 		},
 	}
@@ -276,12 +280,14 @@ key says which wait is meant: of MESSAGE_RECEIVED the thread, of DOCUMENT_UPLOAD
 	return cmd
 }
 
-func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, data json.RawMessage, id string) error {
+// raiseEvent delivers an event, and records who raised it, in one transaction.
+func (c *cli) raiseEvent(
+	ctx context.Context, s *session, event, key string, data json.RawMessage, id string,
+) (got executions.Delivered, err error) {
 	a, err := c.app(s, nil)
 	if err != nil {
-		return err
+		return got, err
 	}
-	var got executions.Delivered
 	output := map[string]any{}
 	what := fmt.Sprintf("the wait for %s %.300q", event, key)
 	switch {
@@ -305,11 +311,13 @@ func (c *cli) raiseEvent(ctx context.Context, s *session, event, key string, dat
 	})
 	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
 	if postgres.IsCode(err, "22023", "22P02") {
-		return &exitError{exitUsage, err}
+		return got, &exitError{exitUsage, err}
 	}
-	if err != nil {
-		return err
-	}
+	return got, err
+}
+
+// printDelivered says which executions an event has resumed.
+func (c *cli) printDelivered(got executions.Delivered) error {
 	resumed := append([]string{}, got.Resumed...)
 	return c.print(map[string]any{"event_id": got.EventID, "resumed": resumed}, func(w io.Writer) error {
 		if len(resumed) == 0 {

@@ -39,7 +39,7 @@ A tool that changes after it was mounted is quarantined: its skill is disabled u
   agent mcp                        # in the configuration of an MCP client: command agent, arguments mcp`,
 		Args: func(cmd *cobra.Command, got []string) error {
 			if len(got) > 0 {
-				return unknown(cmd.CommandPath()+" "+got[0], cmd.CommandPath())
+				return unknown(cmd.CommandPath()+" "+got[0], got[0], cmd)
 			}
 			return nil
 		},

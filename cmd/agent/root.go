@@ -12,8 +12,10 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
 // run is the program. It returns the exit code.
@@ -60,19 +62,26 @@ Lanekeeper runs autonomous agents on PostgreSQL.
 
 A database is named by DATABASE_URL. Without it, commands use the one that agent dev keeps in .agent here.`),
 		SilenceErrors: true, SilenceUsage: true,
-		Args: func(_ *cobra.Command, args []string) error {
+		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return unknown(`"`+args[0]+`"`, "agent")
+				return unknown(`"`+args[0]+`"`, args[0], cmd)
 			}
 			return nil
 		},
-		RunE: showHelp,
+	}
+	var version bool
+	root.Flags().BoolVar(&version, "version", false, "print the version")
+	root.RunE = func(cmd *cobra.Command, args []string) error {
+		if version {
+			return c.printVersion()
+		}
+		return showHelp(cmd, args)
 	}
 	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
 	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, also on a terminal")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		c.json = c.json || slices.Contains(c.args, "--json") // what stands behind the mistake was not parsed
-		return &exitError{exitUsage, seeHelp(err, cmd)}
+		return &exitError{exitUsage, seeHelp(meantFlag(err, cmd), cmd)}
 	})
 	root.SetHelpCommand(c.helpCommand())
 	root.PersistentPreRunE = func(*cobra.Command, []string) error {
@@ -109,9 +118,37 @@ func seeHelp(err error, cmd *cobra.Command) error {
 	return hint(err, "see %s --help", cmd.CommandPath())
 }
 
-// unknown is the error for a command that does not exist.
-func unknown(command, parent string) error {
-	return &exitError{exitUsage, hint(fmt.Errorf("there is no command %s", command), "see %s --help", parent)}
+// unknown is the error for a command that does not exist. word is what was typed for a command below parent.
+func unknown(command, word string, parent *cobra.Command) error {
+	var names []string
+	for _, below := range parent.Commands() {
+		if !below.Hidden {
+			names = append(names, below.Name())
+		}
+	}
+	err := fmt.Errorf("there is no command %s", command)
+	if near := nearest.To(word, names); near != "" {
+		err = fmt.Errorf("%w; did you mean %s %s?", err, parent.CommandPath(), near)
+	}
+	return &exitError{exitUsage, seeHelp(err, parent)}
+}
+
+// meantFlag adds to the error of a flag that does not exist the one that it may have been meant for.
+func meantFlag(err error, cmd *cobra.Command) error {
+	missing, ok := errors.AsType[*pflag.NotExistError](err)
+	if !ok {
+		return err
+	}
+	var names []string
+	cmd.Flags().VisitAll(func(f *pflag.Flag) {
+		if !f.Hidden {
+			names = append(names, f.Name)
+		}
+	})
+	if near := nearest.To(missing.GetSpecifiedName(), names); near != "" && len(missing.GetSpecifiedName()) > 1 {
+		return fmt.Errorf("%w; did you mean --%s?", err, near)
+	}
+	return err
 }
 
 // helpCommand is `agent help COMMAND`, the same as `agent COMMAND --help`.
@@ -121,7 +158,11 @@ func (c *cli) helpCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			found, rest, err := cmd.Root().Find(args)
 			if err != nil || len(rest) > 0 {
-				return unknown(strings.Join(args, " "), "agent")
+				word := ""
+				if len(args) == 1 {
+					word = args[0]
+				}
+				return unknown(strings.Join(args, " "), word, cmd.Root())
 			}
 			found.InitDefaultHelpFlag()
 			return found.Help()

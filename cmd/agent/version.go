@@ -14,14 +14,18 @@ import (
 func (c *cli) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Print the version", Args: args(0, 0, "no arguments"),
-		RunE: func(*cobra.Command, []string) error {
-			built := buildVersion()
-			return c.print(map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
-				return err
-			})
-		},
+		RunE: func(*cobra.Command, []string) error { return c.printVersion() },
 	}
+}
+
+// printVersion is also what agent --version does.
+func (c *cli) printVersion() error {
+	built := buildVersion()
+	about := map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}
+	return c.print(about, func(w io.Writer) error {
+		_, err := fmt.Fprintf(w, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
+		return err
+	})
 }
 
 // version is set by builds without a repository, such as that of the container image: -ldflags "-X main.version=v1.2.3".
