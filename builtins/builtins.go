@@ -11,6 +11,7 @@
 //	automation_propose     want something done again and again, which an admin accepts
 //	skill_list             what skills there are, and their state
 //	recent_activity        what it did last, and how that went (package activity)
+//	document_read          the text of a document that the run may read, piece by piece (package documents)
 //
 // Each is for the agent itself (scope internal). None changes what anybody may do: trust, scope, handler and enabled
 // are not among what they write, and nothing here approves or accepts. Each is idempotent: it reads, or what it writes
@@ -57,6 +58,7 @@ func New(pool *pgxpool.Pool, directory *agents.Directory, index *memory.Index) m
 		"automation_propose": writing(pool, automationPropose),
 		"skill_list":         reading(pool, skillList),
 		"recent_activity":    reading(pool, recentActivity),
+		"document_read":      reading(pool, documentRead),
 	}
 }
 

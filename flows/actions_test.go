@@ -68,7 +68,9 @@ actions:
 	got := variables(t, x)
 	open := value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
 	want := map[string]any{
-		"requestId": open, "documentUrls": []any{"u/ine", "u/curp"}, "signedDocumentUrl": "u/signed", "signedAt": "2026-01-01",
+		"requestId": open, "documentUrls": []any{"u/ine", "u/curp"}, "documents": []any{
+			map[string]any{"document": "INE", "url": "u/ine"}, map[string]any{"document": "CURP", "url": "u/curp"},
+		}, "signedDocumentUrl": "u/signed", "signedAt": "2026-01-01",
 		"testScore": 80.0, "testResult": "passed", "exam": map[string]any{"score": 80.0, "result": "passed"}, "timedOut": false,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {

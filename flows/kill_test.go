@@ -115,7 +115,7 @@ actions:
 	delete(got, "requestId")
 	want := map[string]any{
 		"seen": "abc", "from": "child", "lastResponse": "yes", "timedOut": false, "childExecutionStatus": "completed",
-		"childExecutionSuccess": true, "documentUrls": []any{"u"},
+		"childExecutionSuccess": true, "documentUrls": []any{"u"}, "documents": []any{map[string]any{"document": "INE", "url": "u"}},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)

@@ -111,7 +111,7 @@ func talking() []Action {
 		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
-			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId and documentUrls.", Waits: "document",
+			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
 			Parameters: []Parameter{need("documents", textsSort, "what is asked for"), message, wait, channel, target},
 		},
 		{

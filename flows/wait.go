@@ -99,7 +99,7 @@ func (a awaited) settle(r ready) (result, error) {
 
 // sets are the variables that a wait of a kind sets.
 var sets = map[string][]string{
-	"response": {"lastResponse"}, "document": {"documentUrls"}, "signature": {"signedDocumentUrl", "signedAt"},
+	"response": {"lastResponse"}, "document": {"documentUrls", "documents"}, "signature": {"signedDocumentUrl", "signedAt"},
 	"test": {"testScore", "testResult"},
 }
 

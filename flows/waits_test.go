@@ -17,7 +17,7 @@ var waiting = map[string]struct {
 	sets   []string
 }{
 	"response":  {`actionType: wait_for_response`, "response", []string{"lastResponse"}},
-	"document":  {`actionType: request_document, parameters: {documents: INE}`, "document", []string{"documentUrls"}},
+	"document":  {`actionType: request_document, parameters: {documents: INE}`, "document", []string{"documentUrls", "documents"}},
 	"signature": {`actionType: request_signature, parameters: {document: a.pdf}`, "signature", []string{"signedDocumentUrl", "signedAt"}},
 	"test":      {`actionType: assign_test, parameters: {test: sql}`, "test", []string{"testScore", "testResult"}},
 	"event":     {`actionType: wait_for_event, parameters: {key: never}`, "event", []string{"eventData"}},

@@ -3,6 +3,7 @@ package reason
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -51,7 +52,23 @@ func (l *Loop) inScope(ctx context.Context, t Turn, a agents.Agent) ([]skills.Sk
 		return nil, nil
 	}
 	all, err := l.Skills.Available(ctx, l.Pool, t.Scopes...)
-	return t.allowed(a, all), err
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range t.Also {
+		s, err := skills.Get(ctx, l.Pool, name)
+		switch {
+		case errors.Is(err, skills.ErrNotFound):
+			continue
+		case err != nil:
+			return nil, err
+		}
+		at, has := slices.BinarySearchFunc(all, name, func(s skills.Skill, name string) int { return strings.Compare(s.Name, name) })
+		if !has && s.Enabled && l.Skills.Runnable(s) == nil {
+			all = slices.Insert(all, at, s)
+		}
+	}
+	return t.allowed(a, all), nil
 }
 
 // trials are the skills out of service that may be tried once. Whoever may call a skill may try it: one that only

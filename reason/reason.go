@@ -130,6 +130,7 @@ type Turn struct {
 	Form    *Form          // of the answer; nil for one in words
 	Seen    []memory.Sight // what the prompt shows of what skills may write
 	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools
+	Also    []string       // skills that are offered whatever their scope, unless the agent has a list without them
 	Tools   []Tool
 	// Approvals says whether a call that needs leave is recorded for later or waited for.
 	Approvals ApprovalMode

@@ -89,13 +89,17 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"cv", "photo"}},
 			"DOCUMENT_UPLOADED",
 			[]string{`{"document": "photo", "url": "u2"}`, `{"document": "cv", "url": "u1"}`},
-			map[string]any{"documentUrls": []any{"u1", "u2"}},
+			map[string]any{"documentUrls": []any{"u1", "u2"}, "documents": []any{
+				map[string]any{"document": "cv", "url": "u1"}, map[string]any{"document": "photo", "url": "u2"},
+			}},
 		},
 		"all documents at once, in their order": {
 			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "cv"}},
 			"DOCUMENT_UPLOADED",
 			[]string{`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`, `{"documentUrls": ["u2", "u1"]}`},
-			map[string]any{"documentUrls": []any{"u2", "u1"}},
+			map[string]any{"documentUrls": []any{"u2", "u1"}, "documents": []any{
+				map[string]any{"document": "photo", "url": "u2"}, map[string]any{"document": "cv", "url": "u1"},
+			}},
 		},
 		"signature": {
 			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}},

@@ -13,11 +13,11 @@ import (
 // telling are the kinds of waits whose events have data of a form of their own: an object.
 var telling = []string{Document, Signature, Test, "response", "agent"}
 
-// Variables are what a flow knows after a wait of a kind: documentUrls (document), signedDocumentUrl and signedAt
-// (signature), testScore, a number, and testResult (test), lastResponse (response), triggeredExecutionId,
-// childExecutionStatus and childExecutionSuccess (agent). The event's data may name them like this or in snake_case. What it
-// does not have is not there, and a wait that timed out, or one of another kind, sets nothing, whatever data it has. An error
-// says what in the data is not what it should be.
+// Variables are what a flow knows after a wait of a kind: documents and documentUrls (document), signedDocumentUrl and
+// signedAt (signature), testScore, a number, and testResult (test), lastResponse (response), triggeredExecutionId,
+// childExecutionStatus and childExecutionSuccess (agent). The event's data may name them like this or in snake_case.
+// What it does not have is not there. A wait that timed out, or one of another kind, sets nothing.
+// An error says what in the data is not what it should be.
 func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 	vars := map[string]any{}
 	if out.TimedOut || len(out.Data) == 0 || !slices.Contains(telling, kind) {
@@ -37,6 +37,7 @@ func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 		if urls := documentURLs(data); urls != nil {
 			vars["documentUrls"] = urls
 		}
+		pick("documents", "files")
 	case Signature:
 		pick("signedDocumentUrl", "signedDocumentUrl", "signed_document_url", "url")
 		pick("signedAt", "signedAt", "signed_at")

@@ -9,9 +9,12 @@ import (
 	"strings"
 	"unicode"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -21,23 +24,27 @@ const cliVisitor = "cli: local visitor"
 
 func (c *cli) chatCommand() *cobra.Command {
 	var thread, agent string
+	var files []string
 	cmd := &cobra.Command{
 		Use:   "chat [MESSAGE]",
 		Short: "Talk with the agent as a visitor",
 		Long: `Talk with the agent as a visitor does: it has only the skills meant for visitors. On a terminal line by line, from a
 pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the thread's id goes to stderr, to go on with
---thread. ^C cancels the turn; at the prompt it leaves, as ^D does.`,
-		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json",
+--thread. ^C cancels the turn; at the prompt it leaves, as ^D does. The files of --file go with the first message.`,
+		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  agent chat --thread th_… --file damage.jpg 'here it is'",
 		Args:    message,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
 			}
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) (err error) {
 				if err := letInCLI(ctx, s, thread); err != nil {
 					return err
 				}
 				v := &visitor{cli: c, chat: a.chat, thread: thread, agent: agent}
+				if v.files, err = c.attach(ctx, s, files); err != nil {
+					return documentHint(err)
+				}
 				switch {
 				case len(args) > 0:
 					return v.turn(ctx, args[0])
@@ -49,6 +56,7 @@ pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the th
 		},
 	}
 	cmd.Flags().StringVar(&thread, "thread", "", "go on in this thread")
+	cmd.Flags().StringArrayVar(&files, "file", nil, "send this file with the message; may be given again")
 	cmd.Flags().StringVar(&agent, "agent", agents.Alias, "talk with this agent instead of the default one")
 	return cmd
 }
@@ -59,6 +67,27 @@ type visitor struct {
 	chat   *chat.Chat
 	thread string
 	agent  string
+	files  []string // ids of documents, for the next message
+}
+
+// attach stores files as documents of the command line's visitor, and returns their ids.
+func (c *cli) attach(ctx context.Context, s *session, paths []string) (ids []string, err error) {
+	for _, path := range paths {
+		u := documents.Upload{MaxBytes: int64(s.config.DocumentMaxBytes), By: threads.Key(cliVisitor)}
+		if err := c.readFile(&u, path); err != nil {
+			return nil, err
+		}
+		var d documents.Document
+		err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) (err error) {
+			d, err = documents.Add(ctx, tx, u)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, d.ID)
+	}
+	return ids, nil
 }
 
 // letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the database. The threads of visitors
@@ -91,7 +120,9 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 	}
 	got, err := v.chat.Say(ctx, chat.Ask{
 		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
+		Files: [][]string{v.files},
 	}, show)
+	v.files = nil
 	if got.ThreadID != "" {
 		v.thread = got.ThreadID
 	}

@@ -44,7 +44,7 @@ type Ask struct {
 	Key         string            // makes the message count once; "" for none
 	Hash        string            // of what must be the same when the key comes again
 	TraceID     trace.ID
-	files       [][]string      // ids of documents, of each of Texts
+	Files       [][]string      // ids of documents, of each of Texts
 	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
@@ -231,20 +231,28 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 	if err != nil {
 		return x, false, nil, err
 	}
-	if to != "" {
+	asked, err := c.requested(ctx, tx, a)
+	if err != nil {
+		return x, false, nil, err
+	}
+	if asked.waiter != "" || to != "" {
 		if err := a.passable(); err != nil {
 			return x, false, nil, err
 		}
 		if err := c.opened(ctx, tx, a); err != nil {
 			return x, false, nil, err
 		}
-		x, created, err = c.pass(ctx, tx, a, to)
+		if asked.waiter != "" {
+			x, created, err = c.hand(ctx, tx, a, asked)
+		} else {
+			x, created, err = c.pass(ctx, tx, a, to)
+		}
 		return x, created, nil, err
 	}
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
 		return x, created, nil, err
 	}
-	cut, err = c.store(ctx, tx, a, x)
+	cut, err = c.store(ctx, tx, a, x, asked)
 	return x, true, cut, err
 }
 
@@ -334,7 +342,7 @@ func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
 
 // store puts the message into its thread, and deals with the turns that are under way there. It returns the
 // turns that it has cancelled.
-func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution) (cut []string, err error) {
+func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution, asked documentRequest) (cut []string, err error) {
 	from := cmp.Or(a.Channel, channel)
 	if err := c.opened(ctx, tx, a); err != nil {
 		return nil, err
@@ -346,8 +354,11 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	if err != nil {
 		return nil, err
 	}
-	texts, _, err := c.attachFiles(ctx, tx, a)
+	texts, ids, err := c.attachFiles(ctx, tx, a)
 	if err != nil {
+		return nil, err
+	}
+	if err := asked.answer(ctx, c, tx, x, ids); err != nil {
 		return nil, err
 	}
 	var drafts []threads.Draft

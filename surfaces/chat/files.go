@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -118,10 +119,15 @@ func filesIn(raw json.RawMessage) (ids []string, whole bool) {
 	return ids, whole
 }
 
+// longDocument reports a document in the conversation of which the model was shown the beginning alone.
+func (p past) longDocument() bool {
+	return slices.ContainsFunc(p.messages, func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
+}
+
 // attachFiles gives the files of the messages to their thread, and adds to each message what a model reads of them.
 func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []string, err error) {
 	texts = slices.Clone(a.Texts)
-	for i, files := range a.files {
+	for i, files := range a.Files {
 		for _, id := range files {
 			d, err := documents.Attach(ctx, tx, a.principal(), a.thread, id)
 			if err != nil {

@@ -1,14 +1,22 @@
 package chat_test
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/openai/openai-go/v3"
 	"github.com/openai/openai-go/v3/option"
+	goopenai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -73,4 +81,136 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 		File: openai.File(strings.NewReader(strings.Repeat("x", 1001)), "a", "text/plain"), Purpose: openai.FilePurposeUserData,
 	})
 	refusal(t, err, 413, "file_too_large")
+}
+
+// asksForDocuments makes "talk" a flow that asks for documents in its thread, and says which came.
+func asksForDocuments(wanted ...string) func(c *chat.Chat) {
+	var flow talk = func(ctx context.Context, say func(string), _ func() string) {
+		id, err := requests.Ask(ctx, "request", requests.Request{Kind: requests.Document, Title: "Papers", Items: wanted})
+		if err != nil {
+			panic(stop{err})
+		}
+		say("Please send " + strings.Join(wanted, " and ") + ".")
+		out, err := executions.Wait(ctx, "wait", executions.Document(id, 0))
+		if err != nil {
+			panic(stop{err})
+		}
+		var data struct {
+			Files []struct{ Document, Name string }
+		}
+		if err := json.Unmarshal(out.Data, &data); err != nil {
+			panic(stop{err})
+		}
+		for _, f := range data.Files {
+			say(f.Document + " is " + f.Name + ".")
+		}
+	}
+	return func(c *chat.Chat) {
+		if err := c.Engine.Register("talk", flow.flow); err != nil {
+			panic(err)
+		}
+	}
+}
+
+// upload sends a file for a later message.
+func (p *process) upload(t *testing.T, name, content string, more ...option.RequestOption) string {
+	t.Helper()
+	client := p.official("site", more...)
+	up, err := client.Files.New(t.Context(), openai.FileNewParams{
+		File: openai.File(strings.NewReader(content), name, "text/plain"), Purpose: openai.FilePurposeUserData,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return up.ID
+}
+
+// What a flow asked for comes as a file of a message. The flow goes on, and its words are the answer; no model is called.
+func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo", "form"))
+	id := p.talks(t)
+	inT := option.WithHeader("X-Thread-Id", "t")
+	client := p.official("site", inT)
+	first, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent", inT)))
+	if err != nil || first.Choices[0].Message.Content != "Your message was passed on." {
+		t.Fatalf("%+v, %v", first, err)
+	}
+	second, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "signed.txt", "yes")))
+	if err != nil || second.Choices[0].Message.Content != "photo is dent.txt.\n\nform is signed.txt." {
+		t.Fatalf("%+v, %v", second, err)
+	}
+	p.reaches(t, id, executions.Completed)
+	if said := w.transcript(t, "t"); len(said) != 5 || !strings.Contains(said[1], "a dent") || !strings.Contains(said[2], "yes") {
+		t.Errorf("the thread: %q", said)
+	}
+	if n := value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
+		t.Errorf("%d documents belong to the thread", n)
+	}
+}
+
+// A file that a visitor may not use answers nothing, and its message is not stored.
+func TestAForeignFileAnswersNoRequest(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo"))
+	p.talks(t)
+	other := p.official("shop")
+	up, err := other.Files.New(t.Context(), openai.FileNewParams{
+		File: openai.File(strings.NewReader("x"), "x.txt", "text/plain"), Purpose: openai.FilePurposeUserData,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
+	_, err = client.Chat.Completions.New(t.Context(), withFile(up.ID))
+	refusal(t, err, 404, "file_not_found")
+	if n := value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
+		t.Errorf("%d messages and events were stored", n)
+	}
+}
+
+// Of a long document the model sees the beginning, and reads on with document_read; a document of another thread is not
+// there for it.
+func TestTheModelReadsOnInALongDocument(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
+		t.Fatal(err)
+	}
+	for name, b := range builtins.New(w.pool, nil, nil) {
+		w.builtins[name] = b
+	}
+	p := w.process(t)
+	long := p.upload(t, "long.txt", strings.Repeat("word ", 1000)+"The secret word is marzipan.")
+	foreign := p.upload(t, "other.txt", "not for you")
+	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
+	var offered []bool
+	w.model.Handle(func(n int, r goopenai.ChatCompletionRequest) modeltest.Reply {
+		offered = append(offered, slices.ContainsFunc(r.Tools, func(t goopenai.Tool) bool { return t.Function.Name == "document_read" }))
+		switch last := r.Messages[len(r.Messages)-1]; {
+		case n == 0:
+			return modeltest.Text("Thank you.")
+		case n == 1:
+			return modeltest.ToolCall("document_read", fmt.Sprintf(`{"document": %q, "offset": 4000}`, long))
+		case n == 2 && strings.Contains(last.Content, "marzipan"):
+			return modeltest.ToolCall("document_read", fmt.Sprintf(`{"document": %q}`, foreign))
+		case n == 3 && strings.Contains(last.Content, "no such document"):
+			return modeltest.Text("marzipan")
+		default:
+			return modeltest.Text("I cannot read it: " + last.Content)
+		}
+	})
+	if _, err := elsewhere.Chat.Completions.New(t.Context(), withFile(foreign)); err != nil {
+		t.Fatal(err)
+	}
+	client := p.official("site", option.WithHeader("X-Thread-Id", "ada"))
+	got, err := client.Chat.Completions.New(t.Context(), withFile(long))
+	if err != nil || got.Choices[0].Message.Content != "marzipan" {
+		t.Fatalf("%+v, %v", got, err)
+	}
+	if !slices.Equal(offered, []bool{false, true, true, true}) {
+		t.Errorf("document_read was offered: %v", offered)
+	}
 }

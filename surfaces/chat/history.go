@@ -132,7 +132,7 @@ func (c *Chat) newOnes(a *Ask, talk []line) error {
 		if size += len(m.Text); size > c.MaxMessage {
 			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
 		}
-		a.Texts, a.files, a.Images = append(a.Texts, m.Text), append(a.files, m.files), append(a.Images, m.Images)
+		a.Texts, a.Files, a.Images = append(a.Texts, m.Text), append(a.Files, m.files), append(a.Images, m.Images)
 	}
 	return nil
 }

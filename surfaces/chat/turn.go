@@ -14,6 +14,8 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -107,6 +109,9 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 			t.settle(held)
 			t.feed.change(func() { t.feed.leave = true })
 		},
+	}
+	if past.longDocument() || strings.Contains(t.prompt, documents.Continues) {
+		turn.Also = []string{builtins.DocumentRead}
 	}
 	if t.in.Form != nil { // nothing is shown before it is validated
 		turn.OnDelta, turn.OnRestart = nil, nil

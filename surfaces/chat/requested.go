@@ -1,0 +1,89 @@
+package chat
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// documentRequest is a flow's request for documents that a message with files answers: the oldest of the thread.
+type documentRequest struct {
+	id      string
+	missing []string // in the order in which they were asked for
+	waiter  string   // the execution that waits for it; "" when none does
+}
+
+// requested finds the request that the files of a message answer, and locks it as an event locks it. Without files, or
+// without a request, it has no id.
+func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a Ask) (r documentRequest, err error) {
+	if len(slices.Concat(a.Files...)) == 0 {
+		return r, nil
+	}
+	err = tx.QueryRow(ctx, `
+		select l.request_id::text, l.missing, coalesce(l.waiter::text, '') from lock_agent_document_request(@thread) l`,
+		postgres.Strict{"thread": a.thread}).Scan(&r.id, &r.missing, &r.waiter)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return documentRequest{}, nil
+	}
+	if err != nil {
+		return r, fmt.Errorf("find request for documents: %w", err)
+	}
+	return r, nil
+}
+
+// answer raises the event that answers the request: each file is the next document that is missing. Further files
+// are attachments alone.
+func (r documentRequest) answer(ctx context.Context, c *Chat, tx pgx.Tx, x executions.Execution, ids []string) error {
+	if r.id == "" || len(ids) == 0 {
+		return nil
+	}
+	type given struct {
+		Document string `json:"document"`
+		ID       string `json:"document_id"`
+	}
+	var all []given
+	for i, id := range ids[:min(len(ids), len(r.missing))] {
+		all = append(all, given{r.missing[i], id})
+	}
+	data, err := json.Marshal(map[string]any{"documents": all})
+	if err != nil {
+		return fmt.Errorf("answer request: %w", err)
+	}
+	_, err = c.Engine.Deliver(ctx, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
+	return err
+}
+
+// hand stores a message whose files an execution waits for, and lets that go on. Its words are the answer, as those of
+// one that waits for a message are.
+func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x executions.Execution, created bool, err error) {
+	s := a.spec()
+	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
+	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
+		return x, created, err
+	}
+	texts, ids, err := c.attachFiles(ctx, tx, a)
+	if err != nil {
+		return x, false, err
+	}
+	if err := r.answer(ctx, c, tx, x, ids); err != nil { // before the thread's row, which lanes precede
+		return x, false, err
+	}
+	drafts := make([]threads.Draft, len(texts))
+	for i, words := range texts {
+		drafts[i] = threads.Draft{
+			Role: threads.User, Content: words, Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID, TraceID: x.TraceID,
+			Status: threads.Received, Follows: i > 0,
+		}
+	}
+	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
+	return x, true, err
+}
