@@ -179,7 +179,8 @@ const hugeTokens = 10_000_000
 // says that does not know (-1, also as the largest number); taken at its word it would give a budget back, or have
 // every later prompt reckoned at more than all budgets.
 func (u wireUsage) possible() bool {
-	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens && u.Total <= 2*hugeTokens
+	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens &&
+		u.Total <= 2*hugeTokens
 }
 
 // count keeps the latest usage: servers that report it with every chunk report the sum so far.

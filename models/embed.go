@@ -49,7 +49,8 @@ func readEmbeddings(document []byte, texts int) ([][]float32, error) {
 		return nil, fmt.Errorf("decode embeddings: %s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if len(answer.Data) != texts {
-		return nil, fmt.Errorf("the server sent %d embeddings of %d texts: is this the base URL of an embeddings endpoint?",
+		return nil, fmt.Errorf("the server sent %d embeddings of %d texts: "+
+			"is this the base URL of an embeddings endpoint?",
 			len(answer.Data), texts)
 	}
 	vectors := make([][]float32, texts)

@@ -18,10 +18,11 @@
 //   - Silence ends: an attempt that receives no byte for [Config.IdleTimeout] is given up and repeated.
 //   - Tool calls come out in one form, whatever the server's dialect: ordered, with a name and an id each, the
 //     arguments as text. They are not validated; they may be no JSON at all.
-//   - Usage is always filled in. Where a server never reports it, it is an estimate above the usual, marked as one. Cost comes
-//     from a price table; a model without a price costs 0 and says so ([Response.Priced]). An attempt that the server got, and
-//     neither refused nor answered with its usage, may have been billed: the caller hears of it before another is sent
-//     ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503 and 529, but not 408.
+//   - Usage is always filled in. Where a server never reports it, it is an estimate above the usual, marked as one.
+//     Cost comes from a price table; a model without a price costs 0 and says so ([Response.Priced]). An attempt that
+//     the server got, and neither refused nor answered with its usage, may have been billed: the caller hears of it
+//     before another is sent ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503
+//     and 529, but not 408.
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
 // Servers differ. What one refuses aloud (stream_options, max_tokens, a second system message, the protocol itself) is
@@ -100,7 +101,8 @@ func New(config Config) (*Client, error) {
 		problems = append(problems, errors.New("no model is named: set AGENT_MODEL"))
 	}
 	if strings.ContainsAny(config.APIKey, "\r\n\x00 ") {
-		problems = append(problems, errors.New("the key contains blanks or line breaks: set OPENAI_API_KEY to the key alone"))
+		problems = append(problems,
+			errors.New("the key contains blanks or line breaks: set OPENAI_API_KEY to the key alone"))
 	}
 	if config.Retry.Attempts < 0 || config.Retry.Base < 0 || config.Retry.MaxWait < 0 || config.IdleTimeout < 0 {
 		problems = append(problems, errors.New("attempts and times must not be negative"))
@@ -158,7 +160,8 @@ func checkBaseURL(text string) error {
 	case err != nil:
 		return errors.New("the base URL cannot be parsed: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
 	case u.Scheme != "http" && u.Scheme != "https", u.Hostname() == "":
-		return errors.New("the base URL has no http or https host: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
+		return errors.New("the base URL has no http or https host: set OPENAI_BASE_URL to a URL such as " +
+			DefaultBaseURL)
 	case u.User != nil:
 		return errors.New("the base URL contains credentials: move them to OPENAI_API_KEY")
 	case u.RawQuery != "" || u.Fragment != "":

@@ -95,7 +95,8 @@ func (c *Client) Prepared(req Request) Request {
 // response prices the answer and estimates what the server did not count.
 func (r *run) response(a answer) Response {
 	resp := r.failed()
-	resp.Message, resp.FinishReason, resp.Usage = a.message, a.finish, a.usage.orEstimate(r.req, measure(a.message).most())
+	resp.Message, resp.FinishReason = a.message, a.finish
+	resp.Usage = a.usage.orEstimate(r.req, measure(a.message).most())
 	resp.Model = cmp.Or(a.model, resp.Model)
 	price, found := r.client.config.Prices.Of(resp.Model)
 	if !found {

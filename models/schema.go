@@ -51,7 +51,8 @@ func (s *Schema) rule() string {
 	if len(s.Schema) == 0 {
 		return "[Form of the final answer: one JSON object, and nothing else: no words around it, no code fence.]"
 	}
-	return "[Form of the final answer: JSON of the schema below, and nothing else: no words around it, no code fence.]\n" +
+	return "[Form of the final answer: JSON of the schema below, and nothing else: " +
+		"no words around it, no code fence.]\n" +
 		string(s.Schema)
 }
 

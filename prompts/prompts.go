@@ -96,7 +96,9 @@ func optionsOf(req models.Request) json.RawMessage {
 
 // Prepare redacts and hashes a request, as [models.Client.Prepared] has it.
 func (r *Recorder) Prepare(req models.Request) *Record {
-	p := &Record{recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}, options: optionsOf(req)}
+	p := &Record{
+		recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}, options: optionsOf(req),
+	}
 	if len(req.Tools) > 0 {
 		p.tools = p.part(req.Tools)
 	}
@@ -132,7 +134,8 @@ func (p *Record) part(v any) []byte {
 	}
 	stored := sha256.Sum256(body)
 	p.fresh[was] = stored
-	p.digests, p.bodies, p.truncated = append(p.digests, stored[:]), append(p.bodies, string(body)), append(p.truncated, truncated)
+	p.digests, p.bodies = append(p.digests, stored[:]), append(p.bodies, string(body))
+	p.truncated = append(p.truncated, truncated)
 	return stored[:]
 }
 
@@ -151,9 +154,11 @@ func (r *Recorder) stored(was digest, day int64) (digest, bool) {
 func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string) {
 	p.missing, p.problem = 0, nil
 	b.Queue(`
-		select missing, problem from record_agent_prompt(@execution_id, @claim, @step, @tools, @messages, @options, @digests, @bodies, @truncated)`,
+		select missing, problem from record_agent_prompt(
+		  @execution_id, @claim, @step, @tools, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
-			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages, "options": p.options,
+			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages,
+			"options": p.options,
 			"digests": p.digests, "bodies": p.bodies, "truncated": p.truncated,
 		}).QueryRow(func(row pgx.Row) error { return row.Scan(&p.missing, &p.problem) })
 }
@@ -214,7 +219,8 @@ func withoutPictures(m models.Message) models.Message {
 				data = []byte(text)
 			}
 			p.Image = &models.Image{
-				URL: fmt.Sprintf("%s,[%d bytes, SHA-256 %x]", kind, len(data), sha256.Sum256(data)), Detail: p.Image.Detail,
+				URL:    fmt.Sprintf("%s,[%d bytes, SHA-256 %x]", kind, len(data), sha256.Sum256(data)),
+				Detail: p.Image.Detail,
 			}
 		}
 		parts[i] = p

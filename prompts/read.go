@@ -41,8 +41,8 @@ type Call struct {
 	TokenUsage activity.Usage  `json:"token_usage"`
 	CostUSD    float64         `json:"cost_usd"`
 	Recorded   bool            `json:"recorded"` // false: by a version before prompts were recorded, or no longer kept
-	Options    json.RawMessage `json:"options"`  // what the request said besides: effort, temperature, max_tokens, schema
-	Tools      *string         `json:"tools"`    // digest of the part with the definitions; null when no tool was offered
+	Options    json.RawMessage `json:"options"`  // besides: effort, temperature, max_tokens, schema
+	Tools      *string         `json:"tools"`    // digest of the part with the definitions; null: none was offered
 	Messages   []string        `json:"messages"` // digests of the parts, in their order
 	// SharedParts is how many parts, from the first one on (the tools count as one), are those of the agent's model
 	// call before it in the trace, on whichever page that is: what a provider may have cached.
@@ -98,7 +98,8 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 	}
 	rows, err := db.Query(ctx, `
 		select a.id::text as activity_id, a.agent, a.purpose, a.model, a.status, a.step, a.created_at, a.token_usage,
-		       a.cost_usd::float8 as cost_usd, p.activity_id is not null as recorded, coalesce(p.options, '{}') as options,
+		       a.cost_usd::float8 as cost_usd, p.activity_id is not null as recorded,
+		       coalesce(p.options, '{}') as options,
 		       p.tools as tools_digest, coalesce(p.messages, '{}') as digests
 		  from agent_activity a left join agent_prompts p on p.activity_id = a.id
 		 where a.trace_id = @trace_id and a.kind = 'model' and (@only::text = '' or a.id::text = @only)
@@ -230,7 +231,8 @@ func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, 
 		}
 	}
 	rows, err := db.Query(ctx, `
-		select encode(p.digest, 'hex'), p.body, p.truncated, p.used_on::text from agent_prompt_parts p where p.digest = any (@digests)`,
+		select encode(p.digest, 'hex'), p.body, p.truncated, p.used_on::text
+		  from agent_prompt_parts p where p.digest = any (@digests)`,
 		postgres.Strict{"digests": digests})
 	if err != nil {
 		return nil, err

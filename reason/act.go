@@ -61,7 +61,8 @@ func (w *turn) act(ctx context.Context, made []models.ToolCall) error {
 	switch {
 	case w.same >= sameMost:
 		return w.stall(ctx, calls, "the model made the same call again and again",
-			fmt.Sprintf("the model called %s with the same arguments %d times in a row", shown(calls[len(calls)-1].name), w.same))
+			fmt.Sprintf("the model called %s with the same arguments %d times in a row",
+				shown(calls[len(calls)-1].name), w.same))
 	case valid:
 		w.bad = 0
 		return nil

@@ -86,13 +86,15 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 	need := func() budgets.Need {
 		dense := model.Density()
 		return budgets.Need{
-			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * dense)), PromptUSD: quote.PromptUSD * dense, TokenUSD: quote.TokenUSD,
-			Wanted: int64(quote.AnswerTokens), Least: int64(min(leastAnswer, quote.AnswerTokens)),
+			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * dense)), PromptUSD: quote.PromptUSD * dense,
+			TokenUSD: quote.TokenUSD,
+			Wanted:   int64(quote.AnswerTokens), Least: int64(min(leastAnswer, quote.AnswerTokens)),
 		}
 	}
 	return &reservation{
 		Reservation: budgets.Reservation{
-			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, Patience: a.patience, Need: need(), Reckon: need,
+			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, Patience: a.patience, Need: need(),
+			Reckon: need,
 		},
 		reckoned: quote.PromptTokens,
 	}, nil
@@ -129,7 +131,8 @@ func (r *reservation) take(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
 	case errors.As(err, &refused):
-		return 0, &executions.StepError{Class: classLimit + endedByScope(refused), Message: refused.Error(), Until: refused.Ends()}
+		return 0, &executions.StepError{Class: classLimit + endedByScope(refused), Message: refused.Error(),
+			Until: refused.Ends()}
 	case err != nil:
 		return 0, err
 	}

@@ -40,7 +40,8 @@ func (w *turn) perform(ctx context.Context, c *call) error {
 		}
 	}
 	name := shown(c.name)
-	text := fmt.Sprintf("Tool '%s' does not exist. Available tools: %s. Please use one of these.", name, strings.Join(w.names(), ", "))
+	text := fmt.Sprintf("Tool '%s' does not exist. Available tools: %s. Please use one of these.", name,
+		strings.Join(w.names(), ", "))
 	if near := nearest.To(name, w.names()); near != "" {
 		text += fmt.Sprintf(" Did you mean '%s'?", near)
 	}
@@ -115,7 +116,9 @@ func (w *turn) performSkill(ctx context.Context, c *call, s skills.Skill) error 
 }
 
 // invokeSkill makes a call that needs no leave, or has it. The error of the skill is the call's result.
-func (w *turn) invokeSkill(ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string)) error {
+func (w *turn) invokeSkill(
+	ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string),
+) error {
 	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, Also: also}
 	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.begin(c) })
 	var failure *executions.StepError
@@ -149,23 +152,32 @@ func (w *turn) ended(c *call, failure *executions.StepError) {
 	w.end(c, string(activity.Success), "")
 }
 
-// Invoke calls a skill as a durable step and tells After how it ended. It is how every surface and
-// automation calls one. Errors of the skill are *executions.StepError. A write to the memory is based on the revision that the
-// arguments name; it is refused with class builtins.ClassConflict, and the answer, when others have written since.
-func (l *Loop) Invoke(ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call) (json.RawMessage, error) {
+// Invoke calls a skill as a durable step and tells After how it ended. It is how every surface and automation calls
+// one. Errors of the skill are *executions.StepError. A write to the memory is based on the revision that the arguments
+// name; it is refused with class builtins.ClassConflict, and the answer, when others have written since.
+func (l *Loop) Invoke(
+	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
+) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, nil, call, func() {})
 }
 
 // InvokeSeen is Invoke for a run that keeps what it has read of the memory: a write is based on that.
-func (l *Loop) InvokeSeen(ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call) (json.RawMessage, error) {
+func (l *Loop) InvokeSeen(
+	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
+) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, seen, call, func() {})
 }
 
 // invoke is Invoke, and begins is called when the call is made in this process.
-func (l *Loop) invoke(ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call, begins func()) (json.RawMessage, error) {
+func (l *Loop) invoke(
+	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
+	begins func(),
+) (json.RawMessage, error) {
 	guarded := builtins.Guarded(s, args, seen)
 	call.Skill, call.SkillID, call.Input, call.Idempotent = s.Name, s.ID, args, s.Idempotent
-	value, err := executions.Do(ctx, step, call, func(ctx context.Context, effect *executions.Effect) (json.RawMessage, error) {
+	value, err := executions.Do(ctx, step, call, func(
+		ctx context.Context, effect *executions.Effect,
+	) (json.RawMessage, error) {
 		begins()
 		if err := l.admit(ctx, s, effect.Key); err != nil {
 			return nil, err
@@ -221,7 +233,10 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	case err != nil:
 		return err
 	case now.Trust == skills.TrustApprove && now.Revision != s.Revision:
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " was changed during this turn and needs leave as it is now"}
+		return &executions.StepError{
+			Class:   classDisabled,
+			Message: "skill " + s.Name + " was changed during this turn and needs leave as it is now",
+		}
 	case s.Enabled && now.Enabled:
 		return nil
 	case s.Enabled:
@@ -231,7 +246,9 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	}
 	may, err := l.Admit(ctx, s.Name, owner)
 	if err == nil && !may {
-		err = &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken"}
+		err = &executions.StepError{
+			Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken",
+		}
 	}
 	return err
 }
@@ -249,8 +266,8 @@ func classified(err error) error {
 	return err
 }
 
-// asSkill lets the registry check a tool's arguments as it does a skill's. It has no id, under which the registry would keep
-// the schema for other tools of this name.
+// asSkill lets the registry check a tool's arguments as it does a skill's. It has no id, under which the registry would
+// keep the schema for other tools of this name.
 func (t Tool) asSkill() skills.Skill {
 	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.schema()})
 	if err != nil {

@@ -79,7 +79,8 @@ func (l *Loop) RegisterDelegate(e *executions.Engine) error {
 func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated) Turn {
 	current, _ := executions.Current(ctx)
 	t := Turn{
-		Purpose: d.Purpose, System: d.System, Prompt: d.Task, Scopes: d.Scopes, Approvals: d.Approvals, Budget: &d.Budget,
+		Purpose: d.Purpose, System: d.System, Prompt: d.Task, Scopes: d.Scopes, Approvals: d.Approvals,
+		Budget:      &d.Budget,
 		BudgetScope: childScope(trace.ID(current.TraceID), current.ID),
 		above:       d.Above, only: d.Only, depth: d.Depth,
 	}
@@ -97,7 +98,8 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated)
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
-		Description: "Hands a self-contained sub-task to a helper that knows nothing of this conversation, and returns its answer. " +
+		Description: "Hands a self-contained sub-task to a helper that knows nothing of this conversation, and " +
+			"returns its answer. " +
 			"Say in the task all that the helper needs to know, and what it is to answer.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["task"],"properties":{
 			"task":{"type":"string","minLength":1,"maxLength":20000},
@@ -107,7 +109,9 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 			return nil, &executions.StepError{Class: classDelegate, Message: "there is no turn to delegate from"}
 		},
 		within: func(w *turn) func(context.Context, json.RawMessage) (any, error) {
-			return func(ctx context.Context, args json.RawMessage) (any, error) { return w.delegate(ctx, e, scopes, args) }
+			return func(ctx context.Context, args json.RawMessage) (any, error) {
+				return w.delegate(ctx, e, scopes, args)
+			}
 		},
 	}
 }
@@ -121,7 +125,9 @@ func (w *turn) bind() {
 			w.Tools[i].Do = t.within(w)
 			w.Tools[i] = w.toAgents(w.Tools[i])
 		case t.DoSeen != nil:
-			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) { return t.DoSeen(ctx, args, w.seen) }
+			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) {
+				return t.DoSeen(ctx, args, w.seen)
+			}
 		}
 	}
 }
@@ -130,7 +136,8 @@ func (w *turn) bind() {
 func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
 	remembers := a.Memory != agents.MemoryNone
 	return slices.DeleteFunc(all, func(s skills.Skill) bool {
-		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) || len(t.only) > 0 && !slices.Contains(t.only, s.Name)
+		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) ||
+			len(t.only) > 0 && !slices.Contains(t.only, s.Name)
 	})
 }
 
@@ -155,7 +162,8 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 		effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
 		end, err := w.childEnd(ctx, e, child)
 		if err == nil {
-			effect.Output = map[string]any{"task": asked.Task, "execution_id": child, "status": end.Status, "answer": end.Outcome.Text}
+			effect.Output = map[string]any{"task": asked.Task, "execution_id": child, "status": end.Status,
+				"answer": end.Outcome.Text}
 		}
 		return end, err
 	}, executions.Input(asked))
@@ -164,7 +172,8 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	}
 	w.count(end.Outcome)
 	if end.Status != string(executions.Completed) {
-		return nil, &executions.StepError{Class: classDelegate, Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary)}
+		return nil, &executions.StepError{Class: classDelegate,
+			Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary)}
 	}
 	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
 }
@@ -184,7 +193,8 @@ func (w *turn) count(o Outcome) {
 func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
 	if w.depth >= deepest {
-		return executions.Spec{}, &executions.StepError{Class: classDelegate, Message: "a delegated task cannot be delegated further"}
+		return executions.Spec{}, &executions.StepError{Class: classDelegate,
+			Message: "a delegated task cannot be delegated further"}
 	}
 	agent, err := w.delegateTo(asked, current.Agent)
 	if err != nil {
@@ -203,8 +213,9 @@ func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []strin
 		ParentID: current.ID, Awaited: true, Queue: current.Queue, Priority: current.Priority,
 		Input: delegated{
 			Task: asked.Task, System: w.System, Purpose: w.Purpose, Approvals: w.Approvals, Only: only, Budget: budget,
-			Scopes: slices.DeleteFunc(slices.Clone(w.Scopes), func(s string) bool { return !slices.Contains(scopes, s) }),
-			Above:  append(slices.Clone(w.above), w.scope(trace.ID(current.TraceID), w.budget)), Depth: w.depth + 1,
+			Scopes: slices.DeleteFunc(slices.Clone(w.Scopes),
+				func(s string) bool { return !slices.Contains(scopes, s) }),
+			Above: append(slices.Clone(w.above), w.scope(trace.ID(current.TraceID), w.budget)), Depth: w.depth + 1,
 		},
 	}, nil
 }
@@ -229,7 +240,8 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 	left.Iterations -= w.outcome.Iterations
 	left.Time -= w.used()
 	if left.Iterations <= 0 || left.Time <= 0 {
-		return Budget{}, &executions.StepError{Class: classDelegate, Message: "nothing is left of the budget for a delegated task"}
+		return Budget{}, &executions.StepError{Class: classDelegate,
+			Message: "nothing is left of the budget for a delegated task"}
 	}
 	part := 1.0 / share
 	if w.budget.Tokens < math.MaxInt {
@@ -245,7 +257,8 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 		left.CostUSD = (left.CostUSD - w.outcome.CostUSD) * part
 	}
 	if left.Tokens <= 0 || w.budget.CostUSD > 0 && left.CostUSD <= 0 {
-		return Budget{}, &executions.StepError{Class: classDelegate, Message: "nothing is left of the budget for a delegated task"}
+		return Budget{}, &executions.StepError{Class: classDelegate,
+			Message: "nothing is left of the budget for a delegated task"}
 	}
 	return left, nil
 }

@@ -14,8 +14,8 @@ import (
 // toolName is what servers take as the name of a tool.
 var toolName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// fits returns an error for a turn that cannot be taken as it is given. That is a mistake of the program, of which a model would be told
-// as its own, or a server would only say that it refuses the request.
+// fits returns an error for a turn that cannot be taken as it is given. That is a mistake of the program, of which a
+// model would be told as its own, or a server would only say that it refuses the request.
 func (l *Loop) fits(t Turn) error {
 	if l.Pool == nil || l.Model == nil || l.Skills == nil {
 		return errors.New("a Loop needs Pool, Model and Skills")

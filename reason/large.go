@@ -94,9 +94,11 @@ func (w *turn) readOn(ctx context.Context, args json.RawMessage) (any, error) {
 	}
 	switch {
 	case !known:
-		return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf("there is no result %q; the last is r%d", shown(asked.ResultID), len(w.results))}
+		return nil, &executions.StepError{Class: classInvalid,
+			Message: fmt.Sprintf("there is no result %q; the last is r%d", shown(asked.ResultID), len(w.results))}
 	case asked.Offset >= len(full):
-		return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", asked.ResultID, len(full), asked.Offset)}
+		return nil, &executions.StepError{Class: classInvalid,
+			Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", asked.ResultID, len(full), asked.Offset)}
 	}
 	from := runeStart(full, asked.Offset)
 	to := runeStart(full, min(from+w.limit(), len(full)))
@@ -115,7 +117,8 @@ func (w *turn) readOn(ctx context.Context, args json.RawMessage) (any, error) {
 	if to < len(full) {
 		next = fmt.Sprintf("go on at offset %d", to)
 	}
-	text := fmt.Sprintf("(bytes %d to %d of %d of %s; %s)\n%s", from, to, len(full), asked.ResultID, next, full[from:to])
+	text := fmt.Sprintf("(bytes %d to %d of %d of %s; %s)\n%s", from, to, len(full), asked.ResultID, next,
+		full[from:to])
 	if from <= result.seen {
 		w.unseen = append(w.unseen, answer{skill: result.skill, text: full, long: result, piece: text, upto: to})
 	}

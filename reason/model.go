@@ -126,7 +126,8 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 	}
 	got, err := executions.Do(ctx, "model", executions.Call{
 		Entry: activity.Entry{
-			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose, Model: cmp.Or(c.request.Model, l.Model.Model()),
+			Skill: "model_call", Kind: activity.KindModel, Purpose: c.purpose,
+			Model: cmp.Or(c.request.Model, l.Model.Model()),
 			Input: c.shown,
 		},
 		Idempotent: true, // asking again costs money, and changes nothing in the world
@@ -163,7 +164,8 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 	var limit *executions.StepError
 	switch {
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
-		return reply{}, &executions.StepError{Class: classBudget, Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
+		return reply{}, &executions.StepError{Class: classBudget,
+			Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
 	case errors.As(err, &limit):
 		return reply{}, limit
 	case errors.As(err, &refused) && refused.Retryable && c.more:
@@ -240,7 +242,8 @@ func (w *turn) isSkill(name string) bool {
 // shown is what a call has used as the log has it.
 func (r reply) shown() activity.Usage {
 	u := activity.Usage{
-		PromptTokens: r.Usage.PromptTokens, CachedTokens: r.Usage.CachedTokens, CacheWriteTokens: r.Usage.CacheWriteTokens,
+		PromptTokens: r.Usage.PromptTokens, CachedTokens: r.Usage.CachedTokens,
+		CacheWriteTokens: r.Usage.CacheWriteTokens,
 		CompletionTokens: r.Usage.CompletionTokens, TotalTokens: r.Usage.TotalTokens, Estimated: r.Usage.Estimated,
 	}
 	if r.Unknown != nil {

@@ -85,7 +85,8 @@ func (l *Loop) trials(ctx context.Context, t Turn, a agents.Agent) ([]skills.Ski
 func (w *turn) skillSearch() Tool {
 	return Tool{
 		Name: "skill_search",
-		Description: fmt.Sprintf("There are %d more tools than those listed here. Find them by words that say what you need; "+
+		Description: fmt.Sprintf("There are %d more tools than those listed here. "+
+			"Find them by words that say what you need; "+
 			"what is found can be called from then on.", w.more),
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["query"],
 			"properties":{"query":{"type":"string","minLength":1,"maxLength":500}}}`),
@@ -104,7 +105,9 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 	found, err := executions.Do(ctx, "skill_search", executions.Call{
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
-		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) { return w.inScope(ctx, w.Turn, w.agent) })
+		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) {
+			return w.inScope(ctx, w.Turn, w.agent)
+		})
 		if err != nil {
 			return nil, err
 		}

@@ -134,7 +134,8 @@ func (p prepared) system(rules string) string {
 	a := p.who
 	var b strings.Builder
 	b.WriteString(strings.TrimSpace(rules))
-	fmt.Fprintf(&b, "\n\nYour name in this installation is %q. If your instructions give you another name, use that one.", a.Name)
+	fmt.Fprintf(&b, "\n\nYour name in this installation is %q. "+
+		"If your instructions give you another name, use that one.", a.Name)
 	if a.Instructions != "" {
 		b.WriteString("\n\n# Instructions\n\n" + strings.TrimSpace(a.Instructions))
 	}

@@ -62,7 +62,7 @@ type Budget struct {
 	CostUSD    float64       // by the price table; 0 is no limit
 	Time       time.Duration // of work, waits for others not counted; default 10 minutes
 	Context    int           // tokens of context before old exchanges are dropped; default 60,000
-	Answer     int           // tokens of one answer, hidden reasoning included; default 4,096, more for models that reason
+	Answer     int           // tokens of one answer, with hidden reasoning; default 4,096, more for models that reason
 }
 
 func (b Budget) withDefaults() Budget {

@@ -99,7 +99,8 @@ func brief(attempts []map[string]any) []string {
 	const most = 200 // bytes of arguments
 	lines := make([]string, len(attempts))
 	for i, a := range attempts {
-		lines[i] = fmt.Sprintf("%s %s", shown(fmt.Sprint(a["tool"])), redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
+		lines[i] = fmt.Sprintf("%s %s", shown(fmt.Sprint(a["tool"])),
+			redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
 	}
 	return lines
 }

@@ -16,8 +16,8 @@ type answer struct {
 	upto  int         // and where that ends
 }
 
-// shownFirst is a skill's answer as the model gets it with its next request. What that shows of the memory counts as read from
-// then on, not before: a call of the same reply was decided on without it.
+// shownFirst is a skill's answer as the model gets it with its next request. What that shows of the memory counts as
+// read from then on, not before: a call of the same reply was decided on without it.
 func (w *turn) shownFirst(s skills.Skill, value json.RawMessage) string {
 	a := answer{skill: s, text: encode(value)}
 	shown := w.bound(a.text)

@@ -175,7 +175,8 @@ func (w *turn) answer(ctx context.Context, text string) error {
 		return nil
 	}
 	if w.silent++; w.silent > 1 {
-		return w.stall(ctx, nil, "the model gave no text", fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
+		return w.stall(ctx, nil, "the model gave no text",
+			fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
 	}
 	w.say(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
@@ -218,7 +219,8 @@ func (w *turn) formed(ctx context.Context, reply reply) error {
 func upper(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
 // filteredText stands for an answer of which the model's server has withheld all.
-const filteredText = "The model's provider has withheld this answer: its content filter found something in the request or in the answer."
+const filteredText = "The model's provider has withheld this answer: its content filter found something in the " +
+	"request or in the answer."
 
 // say adds a message.
 func (w *turn) say(role, text string) {

@@ -132,8 +132,8 @@ func (v *viewer) call(ctx context.Context, show func()) (goOn bool) {
 	return true
 }
 
-// catchUp waits until what was added so far was shown, for as long as its patience lasts: who waits for somebody else may go on in
-// another process, which finds what was stored by then.
+// catchUp waits until what was added so far was shown, for as long as its patience lasts: who waits for somebody else
+// may go on in another process, which finds what was stored by then.
 func (v *viewer) catchUp(ctx context.Context) {
 	if v == nil {
 		return

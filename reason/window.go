@@ -29,7 +29,11 @@ func (w *turn) fit() {
 			w.prompt -= to - from
 		}
 	}
-	for excess := models.EstimateTokens(w.messages) - limit; excess > 0; excess = models.EstimateTokens(w.messages) - limit {
+	for {
+		excess := models.EstimateTokens(w.messages) - limit
+		if excess <= 0 {
+			return
+		}
 		i := w.longest()
 		if i < 0 {
 			return
@@ -126,7 +130,8 @@ func middleOut(text string, keep int) string {
 		return text
 	}
 	head, tail := runeStart(text, keep*2/3), runeStart(text, len(text)-keep/3)
-	return fmt.Sprintf("%s\n… (%d of %d bytes shown) …\n%s", text[:head], head+len(text)-tail, len(text), text[tail:])
+	shown := head + len(text) - tail
+	return fmt.Sprintf("%s\n… (%d of %d bytes shown) …\n%s", text[:head], shown, len(text), text[tail:])
 }
 
 // runeStart is the nearest place at or before i where a letter begins.

@@ -35,8 +35,8 @@
 // their bytes. They are kept with their message, outside of the record. A model that takes text alone refuses them.
 //
 // A client that sends a request again, because its connection broke, gets the turn that the first one began: see retry.
-// POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response, which
-// must be the thread's last (409); client tools are refused by name.
+// POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response,
+// which must be the thread's last (409); client tools are refused by name.
 //
 // A request may ask for an answer in a form, JSON of a schema (form.go). Nothing of such an answer is shown before the
 // loop has validated it, and what is not in the form is an error.

@@ -144,7 +144,8 @@ func (f *feed) sketch() threads.Sketch {
 	return threads.Sketch{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
 }
 
-// away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by now.
+// away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by
+// now.
 func (f *feed) away(claim int64) {
 	f.change(func() { f.local = f.local && f.claim > claim })
 }

@@ -20,7 +20,8 @@ const pollEvery = 200 * time.Millisecond
 const accessCheckInterval = 15 * time.Second
 
 // notice is how a connection ends that has waited too long for an admin. It is not part of the conversation.
-const notice = "An admin has to approve a step before I can go on. The answer will come into this conversation when that is done."
+const notice = "An admin has to approve a step before I can go on. The answer will come into this conversation when " +
+	"that is done."
 
 // follower looks on while a turn is taken, here or elsewhere.
 type follower struct {
@@ -117,7 +118,8 @@ func (f *follower) revocations() (<-chan string, func()) {
 	return f.Listener.SubscribeTo(threads.AccessChannel, func(thread string) bool { return thread == f.in.Thread })
 }
 
-// checkAccess refuses a visitor whose access to the thread was revoked. A database that does not answer cuts nobody off.
+// checkAccess refuses a visitor whose access to the thread was revoked. A database that does not answer cuts nobody
+// off.
 func (f *follower) checkAccess(ctx context.Context) error {
 	if f.in.Thread == "" {
 		return nil
@@ -229,7 +231,8 @@ func (f *follower) left(ctx context.Context) error {
 
 func (f *follower) goingDown() error {
 	r := broken(http.StatusServiceUnavailable, "shutting_down",
-		"This server restarts; your answer is still being made. Attach to it: GET /v1/chat/completions/"+CompletionID(f.id))
+		"This server restarts; your answer is still being made. Attach to it: GET /v1/chat/completions/"+
+			CompletionID(f.id))
 	r.stored, r.CompletionID = true, CompletionID(f.id)
 	return r
 }
@@ -257,7 +260,8 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 			return answer{}, err
 		}
 	}
-	f.Logger.WarnContext(ctx, "chat turn ended without an answer", "execution", x.ID, "trace_id", x.TraceID, "status", string(x.Status),
+	f.Logger.WarnContext(ctx, "chat turn ended without an answer", "execution", x.ID, "trace_id", x.TraceID,
+		"status", string(x.Status),
 		"error", deref(x.ErrorMessage))
 	var r *Refusal
 	switch {
@@ -266,7 +270,8 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 	case x.Status == executions.Cancelled:
 		r = conflict("cancelled", "This answer was cancelled.")
 	default:
-		r = broken(http.StatusBadGateway, "answer_failed", "The answer could not be made. The trace "+x.TraceID+" says why.")
+		r = broken(http.StatusBadGateway, "answer_failed",
+			"The answer could not be made. The trace "+x.TraceID+" says why.")
 	}
 	r.stored = true
 	return answer{}, r
@@ -275,7 +280,8 @@ func (f *follower) conclude(ctx context.Context, x executions.Execution) (answer
 // overLimit is a turn that a limit has kept from answering. Its message and its answer are in the thread.
 func overLimit(a answer) error {
 	r := &Refusal{
-		Status: http.StatusTooManyRequests, Type: "insufficient_quota", Code: "insufficient_quota", Message: a.Text, stored: true,
+		Status: http.StatusTooManyRequests, Type: "insufficient_quota", Code: "insufficient_quota", Message: a.Text,
+		stored: true,
 	}
 	if !a.Until.IsZero() {
 		r.RetryAfter = max(time.Until(a.Until), time.Second)

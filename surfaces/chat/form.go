@@ -65,7 +65,8 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 // unformed is a turn that came to no answer in the form that was asked for. The reason is a message of its thread.
 func unformed(a answer) error {
 	return &Refusal{
-		Status: http.StatusBadGateway, Type: "server_error", Code: "answer_not_in_format", Message: a.Text, stored: true,
+		Status: http.StatusBadGateway, Type: "server_error", Code: "answer_not_in_format", Message: a.Text,
+		stored: true,
 	}
 }
 
@@ -110,7 +111,8 @@ func (a Ask) passable() error {
 		return nil
 	}
 	return bad(a.formParam, "unsupported_value",
-		"%s: this thread's messages go to an execution that waits for one, and it answers in its own words.", a.formParam)
+		"%s: this thread's messages go to an execution that waits for one, and it answers in its own words.",
+		a.formParam)
 }
 
 // failure is an end that is not to be shown as an answer.

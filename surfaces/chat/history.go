@@ -101,11 +101,13 @@ func (h history) talk() (talk []line, err error) {
 		case threads.User, threads.Assistant, "tool", "function":
 			said, err := content(m.Content)
 			if err != nil {
-				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type", "The content of a message is a string or a list of parts.")
+				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type",
+					"The content of a message is a string or a list of parts.")
 			}
 			talk = append(talk, line{Line{m.Role, said.words, said.images}, at, said.files, said.wrong})
 		default:
-			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.", clip(m.Role, 40))
+			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
+				clip(m.Role, 40))
 		}
 	}
 	return talk, nil
@@ -115,7 +117,8 @@ func (h history) talk() (talk []line, err error) {
 func (c *Chat) newOnes(a *Ask, talk []line) error {
 	if len(talk) > mostNew {
 		return bad("messages", "too_many_messages",
-			"At most %d messages may follow the last answer; join them, or send the answers that came between.", mostNew)
+			"At most %d messages may follow the last answer; join them, or send the answers that came between.",
+			mostNew)
 	}
 	size := 0
 	for _, m := range talk {

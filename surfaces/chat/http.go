@@ -120,13 +120,16 @@ func (c *Chat) show(w http.ResponseWriter, r *http.Request, b begun, model strin
 		return err
 	}
 	return chatwire.WriteJSON(w, chatwire.Answer{
-		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: got.Text, Finish: got.Finish, Usage: &got.Usage,
+		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: got.Text, Finish: got.Finish,
+		Usage: &got.Usage,
 	})
 }
 
 // stream sends an answer as it is made. An error that comes after the first byte ends the stream in the
 // protocol's way.
-func (c *Chat) stream(w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, usage bool) error {
+func (c *Chat) stream(
+	w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, usage bool,
+) error {
 	s := chatwire.Open(w, CompletionID(x.ID), model, x.CreatedAt.Unix())
 	s.Role()
 	ctx, stop := context.WithCancel(r.Context())
@@ -139,7 +142,8 @@ func (c *Chat) stream(w http.ResponseWriter, r *http.Request, f *follower, x exe
 		s.Failure(refusal.failure())
 	case err != nil && ctx.Err() == nil:
 		c.Logger.ErrorContext(ctx, "stream broken off", "execution", x.ID, "error", err)
-		s.Failure(broken(http.StatusInternalServerError, "server_error", "Something went wrong here. Trace: "+x.TraceID).failure())
+		s.Failure(broken(http.StatusInternalServerError, "server_error",
+			"Something went wrong here. Trace: "+x.TraceID).failure())
 	case err == nil:
 		s.Finish(got.Finish)
 		if usage {
@@ -185,7 +189,8 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun,
 	}
 	w.Header().Set("Retry-After", "2")
 	return chatwire.WriteUnfinished(w, chatwire.Answer{
-		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: v.text, Finish: openai.FinishReasonNull,
+		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: v.text,
+		Finish: openai.FinishReasonNull,
 	})
 }
 

@@ -29,7 +29,8 @@ type wirePart struct {
 // image reads an image of a request. The error is what is wrong with it, for the client.
 func (p wirePart) image() (threads.Image, error) {
 	if p.FileID != "" {
-		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a data: URL")
+		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
+			"data: URL")
 	}
 	where, ok := text(p.Image)
 	if !ok {
@@ -87,14 +88,16 @@ func imageInside(rest, detail string) (threads.Image, error) {
 
 // seen refuses images that the agent's model does not take.
 func (c *Chat) seen(a Ask) error {
-	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier, func(l Line) bool { return len(l.Images) > 0 }) {
+	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier,
+		func(l Line) bool { return len(l.Images) > 0 }) {
 		return nil
 	}
 	model := cmp.Or(a.agent.Model, c.Loop.Model.Model())
 	if c.Loop.Model.TakesImages(model) {
 		return nil
 	}
-	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.", a.Model)
+	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",
+		a.Model)
 }
 
 // imagesOf are the images of messages as a model gets them, by the message's id.

@@ -11,7 +11,8 @@ import (
 var pageFiles embed.FS
 
 // pagePolicy lets the page load its own files and talk to its own server, nothing else.
-const pagePolicy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+const pagePolicy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; " +
+	"form-action 'none'; frame-ancestors 'none'"
 
 // PageHandler serves a small chat page: GET /chat, and its files at GET /chat/{file}. It has no secrets: the page
 // asks for the chat key, or takes it from the URL's fragment (#key=…), and keeps it for as long as the tab is open.

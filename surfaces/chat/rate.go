@@ -92,9 +92,9 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	}
 }
 
-// enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or else thread, so
-// that no one of them has all: what a message costs is due after it was taken, and also when its sender has left. A message that
-// names neither visitor nor thread begins a thread of its own.
+// enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or
+// else thread, so that no one of them has all: what a message costs is due after it was taken, and also when its sender
+// has left. A message that names neither visitor nor thread begins a thread of its own.
 func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	turns := int64(c.Turns)
 	shares := []admission.Share{
@@ -103,7 +103,8 @@ func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	}
 	switch {
 	case a.Secret != "":
-		shares = append(shares, admission.Share{Name: "visitor " + a.Owner + "\x00" + a.principal().Proof, Most: turns / 16})
+		shares = append(shares, admission.Share{Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
+			Most: turns / 16})
 	case a.Name != "":
 		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: turns / 16})
 	}

@@ -153,7 +153,8 @@ func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error)
 	if err != nil {
 		return Ask{}, err
 	}
-	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"),
+		Channel: channel}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)
@@ -162,7 +163,8 @@ func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error)
 		return Ask{}, bad("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
-	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key || !utf8.ValidString(a.Key) {
+	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key ||
+		!utf8.ValidString(a.Key) {
 		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
 	return a, nil
@@ -174,8 +176,8 @@ func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).S
 // blank reports a text of which nothing is stored: NUL is left out.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
-// spokenContent is what a message has: its texts, its images, the ids of its files, and what is wrong with the first that
-// cannot be taken.
+// spokenContent is what a message has: its texts, its images, the ids of its files, and what is wrong with the first
+// that cannot be taken.
 type spokenContent struct {
 	words  string
 	images []threads.Image

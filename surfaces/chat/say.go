@@ -41,7 +41,8 @@ func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer,
 	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
 	got, err := f.follow(ctx)
 	if ctx.Err() != nil {
-		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt", "the visitor interrupted"); err != nil {
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt",
+			"the visitor interrupted"); err != nil {
 			return told, fmt.Errorf("cancel turn: %w", err)
 		}
 		b.feed.rest(cancelRest)

@@ -26,7 +26,8 @@ type summaryInput struct {
 // It is background work, so that nobody waits for it.
 func (t *turn) summarySpec() executions.Spec {
 	return executions.Spec{
-		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent, ParentID: t.exec.ID,
+		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent,
+		ParentID: t.exec.ID,
 		ThreadID: t.in.Thread, Priority: 3, DedupeKey: "chat_summary:" + t.exec.ID,
 		Input: summaryInput{Thread: t.in.Thread, Before: t.number},
 	}

@@ -49,7 +49,8 @@ func unfinished(ctx context.Context, db postgres.DB, thread string, before int64
 	rows, err := db.Query(ctx, `
 		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as asks
 		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
-		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow and (@before::bigint = 0 or m.turn < @before)
+		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow
+		   and (@before::bigint = 0 or m.turn < @before)
 		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before})
 	if err != nil {
 		return nil, fmt.Errorf("read turns under way: %w", err)
@@ -136,7 +137,8 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 		case len(earlier) == 0:
 			var held bool
 			if held, err = t.takeLane(ctx, step, live); held {
-				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil // losing it cancels nothing: the next send acquires it again
+				// Losing it cancels nothing: the next send acquires it again.
+				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil
 			}
 		case live:
 			err = pause(ctx, rings)
@@ -179,7 +181,8 @@ func (t *turn) claimLane(ctx context.Context, ghost string) error {
 	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
-				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost), reown_agent_locks(@id, @owner)`,
+				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
+				       reown_agent_locks(@id, @owner)`,
 				postgres.Strict{
 					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,
 					"owner": lanes.ClaimOwner(t.exec.ID, t.exec.Claim).String(),

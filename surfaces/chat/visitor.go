@@ -35,7 +35,8 @@ func (c *Chat) secretOf(r *http.Request) (secret string, made bool, err error) {
 		_, _ = rand.Read(random) // never fails
 		return "vis_" + base64.RawURLEncoding.EncodeToString(random), true, nil
 	case !secretForm.MatchString(given):
-		return "", false, bad(visitorHeader, "invalid_visitor_token", "%s has to be the token that an answer had, or %q to get one.", visitorHeader, newVisitor)
+		return "", false, bad(visitorHeader, "invalid_visitor_token",
+			"%s has to be the token that an answer had, or %q to get one.", visitorHeader, newVisitor)
 	}
 	return given, false, nil
 }
