@@ -23,7 +23,7 @@ import (
 )
 
 // interleavings are how many random orders are tried.
-const interleavings = 2500
+const interleavings = 1000
 
 // version is what a key held at a time. The model knows versions by what they are, not by their revisions.
 type version struct {

@@ -117,6 +117,7 @@ func fit(t *testing.T, p *browser.Page, address string, ways ...string) {
 	}
 }
 
+// Both widths and both colour schemes are looked at, not each with each: the layout does not depend on the colours.
 func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -124,7 +125,7 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	list := addresses(t, pool, made)
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
-		fit(t, p, server.URL+address, "light", "dark", "light phone", "dark phone")
+		fit(t, p, server.URL+address, "light", "dark phone")
 	}
 	pictures(t, p, server.URL, made)
 }

@@ -29,6 +29,7 @@ import (
 	"io/fs"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -137,7 +138,7 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 // Check returns nil when the database has exactly this binary's schema, ErrOutdated when migrations are
 // missing, ErrNewer or ErrChanged when the schema is another version's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
-	all, err := load(files)
+	all, err := embedded()
 	if err != nil {
 		return err
 	}
@@ -160,7 +161,7 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 
 // Version is the number of the newest migration in this binary.
 func Version() int {
-	all, err := load(files)
+	all, err := embedded()
 	if err != nil {
 		return 0
 	}
@@ -170,7 +171,7 @@ func Version() int {
 // Hash names this binary's schema: equal hashes mean equal migrations.
 func Hash() string {
 	sum := sha256.New()
-	all, err := load(files)
+	all, err := embedded()
 	if err != nil {
 		return ""
 	}
@@ -179,6 +180,9 @@ func Hash() string {
 	}
 	return hex.EncodeToString(sum.Sum(nil))[:16]
 }
+
+// embedded are the migrations of this binary.
+var embedded = sync.OnceValues(func() ([]migration, error) { return load(files) })
 
 // load reads the files of a version in order.
 func load(version fs.FS) ([]migration, error) {
