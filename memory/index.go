@@ -19,7 +19,7 @@ const (
 	queryPause   = 30 * time.Second // after a failure, queries are not embedded for so long
 	rankedDepth  = 50               // how many matches of each kind are ranked, at least
 	rankConstant = 60               // of reciprocal rank fusion
-	maxScanned   = 100_000          // vectors of one owner that one search compares
+	maxScanned   = 50_000           // the newest entries of one owner, which one search compares
 )
 
 // Embedder makes vectors of texts. A [models.Client] is one.

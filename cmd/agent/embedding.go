@@ -64,8 +64,8 @@ func examineEmbedding(ctx context.Context, s *session, add func(string, error, s
 func withoutExtension(model string, state memory.EmbeddingState) error {
 	wrong := fmt.Sprintf("%s is set, and memories are found by words alone: the database has no extension vector (pgvector)", model)
 	if state.Available {
-		return hint(errors.New(wrong), "run in it: create extension vector;")
+		return hint(errors.New(wrong), "run in it as a superuser: create extension vector;")
 	}
-	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run in the database: create extension vector;",
+	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run in the database as a superuser: create extension vector;",
 		state.Server)
 }
