@@ -30,14 +30,20 @@ func (c *cli) applyCommand() *cobra.Command {
 what changes. Applying twice changes nothing the second time. What the agent learned and what an admin decided stays.
 An objective that an admin has changed in the database (agent objectives add) and that a file declares otherwise is an error.
 What an earlier apply declared and no file declares now is kept and listed. --prune removes it; on a terminal, apply
-shows the list and asks.`,
-		Example: "  agent apply ./workspace --dry-run\n  agent apply ./workspace --prune",
+shows the list and asks.
+
+With --watch, for development, it applies DIR again after each change of a file, until ^C. A mistake is shown with its file, line and
+column, and the last good state stays. It never asks, and removes only with --prune.`,
+		Example: "  agent apply ./workspace --dry-run\n  agent apply ./workspace --prune\n  agent apply ./workspace --watch",
 		Args:    args(1, 1, "a folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if args[0] == "" { // a variable that is not set; to dev it means the example, which would add to everything
 				return usageError("DIR is empty; name the folder of the workspace")
 			}
 			opts.dir = args[0]
+			if opts.watch {
+				return c.applyAndWatch(cmd, opts)
+			}
 			files, err := readWorkspace(opts.dir)
 			if err != nil {
 				return err
@@ -48,14 +54,15 @@ shows the list and asks.`,
 		},
 	}
 	cmd.Flags().BoolVar(&opts.dry, "dry-run", false, "only show what would change")
+	cmd.Flags().BoolVar(&opts.watch, "watch", false, "apply again after each change of a file, until ^C; for development")
 	pruneFlag(cmd.Flags(), &opts.prune)
 	return cmd
 }
 
 // applyOptions are the flags of agent apply.
 type applyOptions struct {
-	dir        string
-	dry, prune bool
+	dir               string
+	dry, prune, watch bool
 }
 
 // pruneFlag is the flag that allows removals without a question.
@@ -65,31 +72,36 @@ func pruneFlag(flags *pflag.FlagSet, into *bool) {
 
 // apply changes the database, or only says what would change, and shows it.
 func (c *cli) apply(ctx context.Context, s *session, files workspace.Workspace, opts applyOptions) error {
-	if err := c.checkTokens(files); err != nil {
-		return err
-	}
-	names, err := c.goFlows(ctx, s)
-	if err != nil {
-		return err
-	}
-	files.GoFlows, files.Also = names, syncHeartbeats(s)
-	named := c.namedDatabases(s)
-	defer named.Close()
-	decided, err := c.decideRemovals(ctx, s, files, opts, named)
-	if err != nil {
-		return err
-	}
-	act := applyFiles
-	if opts.dry {
-		act = workspace.Plan
-	}
-	diff, err := act(ctx, s.pool, files, decided)
+	diff, err := c.change(ctx, s, files, opts)
 	if err != nil {
 		return err
 	}
 	c.warn(diff)
 	diff.Items = append([]workspace.Item{}, diff.Items...)
 	return c.print(diff, func(w io.Writer) error { return writeDiff(w, diff, opts) })
+}
+
+// change makes the database match the files, or only plans it.
+func (c *cli) change(ctx context.Context, s *session, files workspace.Workspace, opts applyOptions) (workspace.Diff, error) {
+	var none workspace.Diff
+	if err := c.checkTokens(files); err != nil {
+		return none, err
+	}
+	names, err := c.goFlows(ctx, s)
+	if err != nil {
+		return none, err
+	}
+	files.GoFlows, files.Also = names, syncHeartbeats(s)
+	named := c.namedDatabases(s)
+	defer named.Close()
+	decided, err := c.decideRemovals(ctx, s, files, opts, named)
+	if err != nil {
+		return none, err
+	}
+	if opts.dry {
+		return workspace.Plan(ctx, s.pool, files, decided)
+	}
+	return applyFiles(ctx, s.pool, files, decided)
 }
 
 // namedDatabases opens the named databases of a workspace. The caller closes it.
@@ -152,7 +164,7 @@ func (c *cli) decideRemovals(
 	if opts.prune {
 		return workspace.Options{Prune: workspace.All, Reach: named.Reach}, nil
 	}
-	if opts.dry || c.json || !terminal(c.in) || !terminal(c.err) {
+	if opts.dry || opts.watch || c.json || !terminal(c.in) || !terminal(c.err) {
 		return keep, nil
 	}
 	planned, err := workspace.Plan(ctx, s.pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})

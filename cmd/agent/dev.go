@@ -34,6 +34,7 @@ import (
 type devOptions struct {
 	ephemeral bool
 	prune     bool
+	watch     bool
 	dir       string
 }
 
@@ -49,7 +50,7 @@ it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline m
 WORKSPACE (a folder of YAML files; when not given, the folder workspace that agent init made, else the caretaker
 example), runs a first heartbeat, prints its story, and serves until ^C. It removes what another WORKSPACE brought only with --prune, or
 after a yes on the terminal. Settings are also read from .env, and it says which: never one that names a program,
-nor a URL for a key that is from elsewhere.`,
+nor a URL for a key that is from elsewhere. With --watch it applies WORKSPACE again after each change of a file.`,
 		Args: args(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
@@ -57,10 +58,14 @@ nor a URL for a key that is from elsewhere.`,
 			} else if _, err := os.Stat(filepath.Join(workspaceDir, agentFile)); err == nil { // of agent init
 				opts.dir = workspaceDir
 			}
+			if opts.watch && opts.dir == "" {
+				return usageError("--watch takes a WORKSPACE; agent init makes one")
+			}
 			return c.dev(cmd.Context(), opts)
 		},
 	}
 	cmd.Flags().BoolVar(&opts.ephemeral, "ephemeral", false, "keep no data: a new database that is removed at the end")
+	cmd.Flags().BoolVar(&opts.watch, "watch", false, "apply WORKSPACE again after each change of a file")
 	pruneFlag(cmd.Flags(), &opts.prune)
 	return cmd
 }
@@ -194,7 +199,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 				return err
 			}
 			c.greet(s, listener, about, opts)
-			return nil
+			return c.watchInDev(ctx, s, opts)
 		})
 	if err == nil {
 		c.say("stopped")

@@ -118,9 +118,7 @@ func (c *cli) complain(code int, err error) {
 	}
 	err = advised(err)
 	if !c.json {
-		for _, line := range errorLines(err) {
-			c.say("agent: %s", printable(line))
-		}
+		c.sayError(err)
 		return
 	}
 	fault := map[string]string{"code": errorWord(code), "message": err.Error()}
@@ -135,6 +133,13 @@ func (c *cli) complain(code int, err error) {
 	// Texts can always be encoded, so there is no error to report.
 	text, _ := json.Marshal(map[string]any{"error": fault})
 	c.say("%s", text)
+}
+
+// sayError tells a person of an error.
+func (c *cli) sayError(err error) {
+	for _, line := range errorLines(err) {
+		c.say("agent: %s", printable(line))
+	}
 }
 
 // advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.

@@ -92,6 +92,8 @@ func TestUsageMistakes(t *testing.T) {
 		"two models":                 {[]string{"models", "check", "a", "b"}, "agent models check takes at most one model's name"},
 		"apply without folder":       {[]string{"apply"}, "agent apply takes a folder"},
 		"apply of a file":            {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
+		"watch of a dry run":         {[]string{"apply", ".", "--watch", "--dry-run"}, "--watch and --dry-run exclude each other"},
+		"watch of no folder":         {[]string{"apply", "nowhere", "--watch"}, "there is no folder nowhere"},
 		"run without dashes":         {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
 		"run without command":        {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
 		"run without lane":           {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
