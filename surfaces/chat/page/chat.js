@@ -5,7 +5,7 @@
 
 const byId = (id) => document.getElementById(id);
 const door = byId("door"), room = byId("room"), talk = byId("talk"), state = byId("state");
-const message = byId("message"), send = byId("write").querySelector("button"), anew = byId("anew");
+const message = byId("message"), files = byId("files"), send = byId("write").querySelector("button"), anew = byId("anew");
 const store = window.sessionStorage;
 
 class Refusal extends Error {
@@ -116,10 +116,26 @@ async function read(response, words, turn) {
   }
 }
 
+// upload stores files, and returns the content of a message with them.
+async function upload(text, chosen) {
+  if (!chosen.length) return text;
+  const parts = text ? [{ type: "text", text }] : [];
+  for (const file of chosen) {
+    const form = new FormData();
+    form.append("purpose", "user_data");
+    form.append("file", file);
+    const { "Content-Type": _, ...as } = headers(); // the browser says how the form is divided
+    const response = await fetch("/v1/files", { method: "POST", headers: as, body: form });
+    if (!response.ok) throw await refused(response);
+    parts.push({ type: "file", file: { file_id: (await response.json()).id } });
+  }
+  return parts;
+}
+
 // follow reads the answer, and attaches again when the connection breaks: the answer is made all the same.
-async function follow(text, words) {
+async function follow(content, words) {
   const turn = { id: "" };
-  const body = JSON.stringify({ model: "agent", stream: true, messages: [{ role: "user", content: text }] });
+  const body = JSON.stringify({ model: "agent", stream: true, messages: [{ role: "user", content }] });
   let ask = () => fetch("/v1/chat/completions", { method: "POST", headers: headers(), body });
   for (let tries = 0; ; tries++) {
     try {
@@ -137,17 +153,17 @@ async function follow(text, words) {
 
 async function submit(event) {
   event.preventDefault();
-  const text = message.value.trim();
-  if (!text || send.disabled) return;
-  say("You", text);
-  message.value = "";
+  const text = message.value.trim(), chosen = [...files.files];
+  if (!text && !chosen.length || send.disabled) return;
+  say("You", [text, ...chosen.map((file) => "📎 " + file.name)].filter(Boolean).join("\n"));
+  message.value = files.value = "";
   send.disabled = true;
   state.className = "note";
   state.textContent = "The agent is answering …";
   const words = say("Agent", "");
   words.parentElement.setAttribute("aria-busy", "true");
   try {
-    await follow(text, words);
+    await follow(await upload(text, chosen), words);
     state.textContent = "";
   } catch (problem) {
     state.className = "note error";
