@@ -48,7 +48,7 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 		_, err := x.Update(ctx, db, since)
 		switch {
 		case ctx.Err() != nil:
-			return nil
+			return nil //nolint:nilerr // the process stops
 		case err != nil:
 			if !failing {
 				x.log.WarnContext(ctx, "memories not embedded; the next pass goes on", "model", x.model.Model(), "error", err)
@@ -146,8 +146,8 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 	return list, nil
 }
 
-// embed embeds claimed entries in one request, and one by one when the server refuses that. When the server fails, the
-// claims are given back.
+// embed embeds claimed entries in one request, and one by one when the server refuses that. When the server fails, or
+// refuses every one of several, the pass ends with an error.
 func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int, error) {
 	vectors, err := x.ask(ctx, list, maxEmbedded)
 	switch {
@@ -156,7 +156,7 @@ func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int,
 	case !refused(err):
 		return 0, errors.Join(fmt.Errorf("embed memories: %w", err), x.release(context.WithoutCancel(ctx), db, list))
 	}
-	done := 0
+	done, last := 0, err
 	for i, one := range list {
 		one := []claimed{one}
 		vectors, err := x.ask(ctx, one, maxEmbedded)
@@ -168,13 +168,16 @@ func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int,
 			err = x.store(ctx, db, one, vectors)
 			done++
 		case refused(err):
-			err = x.putBack(ctx, db, one[0], err)
+			last, err = err, x.putBack(ctx, db, one[0], err)
 		default:
 			err = errors.Join(fmt.Errorf("embed memories: %w", err), x.release(context.WithoutCancel(ctx), db, list[i:]))
 		}
 		if err != nil {
 			return done, err
 		}
+	}
+	if done == 0 && len(list) > 1 {
+		return 0, fmt.Errorf("embed memories: %w", last)
 	}
 	return done, nil
 }
@@ -190,11 +193,12 @@ func (x *Index) ask(ctx context.Context, list []claimed, most int) ([][]float32,
 	return x.model.Embed(ctx, texts)
 }
 
-// refused reports an error that is about the texts, not about the server.
+// refused reports an error that may be about the texts, not about the server. Some servers answer 500 to a text that is
+// too long for them.
 func refused(err error) bool {
 	said, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{
-		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity,
+		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity, http.StatusInternalServerError,
 	}, said.Status)
 }
 

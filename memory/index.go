@@ -109,9 +109,9 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 		x.pausedTill = time.Now().Add(queryPause)
 	}
 	x.mu.Unlock()
-	switch {
-	case wrong == before:
-	case wrong == "":
+	switch wrong {
+	case before:
+	case "":
 		x.log.InfoContext(ctx, "memory is searched by meaning again", "model", x.model.Model())
 	default:
 		x.log.WarnContext(ctx, "memory is searched by words alone; `agent doctor` says what helps",

@@ -2,6 +2,7 @@ package memory_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -29,7 +30,7 @@ type indexed struct {
 func topics(text string) []float32 {
 	v := []float32{0.1, 0.1, 0.1}
 	for axis, words := range []string{"invoice bill money pay", "dog puppy pet animal", "ship harbour sail boat"} {
-		for _, word := range strings.Fields(words) {
+		for word := range strings.FieldsSeq(words) {
 			if strings.Contains(strings.ToLower(text), word) {
 				v[axis]++
 			}
@@ -215,8 +216,11 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	x := newIndexed(t)
 	x.server.Refuse(func(texts []string) int {
 		for _, text := range texts {
-			if strings.HasPrefix(text, "bad") || len(text) > 3000 {
+			switch {
+			case strings.HasPrefix(text, "bad"):
 				return http.StatusBadRequest
+			case len(text) > 3000:
+				return http.StatusInternalServerError
 			}
 		}
 		return 0
@@ -239,6 +243,43 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	x.exec(t, `update agent_memory set key = 'good' where key = 'bad'`)
 	if n := x.update(t); n != 1 {
 		t.Errorf("a new revision waits for the old one: embedded %d", n)
+	}
+}
+
+func TestAServerThatRefusesEverythingIsNotAskedForTheWholeMemory(t *testing.T) {
+	x := newIndexed(t)
+	x.server.Refuse(func([]string) int { return http.StatusBadRequest })
+	x.exec(t, `insert into agent_memory (key, value) select 'k' || n, '"x"' from generate_series(1, 70) n`)
+	if _, err := x.Update(t.Context(), x.pool, time.Time{}); err == nil {
+		t.Error("no error")
+	}
+	if n := len(x.server.Requests()); n > 1+2*32 {
+		t.Errorf("%d requests in one pass", n)
+	}
+}
+
+func TestEntriesAreEmbeddedBesideOtherWork(t *testing.T) {
+	x := newIndexed(t)
+	x.save(t, memory.Shared, "a", "the invoice")
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	asked, ended := make(chan struct{}, 1), make(chan error, 1)
+	x.server.Refuse(func([]string) int {
+		select {
+		case asked <- struct{}{}:
+		default:
+		}
+		return 0
+	})
+	go func() { ended <- x.Run(ctx, x.pool) }()
+	<-asked
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	var none *memory.Index
+	if err := none.Run(t.Context(), x.pool); err != nil {
+		t.Error(err)
 	}
 }
 
