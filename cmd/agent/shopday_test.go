@@ -127,8 +127,11 @@ func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 			"messages": []map[string]string{{"role": "user", "content": words}},
 		})
 		got := send(ctx, http.MethodPost, d.base+"/v1/chat/completions", shopVisitor, body)
-		if got.err != nil || got.status != http.StatusOK {
-			return fmt.Errorf("visitor %d got %d %s: %v", n, got.status, got.body, got.err)
+		if got.err != nil {
+			return got.err
+		}
+		if got.status != http.StatusOK {
+			return fmt.Errorf("visitor %d got %d %s", n, got.status, got.body)
 		}
 	}
 	return nil
