@@ -111,7 +111,7 @@ func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	o.set("model", req.Model)
 	var err error
 	if api == APIResponses {
-		err = c.responsesBody(&o, req, d, known)
+		err = c.responsesBody(&o, req, d)
 	} else {
 		err = c.chatBody(&o, req, d, known)
 	}

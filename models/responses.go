@@ -2,7 +2,7 @@ package models
 
 // responsesBody adds what the Responses API has of a request. Nothing is stored at the server: the whole history is
 // sent, with the items of earlier answers as they came.
-func (c *Client) responsesBody(o *object, req Request, d dialect, known Facts) error {
+func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	var input []string
 	origin := c.origin(req.Model)
 	for _, m := range req.Messages {

@@ -131,8 +131,10 @@ func (r *reservation) take(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
 	case errors.As(err, &refused):
-		return 0, &executions.StepError{Class: classLimit + endedByScope(refused), Message: refused.Error(),
-			Until: refused.Ends()}
+		return 0, &executions.StepError{
+			Class: classLimit + endedByScope(refused), Message: refused.Error(),
+			Until: refused.Ends(),
+		}
 	case err != nil:
 		return 0, err
 	}

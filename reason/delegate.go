@@ -162,8 +162,10 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 		effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
 		end, err := w.childEnd(ctx, e, child)
 		if err == nil {
-			effect.Output = map[string]any{"task": asked.Task, "execution_id": child, "status": end.Status,
-				"answer": end.Outcome.Text}
+			effect.Output = map[string]any{
+				"task": asked.Task, "execution_id": child, "status": end.Status,
+				"answer": end.Outcome.Text,
+			}
 		}
 		return end, err
 	}, executions.Input(asked))
@@ -172,8 +174,10 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	}
 	w.count(end.Outcome)
 	if end.Status != string(executions.Completed) {
-		return nil, &executions.StepError{Class: classDelegate,
-			Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary)}
+		return nil, &executions.StepError{
+			Class:   classDelegate,
+			Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary),
+		}
 	}
 	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
 }
@@ -193,8 +197,10 @@ func (w *turn) count(o Outcome) {
 func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
 	if w.depth >= deepest {
-		return executions.Spec{}, &executions.StepError{Class: classDelegate,
-			Message: "a delegated task cannot be delegated further"}
+		return executions.Spec{}, &executions.StepError{
+			Class:   classDelegate,
+			Message: "a delegated task cannot be delegated further",
+		}
 	}
 	agent, err := w.delegateTo(asked, current.Agent)
 	if err != nil {
@@ -240,8 +246,10 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 	left.Iterations -= w.outcome.Iterations
 	left.Time -= w.used()
 	if left.Iterations <= 0 || left.Time <= 0 {
-		return Budget{}, &executions.StepError{Class: classDelegate,
-			Message: "nothing is left of the budget for a delegated task"}
+		return Budget{}, &executions.StepError{
+			Class:   classDelegate,
+			Message: "nothing is left of the budget for a delegated task",
+		}
 	}
 	part := 1.0 / share
 	if w.budget.Tokens < math.MaxInt {
@@ -257,8 +265,10 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 		left.CostUSD = (left.CostUSD - w.outcome.CostUSD) * part
 	}
 	if left.Tokens <= 0 || w.budget.CostUSD > 0 && left.CostUSD <= 0 {
-		return Budget{}, &executions.StepError{Class: classDelegate,
-			Message: "nothing is left of the budget for a delegated task"}
+		return Budget{}, &executions.StepError{
+			Class:   classDelegate,
+			Message: "nothing is left of the budget for a delegated task",
+		}
 	}
 	return left, nil
 }

@@ -55,8 +55,10 @@ func (w *turn) delegateTo(asked delegateArgs, own string) (string, error) {
 			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", shown(asked.Agent)),
 		}
 	case len(asked.Skills) > 0:
-		return "", &executions.StepError{Class: classInvalid,
-			Message: "skills: another agent uses its own; name either an agent or skills"}
+		return "", &executions.StepError{
+			Class:   classInvalid,
+			Message: "skills: another agent uses its own; name either an agent or skills",
+		}
 	}
 	return asked.Agent, nil
 }

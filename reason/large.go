@@ -94,11 +94,15 @@ func (w *turn) readOn(ctx context.Context, args json.RawMessage) (any, error) {
 	}
 	switch {
 	case !known:
-		return nil, &executions.StepError{Class: classInvalid,
-			Message: fmt.Sprintf("there is no result %q; the last is r%d", shown(asked.ResultID), len(w.results))}
+		return nil, &executions.StepError{
+			Class:   classInvalid,
+			Message: fmt.Sprintf("there is no result %q; the last is r%d", shown(asked.ResultID), len(w.results)),
+		}
 	case asked.Offset >= len(full):
-		return nil, &executions.StepError{Class: classInvalid,
-			Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", asked.ResultID, len(full), asked.Offset)}
+		return nil, &executions.StepError{
+			Class:   classInvalid,
+			Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", asked.ResultID, len(full), asked.Offset),
+		}
 	}
 	from := runeStart(full, asked.Offset)
 	to := runeStart(full, min(from+w.limit(), len(full)))

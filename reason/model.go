@@ -164,8 +164,10 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 	var limit *executions.StepError
 	switch {
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
-		return reply{}, &executions.StepError{Class: classBudget,
-			Message: fmt.Sprintf("the turn's time of %s has run out", c.time)}
+		return reply{}, &executions.StepError{
+			Class:   classBudget,
+			Message: fmt.Sprintf("the turn's time of %s has run out", c.time),
+		}
 	case errors.As(err, &limit):
 		return reply{}, limit
 	case errors.As(err, &refused) && refused.Retryable && c.more:

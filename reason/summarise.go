@@ -39,8 +39,10 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 	}
 	text := strings.TrimSpace(got.Message.Content)
 	if text == "" && got.Cut == string(models.FinishContentFilter) {
-		return "", fmt.Errorf("summarise: %w", &executions.StepError{Class: "model",
-			Message: "the content filter withheld the summary"})
+		return "", fmt.Errorf("summarise: %w", &executions.StepError{
+			Class:   "model",
+			Message: "the content filter withheld the summary",
+		})
 	}
 	if text == "" {
 		return "", fmt.Errorf("summarise: %w", &executions.StepError{Class: "model", Message: "the model gave no text"})

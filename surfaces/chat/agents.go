@@ -115,6 +115,8 @@ func opened(history []models.Message) []models.Message {
 	if len(history) == 0 || history[0].Role != threads.Assistant {
 		return history
 	}
-	return slices.Insert(history, 0, models.Message{Role: threads.User,
-		Content: "[The visitor opened the conversation.]"})
+	return slices.Insert(history, 0, models.Message{
+		Role:    threads.User,
+		Content: "[The visitor opened the conversation.]",
+	})
 }

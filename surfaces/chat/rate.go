@@ -103,8 +103,10 @@ func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	}
 	switch {
 	case a.Secret != "":
-		shares = append(shares, admission.Share{Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
-			Most: turns / 16})
+		shares = append(shares, admission.Share{
+			Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
+			Most: turns / 16,
+		})
 	case a.Name != "":
 		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: turns / 16})
 	}

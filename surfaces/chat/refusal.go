@@ -38,14 +38,18 @@ func bad(param, code, format string, args ...any) *Refusal {
 
 // unknown is said of what does not exist and of what belongs to somebody else, so that the two look alike.
 func unknown(code, format string, args ...any) *Refusal {
-	return &Refusal{Status: http.StatusNotFound, Type: "invalid_request_error", Code: code,
-		Message: fmt.Sprintf(format, args...)}
+	return &Refusal{
+		Status: http.StatusNotFound, Type: "invalid_request_error", Code: code,
+		Message: fmt.Sprintf(format, args...),
+	}
 }
 
 // conflict is a request that cannot be served now.
 func conflict(code, format string, args ...any) *Refusal {
-	return &Refusal{Status: http.StatusConflict, Type: "invalid_request_error", Code: code,
-		Message: fmt.Sprintf(format, args...)}
+	return &Refusal{
+		Status: http.StatusConflict, Type: "invalid_request_error", Code: code,
+		Message: fmt.Sprintf(format, args...),
+	}
 }
 
 // broken is a fault on this side; the cause is in the log.

@@ -153,8 +153,10 @@ func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error)
 	if err != nil {
 		return Ask{}, err
 	}
-	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"),
-		Channel: channel}
+	a := Ask{
+		Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"),
+		Channel: channel,
+	}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)
