@@ -110,7 +110,7 @@ func (l *loader) file(name, shown string) {
 		}
 		if err != nil {
 			line, message := syntaxError(err)
-			l.problems.add(Position{File: shown, Line: line}, "is not YAML: %s", message)
+			l.problems.add(Position{File: shown, Line: line}, "is not YAML: %s%s", message, syntaxAdvice(message))
 			return
 		}
 		if node := root.Content[0]; node.ShortTag() != "!!null" {
@@ -181,4 +181,26 @@ func syntaxError(err error) (int, string) {
 		return 0, message
 	}
 	return line, message[len(match[0]):]
+}
+
+// syntaxAdvice says what to do about a message of the parser, which names what it has read and not the mistake.
+func syntaxAdvice(message string) string {
+	for said, todo := range map[string]string{
+		"cannot start any token":                   "indent with blanks and not with a tab, and quote a text that begins with @, ` or %",
+		"mapping values are not allowed":           `quote a text that has a ":", and give the keys of a mapping the same indentation`,
+		"expected alphabetic or numeric":           "quote a text that begins with * or &",
+		"did not find expected key":                "check the indentation and the quotes there and above",
+		"could not find expected ':'":              "check the indentation and the quotes there and above",
+		"did not find expected '-' indicator":      "check the indentation there and above",
+		"did not find expected ',' or ']'":         "close the list with ]",
+		"did not find expected ',' or '}'":         "close the mapping with }",
+		"found unexpected end of stream":           "close the quotes of a text above",
+		"found unknown escape character":           "write a text with a backslash in single quotes",
+		"did not find expected whitespace or line": "quote a text that begins with | or >",
+	} {
+		if strings.Contains(message, said) {
+			return "; " + todo
+		}
+	}
+	return ""
 }

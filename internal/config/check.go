@@ -103,9 +103,19 @@ func (k *checker) embedding(c *Config) {
 
 // database checks that a connection string can be one.
 func (k *checker) database(name string, dsn Secret) {
-	if dsn.IsSet() && !isDatabase(dsn.Reveal()) {
+	switch text := dsn.Reveal(); {
+	case !dsn.IsSet() || isDatabase(text):
+	case hasScheme(text): // what the parser says of it can quote the password
+		k.refuse(name, "it is a URL that cannot be read; percent-encode special characters of the password "+
+			"(@ is %%40, # is %%23, / is %%2F, ? is %%3F, %% is %%25)")
+	default:
 		k.refuse(name, "it is not a PostgreSQL URL")
 	}
+}
+
+// hasScheme reports whether s begins as a URL of PostgreSQL does.
+func hasScheme(s string) bool {
+	return strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://")
 }
 
 // token checks that an HTTP header can carry a token.
@@ -281,7 +291,7 @@ func (k *checker) admission(c *Config) {
 
 // isDatabase reports whether s is a URL or a key=value string of PostgreSQL.
 func isDatabase(s string) bool {
-	if strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://") {
+	if hasScheme(s) {
 		_, err := url.Parse(s)
 		return err == nil
 	}

@@ -110,7 +110,7 @@ func TestPricesFromAFile(t *testing.T) {
 // Each bad value alone, with a part of the line that it must give.
 var bad = map[string]struct{ value, says string }{
 	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
-	"DATABASE_DIRECT_URL":           {"hunter2", "postgres://agent@localhost"},
+	"DATABASE_DIRECT_URL":           {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password (@ is %40"},
 	"AGENT_TEST_DATABASE_URL":       {"hunter2", "postgres://postgres@localhost"},
 	"AGENT_PG_BIN":                  {"/no/such/dir", "not a directory"},
 	"AGENT_NAME":                    {"a\x01b", "printable"},
