@@ -79,10 +79,10 @@ type applyWatch struct {
 func (w *applyWatch) follow(ctx context.Context) error {
 	w.cli.say("watching %s; ^C stops", w.opts.dir)
 	for {
-		if err := w.folder.changed(ctx); err != nil {
-			if ctx.Err() != nil {
-				return nil
-			}
+		switch err := w.folder.changed(ctx); {
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
 			return err
 		}
 		w.apply(ctx)

@@ -118,10 +118,11 @@ func answerCommand(r requests.Record) string {
 	command := "agent requests answer " + r.ID
 	switch r.Kind {
 	case requests.Document:
+		var flags strings.Builder
 		for _, item := range missingDocuments(r) {
-			command += " --document '" + item + "=URL'"
+			flags.WriteString(" --document '" + item + "=URL'")
 		}
-		return command
+		return command + flags.String()
 	case requests.Signature:
 		return command + " --yes --url URL"
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -179,9 +180,7 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}
-	for name, b := range builtins.New(w.pool, nil, nil) {
-		w.builtins[name] = b
-	}
+	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
 	p := w.process(t)
 	long := p.upload(t, "long.txt", strings.Repeat("word ", 1000)+"The secret word is marzipan.")
 	foreign := p.upload(t, "other.txt", "not for you")
