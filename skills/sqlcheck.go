@@ -148,6 +148,9 @@ func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string,
 		}
 		return "@" + names[n-1]
 	})
+	if refused.Message == `syntax error at or near ":"` {
+		text += "; a parameter is written @name, not :name"
+	}
 	if refused.Code == "42P18" { // indeterminate_datatype
 		text += "; say it, for example @limit::int"
 	}

@@ -6,6 +6,8 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
 // ahead is what may stand before the first word of a statement: space, comments and brackets.
@@ -34,6 +36,9 @@ func (h sqlHandler) checkVerb() error {
 		return fmt.Errorf("%q is not possible; write one insert, update, delete, merge, select or with", first)
 	case slices.Contains(write, lower):
 		return fmt.Errorf("%s; this begins with %s", onlyOne, lower)
+	}
+	if near := nearest.To(strings.ToLower(first), read); near != "" {
+		return fmt.Errorf("%s; this begins with %q (did you mean %q?)", onlyOne, first, near)
 	}
 	return errors.New(onlyOne)
 }

@@ -59,12 +59,12 @@ type agentRow struct {
 }
 
 // agentTable is how agent documents meet their table. Every version stays, for the turns that have begun with it.
-func agentTable(w Workspace) matcher {
+func agentTable(w Workspace, o Options) matcher {
 	return table[agents.Definition, agentRow]{
 		kind: "agent", documents: w.Agents, name: func(d agents.Definition) string { return d.Name },
 		get: getAgent,
 		put: func(ctx context.Context, tx pgx.Tx, d agents.Definition) (bool, error) {
-			single, err := alone(ctx, tx, w, d.Name)
+			single, err := alone(ctx, tx, w, o, d.Name)
 			if err != nil {
 				return false, err
 			}
@@ -202,11 +202,14 @@ func oneDefault(
 	return nil
 }
 
-// alone reports whether a document is that of the only agent in service.
-func alone(ctx context.Context, db postgres.DB, w Workspace, name string) (bool, error) {
+// alone reports whether a document is that of the only agent in service, once what is to be removed is gone.
+func alone(ctx context.Context, db postgres.DB, w Workspace, o Options, name string) (bool, error) {
 	if len(w.Agents) != 1 {
 		return false, nil
 	}
 	all, err := (&agents.Directory{}).List(ctx, db)
-	return !slices.ContainsFunc(all, func(a agents.Agent) bool { return a.Declared() && a.Name != name }), err
+	return !slices.ContainsFunc(all, func(a agents.Agent) bool {
+		goes := a.Source == Source && o.Prune != nil && o.Prune(Item{Kind: "agent", Name: a.Name, Action: Remove})
+		return a.Declared() && a.Name != name && !goes
+	}), err
 }

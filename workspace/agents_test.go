@@ -48,6 +48,28 @@ func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
 	}
 }
 
+// A folder whose only agent has another name than before needs no word of the default: the one before goes.
+func TestARenamedAgentIsTheDefaultWhenTheOneBeforeIsRemoved(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	apply := func(name string) error {
+		w, err := workspace.Load(fstest.MapFS{"a.yaml": {Data: []byte("kind: agent\nname: " + name + "\n")}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = workspace.Apply(t.Context(), pool, w, pruning)
+		return err
+	}
+	for _, name := range []string{"mine", "librarian"} {
+		if err := apply(name); err != nil {
+			t.Fatal(err)
+		}
+		if a, err := (&agents.Directory{}).Find(t.Context(), pool, ""); err != nil || a.Name != name || a.Version != 1 {
+			t.Errorf("the default is %s, version %d, not %s: %v", a.Name, a.Version, name, err)
+		}
+	}
+}
+
 func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -103,7 +103,7 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error)
 		return Diff{}, err
 	}
 	diff := Diff{Items: []Item{}}
-	for _, t := range tables(w) {
+	for _, t := range tables(w, o) {
 		items, err := t.match(ctx, tx, o)
 		if err != nil {
 			return Diff{}, err

@@ -44,7 +44,7 @@ func load(fsys fs.FS, dir string) (Workspace, error) {
 		return Workspace{}, fmt.Errorf("load workspace: %w", err)
 	}
 	if len(files) == 0 {
-		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file", filepath.Join(dir, "."))
+		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file; agent init begins a workspace", filepath.Join(dir, "."))
 	}
 	l := &loader{fsys: fsys, first: make(map[string]Position)}
 	for _, name := range files {

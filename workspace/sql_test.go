@@ -57,6 +57,15 @@ var sqlCases = map[string]struct{ text, want string }{
 		"a.yaml:7:5: sql: only one read-only query is possible: select, with, values or table; " +
 			"to write to a named database, declare config.writes; this begins with update",
 	},
+	"a typing error": {
+		"config: {query: selct id from orders limit @limit}" + withLimit,
+		"a.yaml:4:17: sql: only one read-only query is possible: select, with, values or table; " +
+			"to write to a named database, declare config.writes; this begins with \"selct\" (did you mean \"select\"?)",
+	},
+	"a colon": {
+		"config:\n  query: select id from orders limit :limit + @limit" + withLimit,
+		`a.yaml:5:38: sql: syntax error at or near ":"; a parameter is written @name, not :name`,
+	},
 	"hidden insert": {
 		"config: {query: with i as (insert into orders values (@limit) returning id) select id from i}" + withLimit,
 		"a.yaml:4:22: sql: only one read-only query is possible",

@@ -17,7 +17,7 @@ type matcher interface {
 }
 
 // tables lists the kinds in the order in which they are applied.
-func tables(w Workspace) []matcher {
+func tables(w Workspace, o Options) []matcher {
 	return []matcher{
 		databaseTable(w),
 		table[skills.Definition, skill]{
@@ -29,7 +29,7 @@ func tables(w Workspace) []matcher {
 			notFound: skills.ErrNotFound, remove: skills.Remove,
 			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
 		},
-		mcpServers(w), agentTable(w),
+		mcpServers(w), agentTable(w, o),
 		table[objectives.Definition, objective]{
 			kind: "objective", documents: w.Objectives, name: func(d objectives.Definition) string { return d.Name },
 			get: getObjective,

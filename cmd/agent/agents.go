@@ -68,7 +68,7 @@ func writeAgents(w io.Writer, listed []listedAgent) error {
 
 func orNone(text string) string {
 	if text == "" {
-		return "none set"
+		return "offline"
 	}
 	return text
 }

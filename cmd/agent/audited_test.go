@@ -42,7 +42,7 @@ var unaudited = map[string]string{
 	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
 	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads", "executions stuck": "reads", "executions replay": "reads",
 	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads", "models check": "asks a model", "init": "writes files alone",
-	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
+	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "requests show": "reads", "skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
 	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads", "automations show": "reads", "automations runs": "reads",
 	"automations dead": "reads", "memory ls": "reads", "memory get": "reads", "memory search": "reads", "memory stats": "reads", "memory conflicts ls": "reads",
 	"memory conflicts show": "reads", "webhooks ls": "reads", "webhooks show": "reads", "webhooks endpoints": "reads", "webhooks targets": "reads",
@@ -95,6 +95,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 	one(`select try_acquire_agent_lock('pipeline:x', 'import', 3600)::text`)
 	conflict := one(`insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, found_value, trace_id, found_trace_id)
 		values ('admin', 'contact', '"b"', 1, 1, '"a"', 'op_x', 'op_y') returning id::text`)
+	request := one(`insert into agent_requests (kind, execution_id, trace_id, title) values ('test', $1::uuid, 'fl_x', 'sql') returning id::text`, second)
 	step := one(`select s.id::text from agent_objective_steps s`)
 	approve, reject := asked(), asked()
 	return [][]string{
@@ -125,6 +126,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		{"executions fork " + second, "execution " + second, "why not"},
 		{"executions start external:x", "flow external:x", "why not"},
 		{"executions event EVENT_COMPLETED invoice-7", "event EVENT_COMPLETED, key invoice-7", ""},
+		{"requests answer " + request + " --yes", "event TEST_COMPLETED, key " + request, ""},
 		{"lanes release pipeline:x", "lane pipeline:x", "why not"},
 		{"threads send maria hello", "thread maria", ""},
 		{"threads invite maria", "thread maria", ""},

@@ -48,6 +48,8 @@ pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the th
 				switch {
 				case len(args) > 0:
 					return v.turn(ctx, args[0])
+				case len(files) > 0 && !terminal(c.in):
+					return v.turn(ctx, "")
 				case !c.json && terminal(c.in) && terminal(c.out):
 					return v.converse(ctx)
 				}

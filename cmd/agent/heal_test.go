@@ -112,14 +112,14 @@ func TestSelfhealOnItsOwn(t *testing.T) {
 			t.Fatalf("a call of the broken skill: exit %d, stderr %q", got.code, got.err)
 		}
 	}
-	contains(t, p.must("selfheal"), "20 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
+	contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
 		"    automation broken on purpose paused\n")
 	var again struct {
 		Checked        int
 		Healed, Trials []any
 	}
 	p.mustJSON(&again, "selfheal")
-	if again.Checked != 19 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
+	if again.Checked != 20 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
 		t.Errorf("a second self-heal: %+v", again)
 	}
 }

@@ -166,10 +166,11 @@ func (c *cli) ask(o *initOptions) error {
 	for _, q := range []struct {
 		into                *string
 		question, otherwise string
+		wrong               func() error
 	}{
-		{&o.name, "Name of the agent", o.folderName()},
-		{&o.purpose, "What is it for, in one sentence", "Answer questions about this database."},
-		{&o.database, "URL of a database that it may read (empty: its own)", ""},
+		{&o.name, "Name of the agent", o.folderName(), o.checkName},
+		{&o.purpose, "What is it for, in one sentence", "Answer questions about this database.", o.nothingWrong},
+		{&o.database, "URL of a database that it may read (empty: its own)", "", o.checkDatabase},
 	} {
 		if *q.into != "" {
 			continue
@@ -178,16 +179,35 @@ func (c *cli) ask(o *initOptions) error {
 			*q.into = q.otherwise
 			continue
 		}
-		fmt.Fprint(c.err, q.question+orDefault(q.otherwise)+": ")
-		line, err := lines.ReadString('\n')
-		if err != nil && line == "" {
-			fmt.Fprintln(c.err)
-			return &exitError{exitInterrupted, nil}
+		for again := true; again; {
+			fmt.Fprint(c.err, q.question+orDefault(q.otherwise)+": ")
+			line, err := lines.ReadString('\n')
+			if err != nil && line == "" {
+				fmt.Fprintln(c.err)
+				return &exitError{exitInterrupted, nil}
+			}
+			*q.into = cmp.Or(strings.TrimSpace(line), q.otherwise)
+			if err := q.wrong(); err != nil {
+				fmt.Fprintln(c.err, err)
+				continue
+			}
+			again = false
 		}
-		*q.into = cmp.Or(strings.TrimSpace(line), q.otherwise)
 	}
 	return nil
 }
+
+var nameOfAgent = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+
+// checkName refuses what is no name of an agent.
+func (o *initOptions) checkName() error {
+	if !nameOfAgent.MatchString(o.name) {
+		return usageError("--name %q: a name is a letter, then letters, digits, _ and -, at most 64", o.name)
+	}
+	return nil
+}
+
+func (o *initOptions) nothingWrong() error { return nil }
 
 func orDefault(text string) string {
 	if text == "" {
@@ -204,7 +224,8 @@ func (o initOptions) folderName() string {
 	if err != nil {
 		return "assistant"
 	}
-	name := strings.Trim(notInName.ReplaceAllString(filepath.Base(path), "-"), "-_0123456789")
+	name := strings.TrimLeft(notInName.ReplaceAllString(filepath.Base(path), "-"), "-_0123456789")
+	name = strings.TrimRight(name, "-_")
 	if len(name) > 40 || name == "agent" {
 		name = ""
 	}
@@ -216,6 +237,9 @@ func (o *initOptions) fromAnswers() (contents, error) {
 	o.timezone = cmp.Or(o.timezone, localZone())
 	if _, err := schedule.Location(o.timezone); err != nil {
 		return contents{}, usageError("--timezone: %w", err)
+	}
+	if err := o.checkName(); err != nil {
+		return contents{}, err
 	}
 	begin := contents{ask: "which tables are there?"}
 	s := examples.Starter{Name: o.name, Purpose: o.purpose, Timezone: o.timezone}
@@ -232,7 +256,10 @@ func (o *initOptions) fromAnswers() (contents, error) {
 }
 
 // checkDatabase refuses what is no URL.
-func (o initOptions) checkDatabase() error {
+func (o *initOptions) checkDatabase() error {
+	if o.database == "" {
+		return nil
+	}
 	u, err := url.Parse(o.database)
 	if err != nil || u.Scheme != "postgres" && u.Scheme != "postgresql" {
 		return usageError("--database is no URL of PostgreSQL, such as postgres://user:password@host:5432/name; " +

@@ -37,7 +37,7 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 		flags []string
 		want  string
 	}{
-		"bad name":     {[]string{"--name", "no good"}, `"no good" must begin with a letter`},
+		"bad name":     {[]string{"--name", "no good"}, `"no good": a name is a letter`},
 		"bad zone":     {[]string{"--timezone", "Europe/Madird"}, "--timezone:"},
 		"bad database": {[]string{"--database", "mysql://x"}, "--database is no URL of PostgreSQL"},
 		"no example":   {[]string{"--example", "shop"}, `there is no "shop"; there is: orders`},
@@ -55,6 +55,16 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 				t.Errorf("left %v, %v", left, err)
 			}
 		})
+	}
+}
+
+func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "desk-2")
+	shown := bare(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
+	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is no URL of PostgreSQL", "workspace/agent.yaml")
+	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
+	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
+		t.Errorf("the agent's file: %s, %v", text, err)
 	}
 }
 

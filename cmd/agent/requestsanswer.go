@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -57,7 +58,7 @@ completed when all are there.`,
 	f.StringVar(&a.text, "text", "", "the result of a test")
 	f.Float64Var(&a.score, "score", 0, "the score of a test")
 	f.StringVar(&a.url, "url", "", "where the signed document is")
-	f.StringArrayVar(&a.documents, "document", nil, "a document that was asked for and where it is: NAME=URL")
+	f.StringArrayVar(&a.documents, "document", nil, "a document that was asked for and where it is: NAME=URL, or NAME=ID of a stored one")
 	return cmd
 }
 
@@ -128,6 +129,9 @@ func (a requestAnswer) only(names ...string) bool {
 	return len(a.given) > 0 && !slices.ContainsFunc(a.given, func(given string) bool { return !slices.Contains(names, given) })
 }
 
+// documentID matches the id of a stored document.
+var documentID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
 // received are the documents of the flags.
 func (a requestAnswer) received(r requests.Record) ([]map[string]string, error) {
 	var all []map[string]string
@@ -137,8 +141,12 @@ func (a requestAnswer) received(r requests.Record) ([]map[string]string, error) 
 			return nil, usageError("--document %.200q is not NAME=URL with a NAME that was asked for: %s", given, strings.Join(r.Items, ", "))
 		}
 		where := given[len(r.Items[at])+1:]
+		if documentID.MatchString(where) {
+			all = append(all, map[string]string{"document": r.Items[at], "document_id": where})
+			continue
+		}
 		if u, err := url.Parse(where); err != nil || u.Scheme == "" || u.Host == "" {
-			return nil, usageError("--document %.200q has no URL; write https://… and upload a file elsewhere first", given)
+			return nil, usageError("--document %.200q has neither a URL nor the id of a document; store a file with agent documents add", given)
 		}
 		all = append(all, map[string]string{"document": r.Items[at], "url": where})
 	}

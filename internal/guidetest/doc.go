@@ -16,5 +16,5 @@
 // first goes on until the page's end, as `agent dev`, and the second is what runs this.
 // Go that any page shows stands in a test, where it is compiled.
 // A page's database is DATABASE_URL where the page begins with the line `<!-- database -->`. Each database that a page names as
-// postgres://agent@localhost/NAME is replaced by an empty one, and the address 127.0.0.1:8080 by one that is free.
+// postgres://agent:agent@localhost/NAME is replaced by an empty one, and the address 127.0.0.1:8080 by one that is free.
 package guidetest

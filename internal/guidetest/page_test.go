@@ -39,7 +39,7 @@ type command struct {
 }
 
 // shownDatabases are the databases that pages name.
-var shownDatabases = regexp.MustCompile(`postgres://agent@localhost/\w+`)
+var shownDatabases = regexp.MustCompile(`postgres://agent:agent@localhost/\w+`)
 
 // page is a guide.
 type page struct {

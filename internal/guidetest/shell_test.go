@@ -26,7 +26,7 @@ const (
 	// shown is the address in the pages.
 	shown = "127.0.0.1:8080"
 	// shownDatabase is the database in the pages that have one from their beginning.
-	shownDatabase = "postgres://agent@localhost/agent"
+	shownDatabase = "postgres://agent:agent@localhost/agent"
 )
 
 // shell runs the commands of a page, one after the other.
