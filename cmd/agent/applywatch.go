@@ -79,10 +79,8 @@ type applyWatch struct {
 func (w *applyWatch) follow(ctx context.Context) error {
 	w.cli.say("watching %s; ^C stops", w.opts.dir)
 	for {
-		switch err := w.folder.changed(ctx); {
-		case ctx.Err() != nil:
-			return nil
-		case err != nil:
+		changed, err := w.folder.changed(ctx)
+		if err != nil || !changed {
 			return err
 		}
 		w.apply(ctx)
@@ -181,25 +179,25 @@ func (f *folderWatch) add(dir string) error {
 	})
 }
 
-// changed waits for a change and until the folder is quiet after it.
-func (f *folderWatch) changed(ctx context.Context) error {
+// changed waits for a change and until the folder is quiet after it. It reports false when ctx ends first.
+func (f *folderWatch) changed(ctx context.Context) (bool, error) {
 	var quiet <-chan time.Time
 	for {
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return false, nil
 		case <-quiet:
-			return nil
+			return true, nil
 		case event := <-f.Events:
 			if event.Name == f.dir && event.Has(fsnotify.Remove|fsnotify.Rename) {
-				return fmt.Errorf("watch %s: the folder was removed or renamed", f.dir)
+				return false, fmt.Errorf("watch %s: the folder was removed or renamed", f.dir)
 			}
 			if f.matters(event) {
 				quiet = time.After(settleTime)
 			}
 		case err := <-f.Errors:
 			if !errors.Is(err, fsnotify.ErrEventOverflow) {
-				return fmt.Errorf("watch %s: %w", f.dir, err)
+				return false, fmt.Errorf("watch %s: %w", f.dir, err)
 			}
 			quiet = time.After(settleTime) // changes were lost: read everything
 		}
