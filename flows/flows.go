@@ -19,7 +19,8 @@
 // Variables accumulate: the definition's own, then what actions save. Reserved are input, executionId, traceId and threadId.
 // Waits set lastResponse, documents, documentUrls, signedDocumentUrl, signedAt, testScore, testResult, eventData,
 // requestId and timedOut; trigger_agent sets the child's variables, then triggeredExecutionId, childExecutionStatus and
-// childExecutionSuccess. What a wait would have set is null after its timeout.
+// childExecutionSuccess. A skill that needs an approval sets approvalStatus (approved, rejected or expired) and
+// approvalReason. What a wait would have set is null after its timeout.
 //
 // Promises: every version that was applied is kept, and an execution finishes on the one it began with (its first
 // recorded step). What [Validate] accepts is what [JSONSchema] describes, plus what a schema cannot say: expressions

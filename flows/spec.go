@@ -29,7 +29,7 @@ const (
 	actionsSort  sort = "actions"          // a list of actions
 	casesSort    sort = "cases"            // a list of {condition | equals, actions}
 	channelSort  sort = "channel"          // chat, webhook or log
-	failureSort  sort = "continue or fail" // what a child's failure means
+	failureSort  sort = "continue or fail" // what a failed child or a rejected approval means
 	statusSort   sort = "status"           // how an execution ends
 	timeoutSort  sort = "timeout"          // a duration within the limits of the wait, no template
 	reactionSort sort = "fail, continue or retry"
@@ -149,8 +149,11 @@ func working() []Action {
 			OneOf:      [][]string{{"duration", "until"}},
 		},
 		{
-			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first.",
-			Parameters: []Parameter{need("name", skillSort, "the skill"), may("arguments", objectSort, "of the call")},
+			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first, and sets approvalStatus and approvalReason.",
+			Parameters: []Parameter{
+				need("name", skillSort, "the skill"), may("arguments", objectSort, "of the call"),
+				may("onRejection", failureSort, "when the approval is rejected or expires; fail when left out"),
+			},
 		},
 		{
 			Type: "reason", About: "Ask the model; its answer is saved as answer, or as saveAs says.",

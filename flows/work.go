@@ -36,9 +36,20 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 	}
 	about := executions.Call{Entry: activity.Entry{Purpose: "flow " + m.flow.name}}
 	step := "call"
+	set := map[string]any{}
 	if skill.Trust == skills.TrustApprove {
-		if about.Also, step, err = approved(ctx, skill, args); err != nil {
+		d, err := decided(ctx, skill, args)
+		if err != nil {
 			return result{}, err
+		}
+		set["approvalStatus"], set["approvalReason"] = d.Status, d.Reason
+		switch {
+		case d.Status == "approved":
+			about.Also, step = d.use(ctx)
+		case inText(r.args["onRejection"]) == onContinue:
+			return result{Set: saved(set, r.save, nil)}, nil
+		default:
+			return result{}, failure("denied", "skill %s was not approved: %s", skill.Name, d.Reason)
 		}
 	}
 	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, about)
@@ -50,10 +61,18 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 	}
 	seen := append(builtins.Sights(skill, raw, len(raw)), builtins.Wrote(skill, raw)...)
 	value, err := parsed(raw)
-	if err != nil || r.save == "" {
-		return result{Seen: seen}, err
+	if err != nil {
+		return result{}, err
 	}
-	return result{Set: map[string]any{r.save: value}, Seen: seen}, nil
+	return result{Set: saved(set, r.save, value), Seen: seen}, nil
+}
+
+// saved is set with a value under the name that saveAs gives, if it gives one.
+func saved(set map[string]any, name string, value any) map[string]any {
+	if name != "" {
+		set[name] = value
+	}
+	return set
 }
 
 // called reads the skill, once, and checks its arguments.
@@ -86,29 +105,42 @@ func (m *machine) called(ctx context.Context, r ready) (skills.Skill, json.RawMe
 	return skill, args, nil
 }
 
-// approved asks an admin for leave and waits for it, durably.
-func approved(ctx context.Context, skill skills.Skill, args json.RawMessage) (also func(b *pgx.Batch, _ string), step string, err error) {
+// decision is what became of an approval.
+type decision struct {
+	ID     string `json:"-"`
+	Status string // approved, rejected or expired
+	Reason string // why, in the words of who decided
+}
+
+// use returns what the call commits with, and the step's name: an approval serves one call.
+func (d decision) use(ctx context.Context) (also func(b *pgx.Batch, _ string), step string) {
+	current, _ := executions.Current(ctx)
+	step = "approved " + d.ID
+	return approvals.Use(d.ID, current.ID, step), step
+}
+
+// decided asks an admin to approve a call and waits for the decision, durably.
+func decided(ctx context.Context, skill skills.Skill, args json.RawMessage) (decision, error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true})
 	if err != nil {
-		return nil, "", err
+		return decision{}, err
 	}
 	out, err := executions.Wait(ctx, "approval", executions.Approval(asked.ID, approvals.Lifetime))
 	if err != nil {
-		return nil, "", err
+		return decision{}, err
 	}
-	var decision struct{ Status, Reason string }
-	if err := json.Unmarshal(out.Data, &decision); err != nil {
-		return nil, "", fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
+	d := decision{ID: asked.ID}
+	if out.TimedOut {
+		d.Status, d.Reason = "expired", "nobody decided on approval "+asked.ID+" in time"
+		return d, nil
 	}
-	switch {
-	case out.TimedOut:
-		return nil, "", failure("denied", "skill %s: nobody decided on approval %s in time", skill.Name, asked.ID)
-	case decision.Status != "approved":
-		return nil, "", failure("denied", "skill %s was not approved: %s", skill.Name, orElse(decision.Reason, "an admin rejected it"))
+	if err := json.Unmarshal(out.Data, &d); err != nil {
+		return decision{}, fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
 	}
-	current, _ := executions.Current(ctx)
-	step = "approved " + asked.ID
-	return approvals.Use(asked.ID, current.ID, step), step, nil
+	if d.Status != "approved" {
+		d.Reason = orElse(d.Reason, "an admin rejected it")
+	}
+	return d, nil
 }
 
 // reason asks the model.

@@ -93,6 +93,24 @@ func TestSkillsAreCalled(t *testing.T) {
 	}
 }
 
+// A flow may go on after a rejection: it knows how it was decided, and why.
+func TestAFlowGoesOnAfterARejection(t *testing.T) {
+	t.Parallel()
+	w := clever(t, mute, flow("a", `
+  - {id: pay, actionType: skill, saveAs: got, parameters: {name: careful, arguments: {n: 2}, onRejection: continue}}
+  - actionType: if
+    parameters:
+      condition: got == nil
+      then: [{actionType: end, parameters: {summary: "{{approvalStatus}}: {{approvalReason}}"}}]`))
+	id := w.begin(t, "a", nil)
+	if _, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin", "the photo shows no damage"); err != nil {
+		t.Fatal(err)
+	}
+	if x := until(t, w.pool, id, executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
+		t.Errorf("the flow ended with %q", x.ResultSummary)
+	}
+}
+
 // A flow is an occasion for the trial too: a skill that only flows use would not come back otherwise.
 func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()
@@ -119,7 +137,7 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 		}
 		if approve {
 			got := variables(t, until(t, w.pool, id, executions.Completed))
-			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}}, got); diff != "" {
+			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved", "approvalReason": "because"}, got); diff != "" {
 				t.Error(diff)
 			}
 			continue
