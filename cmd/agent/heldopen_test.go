@@ -36,7 +36,7 @@ func (h *hall) heldOpen(statements ...string) (end func()) {
 }
 
 // flood repeats a request from many connections until stop is called, which returns the answers by status, and one of
-// 503.
+// 503: one that names what is held, not the database as a whole, when there was one.
 func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup
@@ -52,7 +52,8 @@ func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 				}
 				v := request()
 				mu.Lock()
-				if got[v.status]++; v.status == http.StatusServiceUnavailable {
+				got[v.status]++
+				if v.status == http.StatusServiceUnavailable && (refused.body == "" || !strings.Contains(v.body, "database-away")) {
 					refused = v
 				}
 				mu.Unlock()
