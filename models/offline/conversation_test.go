@@ -96,6 +96,23 @@ func TestConversations(t *testing.T) {
 	}
 }
 
+func TestAskedWhoItIsItAnswersWithTheIdentityOfItsPrompt(t *testing.T) {
+	const name = "Be brief.\n\nYour name in this installation is \"shop\". If your instructions give you another name, use that one."
+	const instructions = "\n\n# Instructions\n\nYou are Mia, the clerk of a book shop. Never give a discount.\n"
+	for _, prompt := range []string{
+		"Who are you?", "what is your name", "What's your name?", "¿Quién eres?", "¿Cómo te llamas?", "Wer bist du?", "Wie heißt du?",
+	} {
+		for system, want := range map[string]string{name: "shop.", name + instructions: "shop: You are Mia, the clerk of a book shop."} {
+			if calls, text := talkAs(t, system, nil, prompt, caretaker()); text != want || len(calls) > 0 {
+				t.Errorf("%q: says %q, want %q; calls %q", prompt, text, want, calls)
+			}
+		}
+		if _, text := talk(t, prompt, caretaker()); !strings.Contains(text, "table_sizes") {
+			t.Errorf("%q without an identity: says %q, want the introduction", prompt, text)
+		}
+	}
+}
+
 func TestAToolThatNobodyShouldCallWaitsForAnOrder(t *testing.T) {
 	offered := append(caretaker(), skill{"bad_tables", "Broken on purpose: reads tables, always fails.", none, answers(`{"error":"sql"}`)})
 	for prompt, want := range map[string]int{"Are there bad tables?": 0, "run bad_tables": 1} {

@@ -70,6 +70,12 @@ func talk(t *testing.T, prompt string, skills []skill) (calls []string, text str
 // talkOn is talk after earlier messages, the person's and the agent's in turn.
 func talkOn(t *testing.T, before []string, prompt string, skills []skill) (calls []string, text string) {
 	t.Helper()
+	return talkAs(t, "You are an autonomous agent that acts without a person watching.", before, prompt, skills)
+}
+
+// talkAs is talkOn with a system message.
+func talkAs(t *testing.T, system string, before []string, prompt string, skills []skill) (calls []string, text string) {
+	t.Helper()
 	server := httptest.NewServer(offline.Handler())
 	defer server.Close()
 	client, err := models.New(models.Config{BaseURL: server.URL + "/v1", Model: offline.Model})
@@ -77,7 +83,7 @@ func talkOn(t *testing.T, before []string, prompt string, skills []skill) (calls
 		t.Fatal(err)
 	}
 	req := models.Request{Messages: []models.Message{
-		{Role: models.RoleSystem, Content: "You are an autonomous agent that acts without a person watching."},
+		{Role: models.RoleSystem, Content: system},
 	}}
 	for i, said := range append(slices.Clone(before), prompt) {
 		role := models.RoleUser

@@ -20,7 +20,11 @@ type situation struct {
 	made     []call // since the prompt, in order
 	steps    []step
 	format   *openai.ChatCompletionResponseFormat
+	identity string // the agent's name, and the first sentence of its instructions
 }
+
+// named matches the agent's name in a system message, and the first sentence of its instructions.
+var named = regexp.MustCompile(`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\n(.+?)(?:[.!?](?:\s|$)|\n|$))?`)
 
 // tool is something that can be called.
 type tool struct {
@@ -53,6 +57,9 @@ func understand(req openai.ChatCompletionRequest) situation {
 	for i, m := range req.Messages {
 		if m.Role == openai.ChatMessageRoleUser {
 			last = i
+		}
+		if found := named.FindStringSubmatch(content(m)); m.Role == openai.ChatMessageRoleSystem && found != nil {
+			s.identity = strings.TrimSuffix(clip(found[1]+": "+found[2], maxAbout), ": ") + "."
 		}
 	}
 	s.made = calls(req.Messages[last+1:])

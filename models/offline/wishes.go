@@ -22,7 +22,9 @@ const (
 )
 
 var (
-	greets = regexp.MustCompile(`^(?:hi|hello|hey|hiya|good (?:morning|afternoon|evening|day)|hola|buenos dias|buenas(?: tardes| noches| dias)?|que tal|who are you|what are you|quien eres|que eres)(?: there| agent| all)?` + end)
+	greets = regexp.MustCompile(`^(?:hi|hello|hey|hiya|good (?:morning|afternoon|evening|day)|hola|buenos dias|buenas(?: tardes| noches| dias)?|que tal)(?: there| agent| all)?` + end)
+	whoAsk = regexp.MustCompile(`^(?:(?:who|what) are you|(?:what is|what's|tell me) your name|quien eres|que eres|como te llamas|cual es tu nombre|` +
+		`wer (?:bist du|sind sie)|wie hei(?:ß|ss)(?:t du|en sie)|(?:wie|was) ist dein name)` + end)
 	thanks = regexp.MustCompile(`^(?:many |muchas |mil )?(?:thanks?|thank you|gracias)(?:\W.{0,40})?$`)
 	helps  = regexp.MustCompile(`^(?:help|ayuda|what (?:all )?(?:can|do) you (?:do|know)|what can i (?:ask|do)(?: you)?|(?:what|which) tools (?:do you have|can you (?:use|call)|are there|may you call)|(?:list|show)(?: me)?(?: your| the)? tools|que (?:puedes|sabes) hacer|que herramientas (?:tienes|hay|puedes (?:usar|llamar)))(?:` + asWords + `)?` + end)
 	did    = regexp.MustCompile(`^(?:tell me |show(?: me)? |dime |muestra(?:me)? )?(?:what (?:did|have) you (?:do|done|been doing|been up to)|what(?:'s| has| is| was)? (?:happened|happening|been happening|new|going on)|(?:your |the )?(?:recent|latest|last) activity|activity|que (?:hiciste|has hecho|paso|ha pasado|hay de nuevo)|(?:la |tu )?actividad(?: reciente)?)` + when + end)
@@ -59,6 +61,10 @@ func asking(s situation) (wish, bool) {
 	p := s.phrases()
 	switch {
 	case greets.MatchString(text):
+		return wish{text: p.hello + s.introduction()}, true
+	case whoAsk.MatchString(text) && s.identity != "":
+		return wish{text: s.identity}, true
+	case whoAsk.MatchString(text):
 		return wish{text: p.hello + s.introduction()}, true
 	case thanks.MatchString(text):
 		return wish{text: p.welcome}, true
