@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"unicode"
+	"unicode/utf8"
 
 	"golang.org/x/term"
 )
@@ -58,11 +60,13 @@ func (p *printer) Write(text []byte) (int, error) {
 }
 
 // table writes aligned columns; the first row is the heading. With no rows it says so and what to do.
+// On a terminal that is too narrow, prose is cut.
 func table(w io.Writer, empty string, heading []string, rows [][]string) error {
 	if len(rows) == 0 {
 		_, err := fmt.Fprintln(w, empty)
 		return err
 	}
+	rows = fit(terminalWidth(w), heading, rows)
 	var text strings.Builder
 	t := tabwriter.NewWriter(&text, 0, 4, 2, ' ', 0)
 	for _, row := range append([][]string{heading}, rows...) {
@@ -81,6 +85,75 @@ func table(w io.Writer, empty string, heading []string, rows [][]string) error {
 		fmt.Fprintln(w, strings.TrimRight(line, " \n"))
 	}
 	return nil
+}
+
+const (
+	columnGap = 2  // spaces between two columns
+	minProse  = 16 // characters that a cut column keeps
+)
+
+// isProse reports whether a column holds text for people. Ids, names and figures are never cut.
+func isProse(heading string) bool {
+	switch heading {
+	case "ABOUT", "ARGUMENTS", "CAUSE", "CONTENT", "DOES", "ERROR", "GOAL", "LAST ERROR", "REASON", "RESULT", "VALUE", "WHAT",
+		"WHAT HAPPENS", "WHY":
+		return true
+	}
+	return false
+}
+
+// fit cuts the widest columns of prose until the table is at most width characters wide. Width 0 cuts nothing.
+func fit(width int, heading []string, rows [][]string) [][]string {
+	widths := make([]int, len(heading))
+	total := -columnGap
+	for i, title := range heading {
+		widths[i] = utf8.RuneCountInString(title)
+		for _, row := range rows {
+			widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
+		}
+		total += widths[i] + columnGap
+	}
+	if width <= 0 || total <= width {
+		return rows
+	}
+	for ; total > width; total-- {
+		widest := -1
+		for i, title := range heading {
+			if isProse(title) && widths[i] > minProse && (widest < 0 || widths[i] > widths[widest]) {
+				widest = i
+			}
+		}
+		if widest < 0 {
+			break
+		}
+		widths[widest]--
+	}
+	shown := make([][]string, len(rows))
+	for n, row := range rows {
+		shown[n] = slices.Clone(row)
+		for i, cell := range row {
+			if r := []rune(cell); len(r) > widths[i] {
+				shown[n][i] = string(r[:widths[i]-1]) + "…"
+			}
+		}
+	}
+	return shown
+}
+
+// terminalWidth is the width of the terminal that w writes to; 0 where it writes to none.
+func terminalWidth(w io.Writer) int {
+	if p, ok := w.(*printer); ok {
+		w = p.to
+	}
+	file, ok := w.(*os.File)
+	if !ok {
+		return 0
+	}
+	width, _, err := term.GetSize(int(file.Fd()))
+	if err != nil {
+		return 0
+	}
+	return width
 }
 
 // printable is a text without what could steer a terminal or break a line.
