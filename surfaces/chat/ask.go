@@ -45,6 +45,7 @@ type Ask struct {
 	Hash        string            // of what must be the same when the key comes again
 	TraceID     trace.ID
 	Files       [][]string      // ids of documents, of each of Texts
+	Seen        int64           // a place in the thread: the visitor has seen what flows said up to it
 	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
@@ -52,6 +53,7 @@ type Ask struct {
 	response    *responseEcho   // of a request for a response
 	form        *reason.Form    // of the answer; nil for one in words
 	formParam   string          // the parameter that says so
+	unseen      *span           // of flows' words, which the answer shows first
 	last        string          // execution that must be the thread's last; "" for any
 	retry       *retry          // recognises the request when it is sent again; nil when it cannot be
 	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
@@ -69,7 +71,7 @@ func (a Ask) principal() threads.Principal {
 func (a Ask) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
-		Response: a.response, Form: a.form,
+		Response: a.response, Form: a.form, Unseen: a.unseen,
 	}
 }
 
@@ -86,6 +88,8 @@ type input struct {
 	// Response is what a response repeats of its request; nil for a completion.
 	Response *responseEcho `json:"response,omitempty"`
 	Form     *reason.Form  `json:"form,omitempty"` // of the answer; nil for one in words
+	// Unseen is where flows spoke since the last answer; nil for a relay that shows what comes after its message.
+	Unseen *span `json:"unseen,omitempty"`
 }
 
 // isOf reports whether a principal asked for this.
@@ -227,6 +231,10 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 			return x, false, nil, err
 		}
 	}
+	words, known, err := c.unseen(ctx, tx, a)
+	if err != nil {
+		return x, false, nil, err
+	}
 	to, err := c.listener(ctx, tx, a.thread)
 	if err != nil {
 		return x, false, nil, err
@@ -242,6 +250,9 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 		if err := c.opened(ctx, tx, a); err != nil {
 			return x, false, nil, err
 		}
+		if known {
+			a.unseen = &words
+		}
 		if asked.waiter != "" {
 			x, created, err = c.hand(ctx, tx, a, asked)
 		} else {
@@ -249,6 +260,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execu
 		}
 		return x, created, nil, err
 	}
+	a.unseen = &words
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
 		return x, created, nil, err
 	}

@@ -31,6 +31,9 @@
 // somebody else began a visitor gets by a join token, X-Thread-Join, or because the key was named (package threads);
 // any other is refused, and looks as if it did not exist.
 //
+// What a flow says without a message of the visitor comes first in the next answer (unseen.go). The input of the turn
+// has the places of these words, so a repeated request shows them again and no other turn does.
+//
 // Images come with messages (image.go), as https URLs, which the model's server fetches and this one never does, or as
 // their bytes. They are kept with their message, outside of the record. A model that takes text alone refuses them.
 //

@@ -175,6 +175,10 @@ func relayed(f *feed, messages int, through int64) answer {
 // listen reads what was said after the message, and before that what was said since the relay before had ended: nobody was shown it.
 // Whether more may come is asked first: what is said meanwhile is then in what is read.
 func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, last int64) (h heard, err error) {
+	var after *int64
+	if in.Unseen != nil {
+		after = &in.Unseen.After
+	}
 	b := &pgx.Batch{}
 	b.Queue(`
 		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
@@ -194,13 +198,14 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		since as (
 		  select greatest(@last, coalesce(
 		           (select nullif((e.result ->> 'seq')::bigint, 0) from before b join agent_executions e on e.id = b.execution_id
-		             where e.flow = @relay and e.status = 'completed'), a.seq)) as seq
+		             where e.flow = @relay and e.status = 'completed'), @after::bigint, a.seq)) as seq
 		    from asked a)
 		select m.seq, m.content from agent_messages m
 		 where m.thread_id = @thread and m.seq > (select s.seq from since s)
-		   and m.role = 'assistant' and m.channel = 'chat' and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
+		   and m.role = 'assistant' and m.channel = 'chat' and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
+		   and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
 		 order by m.seq limit @most`,
-		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayMost}).
+		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayMost, "after": after}).
 		Query(func(rows pgx.Rows) (err error) {
 			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[spoken])
 			return err

@@ -51,6 +51,7 @@ type turn struct {
 	number   int64 // in its thread
 	prompt   string
 	images   []models.Part // that came with the prompt
+	opening  string        // what flows said, before the turn's own words
 	sketched time.Time
 }
 
@@ -130,12 +131,16 @@ func (t *turn) read(ctx context.Context) error {
 		messages []threads.Message
 		images   map[string][]models.Part
 		sketch   threads.Sketch
+		opening  string
 	}
 	got, err := executions.Persist(ctx, func(ctx context.Context) (f found, err error) {
 		f.messages, err = threads.Messages(ctx, t.Pool,
 			threads.MessageFilter{ExecutionID: t.exec.ID, Role: threads.User})
 		if err == nil {
 			f.images, err = t.imagesOf(ctx, f.messages)
+		}
+		if err == nil {
+			f.opening, err = t.openingOf(ctx, t.Pool, t.in)
 		}
 		if err == nil && t.exec.Claim > 1 {
 			f.sketch, err = threads.SketchOf(ctx, t.Pool, t.exec.ID)
@@ -155,7 +160,12 @@ func (t *turn) read(ctx context.Context) error {
 		t.images = append(t.images, got.images[m.ID]...)
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(words, "\n\n")
-	t.feed.begin(t.exec.Claim, got.sketch.Keep(), t.limit())
+	t.opening = got.opening
+	said := got.sketch.Keep()
+	if !strings.HasPrefix(said, t.opening) {
+		said = t.opening
+	}
+	t.feed.begin(t.exec.Claim, said, t.limit())
 	return nil
 }
 
@@ -164,7 +174,11 @@ func (t *turn) limit() int {
 	if t.in.Form != nil {
 		return 0
 	}
-	return t.in.MaxTokens * bytesPerToken
+	limit := t.in.MaxTokens * bytesPerToken
+	if limit > 0 && t.opening != "" {
+		limit += len(t.opening) + len("\n\n") // which the model did not write
+	}
+	return limit
 }
 
 // past is what the model gets to know of the conversation.
@@ -294,7 +308,7 @@ func (t *turn) reply(
 		return answer{}, err
 	}
 	words := clean(said)
-	refused := (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == ""
+	refused := (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == t.opening
 	unformed := !refused && t.in.Form != nil && o.Ended != reason.Answered
 	if most := t.in.MaxTokens * bytesPerToken; t.in.Form != nil && !unformed && most > 0 && len(words) > most {
 		words, unformed = longForm, !refused
@@ -307,7 +321,7 @@ func (t *turn) reply(
 	}
 	return executions.StepTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (answer, error) {
 		m, err := threads.Post(ctx, tx, threads.Draft{
-			ThreadID: t.in.Thread, Role: threads.Assistant, Content: words, Channel: channel, ExecutionID: t.exec.ID,
+			ThreadID: t.in.Thread, Role: threads.Assistant, Content: withoutOpening(words, t.opening), Channel: channel, ExecutionID: t.exec.ID,
 			TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number,
 		})
 		if err != nil {
@@ -344,7 +358,7 @@ func (t *turn) cutShort(ctx context.Context, cause error) error {
 	if executions.IsControl(cause) || ctx.Err() != nil || t.number == 0 {
 		return cause
 	}
-	words := t.feed.look(false).text
+	words := withoutOpening(t.feed.look(false).text, t.opening)
 	_, err := executions.StepTx(ctx, "cut short", func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
 		if words != "" {
 			if _, err := threads.Post(ctx, tx, threads.Draft{

@@ -109,7 +109,19 @@ func (c *Chat) keepPartial(ctx context.Context, tx pgx.Tx, thread, traceID strin
 		}
 		words = sketch.Content
 	}
-	if words != "" {
+	x, err := executions.Get(ctx, tx, b.ExecutionID)
+	if err != nil {
+		return err
+	}
+	in, err := inputOf(x)
+	if err != nil {
+		return err
+	}
+	opening, err := c.openingOf(ctx, tx, in)
+	if err != nil {
+		return err
+	}
+	if words = withoutOpening(words, opening); words != "" {
 		if _, err := threads.Post(ctx, tx, threads.Draft{
 			ThreadID: thread, Role: threads.Assistant, Content: words, Channel: channel, ExecutionID: b.ExecutionID,
 			TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
