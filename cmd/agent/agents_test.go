@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"strings"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/agents"
@@ -53,4 +54,14 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 	}
 	p.must("apply", "--prune", folder(t, map[string]string{"a.yaml": sales}))
 	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows what it was")
+}
+
+// A person reads the greeting before the first prompt of a conversation, and not when it goes on.
+func TestChatOnATerminalBeginsWithTheGreeting(t *testing.T) {
+	p := on(t, pgtest.URL(t))
+	p.must("apply", folder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
+	contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
+	if screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana"); strings.Contains(screen, "Hola") {
+		t.Errorf("greeted again:\n%s", screen)
+	}
 }

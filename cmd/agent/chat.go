@@ -161,6 +161,9 @@ func (v *visitor) converse(ctx context.Context) error {
 	defer signal.Stop(interrupts)
 	lines, failed, stop := readLines(v.in)
 	defer stop()
+	if err := v.greet(ctx); err != nil {
+		return err
+	}
 	for {
 		fmt.Fprint(v.out, "> ")
 		select {
@@ -182,6 +185,21 @@ func (v *visitor) converse(ctx context.Context) error {
 			}
 		}
 	}
+}
+
+// greet prints the agent's greeting when the conversation is new. The first message stores it in the thread.
+func (v *visitor) greet(ctx context.Context) error {
+	if v.thread != "" {
+		_, known, err := threads.Resolve(ctx, v.chat.Front, threads.Key(cliVisitor), v.thread)
+		if err != nil || known || threads.GivenOut(v.thread) {
+			return err
+		}
+	}
+	a, err := v.chat.Agents.Find(ctx, v.chat.Front, v.agent)
+	if err == nil && a.Greeting != "" {
+		fmt.Fprintln(v.out, speech(a.Greeting))
+	}
+	return err
 }
 
 // interruptibly takes a turn that an interrupt ends. What goes wrong with one turn does not end the conversation.
