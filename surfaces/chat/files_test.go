@@ -135,7 +135,8 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	inT := option.WithHeader("X-Thread-Id", "t")
 	client := p.official("site", inT)
 	first, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent", inT)))
-	if err != nil || first.Choices[0].Message.Content != "Your message was passed on." {
+	const missing = "Still missing: form. Send each as a file with your next message."
+	if err != nil || first.Choices[0].Message.Content != missing {
 		t.Fatalf("%+v, %v", first, err)
 	}
 	second, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "signed.txt", "yes")))
@@ -149,6 +150,19 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	if n := value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
 		t.Errorf("%d documents belong to the thread", n)
 	}
+}
+
+// Words do not answer a request for documents: the visitor reads again what is asked for, and how to send it.
+func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo", "form"))
+	id := p.talks(t)
+	const want = "Please send photo and form.\n\nStill missing: photo, form. Send each as a file with your next message."
+	if got := p.answerTo(t, "t", "it is broken"); got != want {
+		t.Errorf("answer: %q", got)
+	}
+	p.reaches(t, id, executions.Waiting)
 }
 
 // A file that a visitor may not use answers nothing, and its message is not stored.

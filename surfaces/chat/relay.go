@@ -146,7 +146,11 @@ func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f
 		case len(h.Said) == relayMost:
 			continue
 		case !h.Busy || h.Over:
-			return relayed(f, shown, max(last, h.Own)), nil
+			notice, err := c.notice(ctx, in, shown)
+			if err != nil {
+				return answer{}, err
+			}
+			return relayed(f, notice, max(last, h.Own)), nil
 		}
 		select {
 		case <-ctx.Done():
@@ -157,11 +161,11 @@ func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f
 	}
 }
 
-// relayed is the answer that a relay ends with.
-func relayed(f *feed, messages int, through int64) answer {
+// relayed is the answer that a relay ends with. The notice is the answer where nothing was said.
+func relayed(f *feed, notice string, through int64) answer {
 	ended := "relayed"
-	if messages == 0 {
-		f.say(passedOn)
+	if notice != "" {
+		f.say(notice)
 		ended = "passed on"
 	}
 	v := f.look(false)

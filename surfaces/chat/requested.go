@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -86,4 +87,37 @@ func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x
 	}
 	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
 	return x, true, err
+}
+
+// notice is the answer when nothing was said: which documents a flow of the thread waits for, or that the message was
+// passed on. It repeats the flow's last words as long as no document came. It is empty when something was said.
+func (c *Chat) notice(ctx context.Context, in input, said int) (string, error) {
+	if said > 0 {
+		return "", nil
+	}
+	var question string
+	missing, err := executions.Persist(ctx, func(ctx context.Context) (items []string, err error) {
+		err = c.Pool.QueryRow(ctx, `
+			select array(select i from unnest(r.items) with ordinality u (i, n) where not r.received ? i order by n),
+			       case when r.received = '{}' then coalesce((
+			         select m.content from agent_messages m
+			          where m.execution_id = x.id and m.thread_id = r.thread_id and m.role = 'assistant' and m.channel = 'chat'
+			            and m.seq is not null order by m.seq desc limit 1), r.title) else '' end
+			  from agent_requests r
+			  join agent_executions x on x.id = r.execution_id and x.status = 'waiting' and x.waiting_for = 'document'
+			   and x.waiting_key = r.id::text
+			 where r.thread_id = @thread and r.kind = 'document' and r.status = 'pending' order by r.id limit 1`,
+			postgres.Strict{"thread": in.Thread}).Scan(&items, &question)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil, nil
+		}
+		return items, err
+	})
+	switch {
+	case err != nil:
+		return "", fmt.Errorf("find missing documents: %w", err)
+	case len(missing) == 0:
+		return passedOn, nil
+	}
+	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") + ". Send each as a file with your next message."), nil
 }
