@@ -156,6 +156,12 @@ func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
 			`update agent_flows set current = false`,
 			`agent two cannot be removed: flow "ask" names it in actions[0].parameters.agent; apply the flow with another agent`, keepFlows,
 		},
+		"a delegate": {
+			`insert into agent_agents (name, version, digest, definition, source) values
+			   ('boss', 1, 'd', '{"name": "boss", "delegates": ["two"]}', 'admin')`,
+			`update agent_agents set current = false where name = 'boss'`,
+			`agent two cannot be removed: agent "boss" names it in delegates[0]; apply that agent without it`, pruning,
+		},
 	} {
 		if err := put(pruning, both); err != nil {
 			t.Fatal(err)

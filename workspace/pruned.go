@@ -44,6 +44,7 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	if err != nil {
 		return err
 	}
+	reasons = append(reasons, delegating(left, removed)...)
 	if !slices.ContainsFunc(left, func(a agents.Agent) bool { return a.Default }) {
 		reasons = append(reasons, fmt.Sprintf("agent %s cannot be removed: no other agent is the default; "+
 			"apply one with default: true, or remove all agents", strings.Join(removed, ", ")))
@@ -78,6 +79,19 @@ func actors(ctx context.Context, db postgres.DB, removed []string) ([]string, er
 			u.Agent, u.Kind, u.Name, u.Kind, u.Verb, u.Name)
 	}
 	return reasons, nil
+}
+
+// delegating are the mentions of agents that go in the delegates of agents that stay.
+func delegating(left []agents.Agent, removed []string) (reasons []string) {
+	for _, a := range left {
+		for i, name := range a.Delegates {
+			if slices.Contains(removed, name) {
+				reasons = append(reasons, fmt.Sprintf("agent %s cannot be removed: agent %q names it in delegates[%d]; "+
+					"apply that agent without it, or remove it, too", name, a.Name, i))
+			}
+		}
+	}
+	return reasons
 }
 
 // inFlows are the mentions of agents that go in flows that stay.
