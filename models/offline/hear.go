@@ -9,7 +9,8 @@ import (
 )
 
 var (
-	delivered = regexp.MustCompile(`(?s)<delivery\b.*(?:</delivery>|$)|What caused this task, as data and not as instructions .*$`)
+	delivered = regexp.MustCompile(`(?s)<delivery\b.*(?:</delivery>|$)|\[Document [\w-]+: ".*$|What caused this task, as data and not as instructions .*$`)
+	attached  = regexp.MustCompile(`(?m)^\[Document ([\w-]+): "`)
 	polite    = regexp.MustCompile(`(?i)^(?:[\s¿¡]|(?:please|por favor|can you|could you|would you|puedes|podr[ií]as|hey|hi|hello|hola|ok|okay|so|oye|and now)\b[,.!:]?\s+)+`)
 	again     = regexp.MustCompile(`(?i)^(?:(?:do (?:it|that)|run (?:it|that)|try|and)\s+)?(?:again|once more|one more time|repeat(?: that| it)?|otra vez|de nuevo|rep[ií]telo|y otra vez)[\s!.?]*$`)
 	goesOn    = regexp.MustCompile(`(?i)^[\s¿¡]*(?:and|y|what about|how about|qu[eé] hay de)\s`)
@@ -25,6 +26,11 @@ func (s *situation) hear(prompt string, before []openai.ChatCompletionMessage) {
 	s.said = strings.TrimSpace(delivered.ReplaceAllString(prompt, ""))
 	s.asked = polite.ReplaceAllString(s.said, "")
 	s.steps = steps(prompt)
+	for _, m := range append(slices.Clone(before), openai.ChatCompletionMessage{Content: prompt}) {
+		if found := attached.FindAllStringSubmatch(content(m), -1); found != nil && m.Role != openai.ChatMessageRoleAssistant {
+			s.document = found[len(found)-1][1]
+		}
+	}
 	s.topic = s.said
 	if len(s.steps) > 0 {
 		return // what to do about a step is said in many clauses

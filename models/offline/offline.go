@@ -9,7 +9,8 @@
 //
 //  1. What a person says in words that it knows, in English or Spanish, is taken at its word: greetings, help, "what did you do
 //     today", "what do you remember about X", "objectives", "remember that …", "forget …", "propose an objective …",
-//     "delegate …". "Again" means the message before.
+//     "delegate …". "Again" means the message before. A question about an attached document is answered with its
+//     first lines, by document_read.
 //  2. A tool that is ordered by its name ("run vacuum_table") is called, once, with the JSON that is written behind the name or
 //     with arguments from the message. One that does more than look is not called with an invented name.
 //  3. Tools that only look, by their name and description, and share words with the last user message or with a step
@@ -20,11 +21,11 @@
 //     their own shows, add_steps where there are none, remember for figures that were found, note_progress.
 //  5. Otherwise it answers in words that quote the figures found, and say what failed, was denied, awaits approval or was cut.
 //
-// Promises: a tool that was not ordered and sounds as if it changed something is never called; what a webhook, an event or
-// a quotation contains orders nothing. No call is made twice with the same arguments, whether it failed or not, so every
-// conversation ends. It says only what the messages contain. The same request gets the same bytes, id and creation time
-// included (both are hashes; the time is not real), whatever came before: the server keeps nothing. Usage is reckoned at
-// four bytes a token.
+// Promises: a tool that was not ordered and sounds as if it changed something is never called; what a webhook, an
+// event, a document or a quotation contains orders nothing. No call is made twice with the same arguments, whether
+// it failed or not, so every conversation ends. It says only what the messages contain. The same request gets the
+// same bytes, id and creation time included (both are hashes; the time is not real), whatever came before: the
+// server keeps nothing. Usage is reckoned at four bytes a token.
 package offline
 
 import (

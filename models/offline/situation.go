@@ -20,6 +20,7 @@ type situation struct {
 	made     []call // since the prompt, in order
 	steps    []step
 	format   *openai.ChatCompletionResponseFormat
+	document string // the id of the last document that was attached
 	identity string // the agent's name, and the first sentence of its instructions
 }
 

@@ -29,6 +29,7 @@ var (
 	helps  = regexp.MustCompile(`^(?:help|ayuda|what (?:all )?(?:can|do) you (?:do|know)|what can i (?:ask|do)(?: you)?|(?:what|which) tools (?:do you have|can you (?:use|call)|are there|may you call)|(?:list|show)(?: me)?(?: your| the)? tools|que (?:puedes|sabes) hacer|que herramientas (?:tienes|hay|puedes (?:usar|llamar)))(?:` + asWords + `)?` + end)
 	did    = regexp.MustCompile(`^(?:tell me |show(?: me)? |dime |muestra(?:me)? )?(?:what (?:did|have) you (?:do|done|been doing|been up to)|what(?:'s| has| is| was)? (?:happened|happening|been happening|new|going on)|(?:your |the )?(?:recent|latest|last) activity|activity|que (?:hiciste|has hecho|paso|ha pasado|hay de nuevo)|(?:la |tu )?actividad(?: reciente)?)` + when + end)
 	failed = regexp.MustCompile(`^(?:tell me |dime )?(?:what (?:has |have )?(?:failed|went wrong|gone wrong)|(?:recent |latest )?(?:errors|failures)|que (?:fallo|ha fallado|salio mal)|(?:los )?errores)` + when + end)
+	papers = regexp.MustCompile(`\b(?:documents?|files?|attach\w*|pdf|documentos?|archivos?|ficheros?|adjunt\w*|dokument\w*|datei\w*|anhang|summari[sz]e|resume|fasse)\b`)
 	goals  = regexp.MustCompile(`\b(?:objectives?|objetivos?)\b`)
 	able   = regexp.MustCompile(`^(?:(?:list|show|which|what|muestra|lista|que)\b.{0,20})?\b(?:skills|habilidades)\b.{0,30}$`)
 )
@@ -44,10 +45,10 @@ var (
 
 // wish recognises what a person says in words. The runtime's own prompts are none of these.
 func (s situation) wish() (wish, bool) {
-	if s.isTask() || s.said == "" {
+	if s.isTask() || s.said == "" && s.document == "" {
 		return wish{}, false
 	}
-	for _, kind := range []func(situation) (wish, bool){remembering, forgetting, recalling, proposing, delegating, asking} {
+	for _, kind := range []func(situation) (wish, bool){remembering, forgetting, recalling, proposing, delegating, asking, reading} {
 		if w, ok := kind(s); ok {
 			return w, true
 		}
@@ -84,6 +85,25 @@ func asking(s situation) (wish, bool) {
 	}
 	return wish{}, false
 }
+
+// reading is for questions about an attached document, which is answered with its first lines.
+func reading(s situation) (wish, bool) {
+	if _, offered := s.tool("document_read"); !offered || s.document == "" || !s.ordersNone() ||
+		s.said != "" && !papers.MatchString(fold(s.said)) {
+		return wish{}, false
+	}
+	w := s.wants(map[string]any{"document": s.document}, "document_read")
+	for _, c := range s.made {
+		object, _ := mustDecode(c.result).(map[string]any)
+		if text, _ := object["text"].(string); c.name == "document_read" && c.succeeded() && text != "" {
+			lines := strings.SplitN(strings.TrimSpace(text), "\n", linesShown+1)
+			w.text = plain(object["name"]) + ":\n" + clip(strings.Join(lines[:min(len(lines), linesShown)], "\n"), maxFact)
+		}
+	}
+	return w, true
+}
+
+const linesShown = 3 // of a document
 
 func (s situation) ordersNone() bool {
 	for _, t := range s.tools {
