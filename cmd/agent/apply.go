@@ -98,10 +98,13 @@ func (c *cli) change(ctx context.Context, s *session, files workspace.Workspace,
 	if err != nil {
 		return none, err
 	}
+	put := applyFiles
 	if opts.dry {
-		return workspace.Plan(ctx, s.pool, files, decided)
+		put = workspace.Plan
 	}
-	return applyFiles(ctx, s.pool, files, decided)
+	diff, err := put(ctx, s.pool, files, decided)
+	diff.Warnings = append(diff.Warnings, doubts(files.Agents, s.config)...)
+	return diff, err
 }
 
 // namedDatabases opens the named databases of a workspace. The caller closes it.
