@@ -176,7 +176,7 @@ func (s *server) database(ctx context.Context) (database, schema check) {
 	if errors.Is(err, migrations.ErrNewer) { // it came while this process served: an expansion, which it does not notice
 		return check{true, "answers"}, check{true, "of a newer version: replace this process by one of that version"}
 	}
-	for _, known := range []error{migrations.ErrOutdated, migrations.ErrChanged} {
+	for _, known := range []error{migrations.ErrOutdated, migrations.ErrOld, migrations.ErrChanged} {
 		if errors.Is(err, known) {
 			return check{true, "answers"}, check{false, err.Error()}
 		}

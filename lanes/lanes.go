@@ -3,7 +3,7 @@
 // A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The
 // hold is a lease in the table agent_locks: owner, fencing token, end. A holder that dies loses the
 // lane when the lease ends, so nothing has to clean up after it. The rules are SQL functions
-// (migrations/sql/0001_lanes.sql, 0031_handover.sql and 0054_lanes.sql), so any client of the database obeys them; this package is a thin
+// (migrations/schema/020_lanes.sql), so any client of the database obeys them; this package is a thin
 // client that adds what only a process can: renewal, cancellation and counting.
 //
 // It promises:
@@ -35,7 +35,7 @@
 // A lane can be lent: a child execution acts in the lanes of the parent that waits for it. The borrower has a token of
 // its own, so the lender's late writes are refused; the lane goes back, with a new token again, when the borrower ends,
 // gives it back or lets it expire, and when a lender stops waiting. SQL decides who may borrow and keeps the
-// loans (migrations/sql/0011_loans.sql); here it is only [Keeper.AcquireAs].
+// loans (migrations/schema/020_lanes.sql); here it is only [Keeper.AcquireAs].
 //
 // One [Keeper] per process renews every lease it holds with one statement, see [Keeper.Run].
 package lanes

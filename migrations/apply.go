@@ -32,33 +32,46 @@ const (
 	outside = "-- outside a transaction\n"
 )
 
-// apply runs one file and records it.
-func (m migration) apply(ctx context.Context, pool *pgxpool.Pool) error {
-	try := m.inTransaction
-	if strings.HasPrefix(m.sql, outside) {
-		try = m.oneByOne
+// step is what is applied and recorded together: the baseline, the bridge, a change, changed code, or the last two of these.
+type step struct {
+	what    string // in errors
+	version int    // 0: code alone
+	hash    string
+	sql     string
+	code    []noun
+	names   []string // what Up reports
+}
+
+// outside reports whether the step's statements run one by one.
+func (s step) outside() bool { return strings.HasPrefix(s.sql, outside) }
+
+// apply runs one step and records it.
+func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
+	try := s.inTransaction
+	if s.outside() {
+		try = s.oneByOne
 	}
 	err := try(ctx, pool)
 	for i := 1; i < lockTries && postgres.IsCode(err, "55P03", "40P01"); i++ { // no lock in time, or a deadlock
 		if ended := pause(ctx, letPass); ended != nil {
-			return fmt.Errorf("apply migration %s: %w", m.name, errors.Join(ended, err))
+			return fmt.Errorf("apply %s: %w", s.what, errors.Join(ended, err))
 		}
 		err = try(ctx, pool)
 	}
 	switch {
 	case postgres.IsCode(err, "55P03", "40P01"):
-		return fmt.Errorf("apply migration %s: others hold what it needs to lock (%w); end transactions that are open for long "+
-			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", m.name, err)
+		return fmt.Errorf("apply %s: others hold what it needs to lock (%w); end transactions that are open for long "+
+			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", s.what, err)
 	case postgres.IsCode(err, "42P07", "42710"): // a table, or another thing, of a name that this file is the first to use
-		return fmt.Errorf("apply migration %s: the database has something of another program (%w); %s", m.name, err, ownDatabase)
+		return fmt.Errorf("apply %s: the database has something of another program (%w); %s", s.what, err, ownDatabase)
 	case err != nil:
-		return fmt.Errorf("apply migration %s: %w", m.name, err)
+		return fmt.Errorf("apply %s: %w", s.what, err)
 	}
 	return nil
 }
 
 // inTransaction applies the whole file or nothing.
-func (m migration) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
+func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `set local lock_timeout = '`+lockPatience+`'`); err != nil {
 			return err
@@ -69,28 +82,63 @@ func (m migration) inTransaction(ctx context.Context, pool *pgxpool.Pool) error 
 		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // which refuse what is no error, for developers
 			return err
 		}
-		if _, err := tx.Exec(ctx, m.sql); err != nil {
+		if s.version == baseline { // its first file is code, too
+			if _, err := tx.Exec(ctx, `set local check_function_bodies = off`); err != nil {
+				return err
+			}
+		}
+		if _, err := tx.Exec(ctx, s.sql); err != nil {
 			return err
 		}
-		return m.record(ctx, tx)
+		if err := s.replaceCode(ctx, tx); err != nil {
+			return err
+		}
+		return s.record(ctx, tx)
 	})
 }
 
-func (m migration) record(ctx context.Context, db postgres.DB) error {
-	_, err := db.Exec(ctx, `insert into agent_migrations (version, name, hash) values ($1, $2, $3)`, m.version, m.name, m.hash)
+// replaceCode applies the code of files, all of them before any body is checked: functions call those of later files.
+func (s step) replaceCode(ctx context.Context, tx pgx.Tx) error {
+	if len(s.code) == 0 {
+		return nil
+	}
+	if _, err := tx.Exec(ctx, `set local check_function_bodies = off`); err != nil {
+		return err
+	}
+	for _, n := range s.code {
+		if _, err := tx.Exec(ctx, n.code); err != nil {
+			return fmt.Errorf("code of %s: %w", n.name, err)
+		}
+		_, err := tx.Exec(ctx, `
+			insert into agent_schema_code as c (name, hash) values (@name, @hash)
+			on conflict (name) do update set hash = excluded.hash, applied_at = clock_timestamp()`,
+			postgres.Strict{"name": n.name, "hash": digest(n.code)})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s step) record(ctx context.Context, db postgres.DB) error {
+	if s.version == 0 {
+		return nil
+	}
+	_, err := db.Exec(ctx, `insert into agent_migrations (version, name, hash) values (@version, @name, @hash)`,
+		postgres.Strict{"version": s.version, "name": s.names[0], "hash": s.hash})
 	return err
 }
 
 // oneByOne applies a file of statements that may be run again: `create index concurrently if not exists` and
 // `drop index concurrently if exists`.
-func (m migration) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
-	for _, name := range m.builds() {
+func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
+	for _, name := range s.builds() {
 		if err := dropUnfinished(ctx, pool, name); err != nil {
 			return err
 		}
 	}
 	err := alongside(ctx, pool, func(conn *pgxpool.Conn) error {
-		for statement := range strings.SplitSeq(strings.TrimPrefix(m.sql, outside), ";\n") {
+		for statement := range strings.SplitSeq(strings.TrimPrefix(s.sql, outside), ";\n") {
 			if strings.TrimSpace(statement) == "" {
 				continue
 			}
@@ -103,7 +151,7 @@ func (m migration) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	if err != nil {
 		return err
 	}
-	return m.record(ctx, pool)
+	return s.record(ctx, pool)
 }
 
 // alongside lends fn a session without limits of time, which is closed afterwards. Behind a pooler a session is not ours, so its limits stay.
@@ -126,9 +174,9 @@ func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Co
 var built = regexp.MustCompile(`(?i)create\s+(?:unique\s+)?index\s+concurrently\s+if\s+not\s+exists\s+([a-z0-9_]+)`)
 
 // builds names the indexes that a file builds concurrently.
-func (m migration) builds() []string {
+func (s step) builds() []string {
 	var names []string
-	for _, match := range built.FindAllStringSubmatch(m.sql, -1) {
+	for _, match := range built.FindAllStringSubmatch(s.sql, -1) {
 		names = append(names, match[1])
 	}
 	return names

@@ -1,35 +1,34 @@
-// Package migrations owns the schema: embedded SQL files, applied in order, and River's own migrations
-// beside them in the schema "river".
+// Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside them in
+// the schema "river".
 //
-// Up brings a database to this binary's version. It may be called by many processes at once: one
-// migrates, the others wait for it and find nothing to do. The lock is a transaction-level advisory lock
-// held by a connection that does nothing else, so it works through a transaction pooler and is freed by
-// the server when the process dies. Each file is one transaction together with its row in
-// agent_migrations, so a death in the middle leaves whole files applied and the rest to do.
+// schema/ has a file for each noun, in the order in which they are read. A file opens with what the noun promises. Its tables
+// follow: they are the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all
+// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has changed. A change of a table
+// is a file of changes/, numbered, which is applied once and never edited after its release.
 //
-// It may be called while other processes serve, of this version or the one before. A file never stands in
-// a queue for a lock for longer than two seconds, because all who come later stand behind it: it gives up,
-// lets them pass, and tries again. What a file may do at all is the rule of docs/upgrading.md, expand
-// first and contract a release later, and the tests here hold every file to it. A file whose first line is
-// `-- outside a transaction` builds indexes concurrently, statement by statement; what a death leaves half
-// built is removed and built again.
+// Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others wait
+// for it and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing else.
+// It works through a transaction pooler, and the server frees it when the process dies. The baseline is one transaction. Each
+// change is one transaction with its row in agent_migrations, and the last one applies the code, too. So a death leaves a
+// whole version or the next one.
 //
-// A database that was migrated by a newer binary is refused (ErrNewer), as is one whose applied files
-// differ from this binary's (ErrChanged): files that have been released are never edited. sql/0001_lanes.sql
-// opens with an essay about the tables.
+// Up may be called while processes serve, of this version or the one before. A statement never waits for a lock for longer
+// than two seconds, because all later ones stand behind it: it gives up, lets them pass, and tries again. What a change may do
+// is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each file to it. A file whose
+// first line is `-- outside a transaction` builds indexes concurrently, statement by statement. An index that a death left
+// half built is removed and built again.
+//
+// A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql, in one
+// transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables
+// or changes differ from this binary's (ErrChanged).
 package migrations
 
 import (
 	"context"
-	"crypto/sha256"
 	"embed"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
-	"strconv"
-	"strings"
-	"sync"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -44,28 +43,31 @@ var (
 	// ErrNewer reports a schema that a newer binary made.
 	ErrNewer = errors.New("the database was migrated by a newer version of agent; use that version or newer")
 	// ErrChanged reports a database whose applied migrations are not this binary's.
-	ErrChanged = errors.New("an applied migration differs from this binary's; use the binary that made the schema")
+	ErrChanged = errors.New("the schema that was applied differs from this binary's; use the binary that made the schema")
+	// ErrOld reports a schema of before the baseline that no bridge leads from.
+	ErrOld = errors.New("the database's schema is older than version 118; run `agent migrate` of the release that has schema 118, then this one's")
 	// ErrOutdated reports a schema that misses migrations.
 	ErrOutdated = errors.New("the database is not migrated to this version of agent; run `agent migrate`")
 )
 
-//go:embed sql/*.sql
+const (
+	// baseline is the version that a new database begins with.
+	baseline = 200
+	// lastNumbered is the version that the bridge begins at, and lastHash what its row in agent_migrations says.
+	lastNumbered = 118
+	lastHash     = "fbc3feac0597f02038a589bad0b86178bf90647458dd1bc437a5762235c1e09a"
+)
+
+//go:embed schema/*.sql changes bridge.sql
 var files embed.FS
 
-type migration struct {
-	version int
-	name    string
-	sql     string
-	hash    string
-}
-
-// Up migrates the database to Version, River's schema included, and returns the names of the files it
-// applied. It is idempotent and safe to run by many processes at once.
+// Up migrates the database to Version, River's schema included, and returns the names of what it applied. It is idempotent and
+// safe to run by many processes at once.
 func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWith(ctx, pool, files) }
 
-// UpWith is Up with the files sql/*.sql of another version, as its binary would do it: for the tests of upgrades.
+// UpWith is Up with the files of another version, as its binary would do it: for the tests of upgrades.
 func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, error) {
-	all, err := load(version)
+	t, err := load(version)
 	if err != nil {
 		return nil, err
 	}
@@ -83,18 +85,25 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 	if err := refusePlace(ctx, pool); err != nil {
 		return nil, err
 	}
-	if err := refuseStrangers(ctx, pool, all); err != nil {
+	if err := refuseStrangers(ctx, pool, t); err != nil {
 		return nil, err
 	}
 	_, err = pool.Exec(ctx, `
 		create table if not exists agent_migrations (
 		  version int primary key, name text not null, hash text not null,
 		  applied_at timestamptz not null default clock_timestamp());
+		create table if not exists agent_schema_code (
+		  name text primary key, hash text not null, applied_at timestamptz not null default clock_timestamp());
 		create schema if not exists river`)
 	if err != nil {
 		return nil, fmt.Errorf("prepare migrations: %w", err)
 	}
-	missing, err := check(ctx, pool, all)
+	return t.migrate(ctx, pool)
+}
+
+// migrate applies what the database lacks.
+func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
+	todo, err := t.missing(ctx, pool)
 	if err != nil {
 		return nil, err
 	}
@@ -102,11 +111,11 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, err
 	}
 	var applied []string
-	for _, m := range missing {
-		if err := m.apply(ctx, pool); err != nil {
+	for _, s := range todo {
+		if err := s.apply(ctx, pool); err != nil {
 			return applied, err
 		}
-		applied = append(applied, m.name)
+		applied = append(applied, s.names...)
 	}
 	return applied, nil
 }
@@ -135,10 +144,10 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 	}
 }
 
-// Check returns nil when the database has exactly this binary's schema, ErrOutdated when migrations are
-// missing, ErrNewer or ErrChanged when the schema is another version's. It writes nothing.
+// Check returns nil when the database has exactly this binary's schema, ErrOutdated when something is missing, ErrOld, ErrNewer
+// or ErrChanged when the schema is another version's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
-	all, err := embedded()
+	t, err := embedded()
 	if err != nil {
 		return err
 	}
@@ -149,88 +158,32 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	if !exists {
 		return ErrOutdated
 	}
-	missing, err := check(ctx, pool, all)
+	todo, err := t.missing(ctx, pool)
 	if err != nil {
 		return err
 	}
-	if len(missing) > 0 {
+	if len(todo) > 0 {
 		return ErrOutdated
 	}
 	return nil
 }
 
-// Version is the number of the newest migration in this binary.
+// Version is the number of this binary's schema.
 func Version() int {
-	all, err := embedded()
+	t, err := embedded()
 	if err != nil {
 		return 0
 	}
-	return all[len(all)-1].version
+	return t.version()
 }
 
-// Hash names this binary's schema: equal hashes mean equal migrations.
+// Hash names this binary's schema: equal hashes mean equal text.
 func Hash() string {
-	sum := sha256.New()
-	all, err := embedded()
+	t, err := embedded()
 	if err != nil {
 		return ""
 	}
-	for _, m := range all {
-		sum.Write([]byte(m.hash))
-	}
-	return hex.EncodeToString(sum.Sum(nil))[:16]
-}
-
-// embedded are the migrations of this binary.
-var embedded = sync.OnceValues(func() ([]migration, error) { return load(files) })
-
-// load reads the files of a version in order.
-func load(version fs.FS) ([]migration, error) {
-	names, err := fs.Glob(version, "sql/*.sql")
-	if err != nil {
-		return nil, fmt.Errorf("list migrations: %w", err)
-	}
-	all := make([]migration, 0, len(names))
-	for _, path := range names {
-		text, err := fs.ReadFile(version, path)
-		if err != nil {
-			return nil, fmt.Errorf("read %s: %w", path, err)
-		}
-		name := strings.TrimPrefix(path, "sql/")
-		digits, _, _ := strings.Cut(name, "_")
-		number, err := strconv.Atoi(digits)
-		if err != nil {
-			return nil, fmt.Errorf("migration %s has no number: %w", name, err)
-		}
-		sum := sha256.Sum256(text)
-		all = append(all, migration{number, name, string(text), hex.EncodeToString(sum[:])})
-	}
-	return all, nil
-}
-
-// check compares what is applied with what this binary has, and returns what is missing.
-func check(ctx context.Context, pool *pgxpool.Pool, all []migration) ([]migration, error) {
-	rows, err := pool.Query(ctx, `select version, name, hash from agent_migrations order by version`)
-	if err != nil {
-		return nil, fmt.Errorf("read agent_migrations: %w", err)
-	}
-	type row struct {
-		Version    int
-		Name, Hash string
-	}
-	applied, err := pgx.CollectRows(rows, pgx.RowToStructByPos[row])
-	if err != nil {
-		return nil, fmt.Errorf("read agent_migrations: %w", err)
-	}
-	for i, a := range applied {
-		if i >= len(all) {
-			return nil, fmt.Errorf("schema version %d: %w", a.Version, ErrNewer)
-		}
-		if a.Hash != all[i].hash {
-			return nil, fmt.Errorf("migration %s: %w", a.Name, ErrChanged)
-		}
-	}
-	return all[len(applied):], nil
+	return t.hash()[:16]
 }
 
 func upRiver(ctx context.Context, pool *pgxpool.Pool) error {

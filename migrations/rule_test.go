@@ -138,13 +138,19 @@ func (s schema) answers(old thing) bool {
 	return false
 }
 
-// TestEveryMigrationExpandsOrSaysWhyNot applies the files one after the other and compares what was before and after.
-func TestEveryMigrationExpandsOrSaysWhyNot(t *testing.T) {
+// TestEveryChangeExpandsOrSaysWhyNot applies the changes one after the other and compares what was before and after.
+func TestEveryChangeExpandsOrSaysWhyNot(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	soFar := fstest.MapFS{}
-	before := schema{}
-	for _, path := range released(t) {
+	soFar := next(t, nil)
+	for _, path := range changes(t) {
+		delete(soFar, path)
+	}
+	if _, err := migrations.UpWith(t.Context(), db, soFar); err != nil {
+		t.Fatal(err)
+	}
+	before := schemaOf(t, db)
+	for _, path := range changes(t) {
 		text := read(t, path)
 		soFar[path] = &fstest.MapFile{Data: []byte(text)}
 		if _, err := migrations.UpWith(t.Context(), db, soFar); err != nil {
@@ -155,7 +161,7 @@ func TestEveryMigrationExpandsOrSaysWhyNot(t *testing.T) {
 		if strings.HasPrefix(text, "-- outside a transaction\n") {
 			found = slices.DeleteFunc(found, func(what string) bool { return strings.HasPrefix(what, "builds index ") })
 		}
-		judge(t, strings.TrimPrefix(path, "sql/"), found)
+		judge(t, strings.TrimPrefix(path, "changes/"), found)
 		before = after
 	}
 }

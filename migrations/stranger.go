@@ -14,10 +14,10 @@ var created = regexp.MustCompile(`(?im)^create\s+(?:or\s+replace\s+)?(?:table|vi
 
 // refuseStrangers returns an error, before anything is written, when a database that was never migrated has a table or view
 // of a name that the files use.
-func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, all []migration) error {
+func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, t text) error {
 	var names []string
-	for _, m := range all {
-		for _, match := range created.FindAllStringSubmatch(m.sql, -1) {
+	for _, n := range t.nouns {
+		for _, match := range created.FindAllStringSubmatch(n.tables+n.code, -1) {
 			names = append(names, match[1])
 		}
 	}

@@ -3,7 +3,6 @@ package migrations_test
 import (
 	"context"
 	"io/fs"
-	"maps"
 	"net/url"
 	"slices"
 	"strings"
@@ -19,25 +18,31 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// next is this version's files and those of a later one.
-func next(t *testing.T, later map[string]string) fs.FS {
+// next is this version's text with further files.
+func next(t *testing.T, later map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
-	for _, path := range released(t) {
-		all[path] = &fstest.MapFile{Data: []byte(read(t, path))}
+	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
+		paths, err := fs.Glob(migrations.Files(), pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range paths {
+			all[path] = &fstest.MapFile{Data: []byte(read(t, path))}
+		}
 	}
 	for name, text := range later {
-		all["sql/"+name] = &fstest.MapFile{Data: []byte(text)}
+		all["changes/"+name] = &fstest.MapFile{Data: []byte(text)}
 	}
 	return all
 }
 
-// released lists the files there are.
-func released(t *testing.T) []string {
+// changes lists the changes after the baseline.
+func changes(t *testing.T) []string {
 	t.Helper()
-	paths, err := fs.Glob(migrations.Files(), "sql/*.sql")
-	if err != nil || len(paths) == 0 {
-		t.Fatalf("%d migrations: %v", len(paths), err)
+	paths, err := fs.Glob(migrations.Files(), "changes/*.sql")
+	if err != nil {
+		t.Fatal(err)
 	}
 	return paths
 }
@@ -175,24 +180,45 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 	}
 }
 
-// An upgrade by way of every version ends with the schema that a new database gets.
-func TestFilesCanBeAppliedOneAtATime(t *testing.T) {
+// Code that has changed is applied with the change it came with, or alone, and other code is not applied again.
+func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	t.Parallel()
-	db := pgtest.Empty(t)
-	soFar := fstest.MapFS{}
-	paths := released(t)
-	for _, path := range paths {
-		soFar[path] = &fstest.MapFile{Data: []byte(read(t, path))}
-		names, err := migrations.UpWith(t.Context(), db, maps.Clone(soFar))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if want := []string{strings.TrimPrefix(path, "sql/")}; !slices.Equal(names, want) {
-			t.Errorf("applied %v, want %v", names, want)
+	db := pgtest.DB(t)
+	with := func(later map[string]string, body string) fstest.MapFS {
+		all := next(t, later)
+		all["schema/010_types.sql"].Data = append(all["schema/010_types.sql"].Data, "create or replace function f() returns int language sql as '"+body+"';\n"...)
+		return all
+	}
+	change := map[string]string{"9001_more.sql": `create table more (id int)`}
+	for _, c := range []struct {
+		version fstest.MapFS
+		want    []string
+	}{
+		{with(nil, "select 1"), []string{"code of 010_types"}},
+		{with(nil, "select 1"), nil},
+		{with(change, "select 2 from more"), []string{"9001_more.sql", "code of 010_types"}},
+		{with(change, "select 3"), []string{"code of 010_types"}},
+	} {
+		if got, err := migrations.UpWith(t.Context(), db, c.version); err != nil || !slices.Equal(got, c.want) {
+			t.Fatalf("applied %v (%v), want %v", got, err, c.want)
 		}
 	}
-	if err := migrations.Check(t.Context(), db); err != nil {
-		t.Error(err)
+	if got := get[int](t, db, `select f()`); got != 3 {
+		t.Errorf("the function is that of version %d", got)
+	}
+}
+
+// A change and its code are one transaction: code that cannot be applied leaves nothing of the change.
+func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	broken := next(t, map[string]string{"9001_more.sql": `create table more (id int)`})
+	broken["schema/010_types.sql"].Data = append(broken["schema/010_types.sql"].Data, "create or replace function f() returns nothing language sql as '';\n"...)
+	if _, err := migrations.UpWith(t.Context(), db, broken); err == nil || !strings.Contains(err.Error(), "code of 010_types") {
+		t.Fatalf("code with an error: %v", err)
+	}
+	if get[bool](t, db, `select to_regclass('more') is not null or exists (select from agent_migrations where version = 9001)`) {
+		t.Error("the change is there without its code")
 	}
 }
 
@@ -204,21 +230,21 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	insertExecution(t, db)
-	exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.3); return $1; end $$`)
+	exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.8); return $1; end $$`)
 	name := pgx.Identifier{get[string](t, db, `select current_database()`)}.Sanitize()
-	limits := []string{"statement_timeout = '100ms'", "plpgsql.extra_errors = 'all'"}
+	limits := []string{"statement_timeout = '500ms'", "plpgsql.extra_errors = 'all'"}
 	if get[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
-		limits = append(limits, "transaction_timeout = '250ms'")
+		limits = append(limits, "transaction_timeout = '700ms'")
 	}
 	for _, limit := range limits {
 		exec(t, db, "alter database "+name+" set "+limit)
 	}
 	db.Reset()
 	ended(t, upgrade(t, db, next(t, map[string]string{
-		"9001_long.sql":  `select pg_sleep(0.3); create function f(x int) returns void language plpgsql as $$ declare x int; begin end $$`,
+		"9001_long.sql":  `select pg_sleep(0.8); create function f(x int) returns void language plpgsql as $$ declare x int; begin end $$`,
 		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions (slowly(flow));\n",
 	})))
-	if got := get[string](t, db, `select current_setting('statement_timeout')`); got != "100ms" {
+	if got := get[string](t, db, `select current_setting('statement_timeout')`); got != "500ms" {
 		t.Errorf("after a migration the pool's statements may take %s", got)
 	}
 }

@@ -202,7 +202,7 @@ func TestMigrate(t *testing.T) {
 		}
 	}
 	first := p.run("migrate")
-	if first.code != 0 || !strings.Contains(first.out, "applied 0001") || !strings.Contains(first.err, "bringing the schema to version") {
+	if first.code != 0 || !strings.Contains(first.out, "applied baseline") || !strings.Contains(first.err, "bringing the schema to version") {
 		t.Errorf("first: exit %d, stdout %q, stderr %q", first.code, first.out, first.err)
 	}
 	var again struct {

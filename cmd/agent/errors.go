@@ -84,7 +84,7 @@ func exitCode(ctx context.Context, err error) int {
 		return exitUsage
 	}
 	for _, wrong := range []error{
-		trace.ErrInvalid, activity.ErrCursor, lanes.ErrInvalid, migrations.ErrOutdated, migrations.ErrNewer, migrations.ErrChanged,
+		trace.ErrInvalid, activity.ErrCursor, lanes.ErrInvalid, migrations.ErrOutdated, migrations.ErrOld, migrations.ErrNewer, migrations.ErrChanged,
 		threads.ErrEmpty, threads.ErrInvalid,
 	} {
 		if errors.Is(err, wrong) {

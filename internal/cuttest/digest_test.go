@@ -14,7 +14,7 @@ import (
 // passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the diary of claims
 // and lanes, which tells of the disturbance itself.
 var passing = []string{
-	"agent_workers", "agent_migrations", "agent_activity_counted", "agent_activity_counts", "agent_activity_durations", "agent_activity_uncounted",
+	"agent_workers", "agent_migrations", "agent_schema_code", "agent_activity_counted", "agent_activity_counts", "agent_activity_durations", "agent_activity_uncounted",
 	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests", "agent_prompts", "agent_prompt_parts",
 }
 

@@ -3,6 +3,9 @@
 package failover_test
 
 import (
+	"compress/gzip"
+	"context"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -29,27 +32,28 @@ var expansion = map[string]string{
 	"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists agent_executions_more on agent_executions (more, id);\n",
 }
 
-// files are the migrations up to a version, and further ones.
-func files(t testing.TB, upTo string, further map[string]string) fstest.MapFS {
+// files are the text of this version and further changes.
+func files(t testing.TB, further map[string]string) fstest.MapFS {
 	t.Helper()
-	paths, err := filepath.Glob("../../migrations/sql/*.sql")
-	if err != nil || len(paths) == 0 {
-		t.Fatalf("%d migrations: %v", len(paths), err)
-	}
 	all := fstest.MapFS{}
-	for _, path := range paths {
-		name := filepath.Base(path)
-		if upTo != "" && name > upTo+"~" {
-			continue
-		}
-		text, err := os.ReadFile(path)
+	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
+		paths, err := filepath.Glob("../../migrations/" + pattern)
 		if err != nil {
 			t.Fatal(err)
 		}
-		all["sql/"+name] = &fstest.MapFile{Data: text}
+		for _, path := range paths {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all[strings.TrimPrefix(path, "../../migrations/")] = &fstest.MapFile{Data: text}
+		}
+	}
+	if len(all) < 10 {
+		t.Fatalf("%d files of the schema", len(all))
 	}
 	for name, text := range further {
-		all["sql/"+name] = &fstest.MapFile{Data: []byte(text)}
+		all["changes/"+name] = &fstest.MapFile{Data: []byte(text)}
 	}
 	return all
 }
@@ -62,7 +66,7 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	w.serve(2)
 	l := w.begin()
 	l.atTheWorstMoment()
-	if _, err := migrations.UpWith(t.Context(), w.db, files(t, "", expansion)); err != nil {
+	if _, err := migrations.UpWith(t.Context(), w.db, files(t, expansion)); err != nil {
 		t.Fatal(err)
 	}
 	w.open()
@@ -79,37 +83,40 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	l.settle()
 }
 
-// released are the versions of which there is data: what their release left in a database when its processes were killed
-// while one execution ran, and others waited for everything that can be waited for.
-var released = []string{"0021"}
-
-// TestWhatWaitsInAReleasedVersionFinishesInThisOne upgrades the data of a released version with the program, and serves it.
-func TestWhatWaitsInAReleasedVersionFinishesInThisOne(t *testing.T) {
+// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades the data of schema version 118 with the program, and serves it: what
+// a release left in a database when its processes were killed while one execution ran, and others waited for everything that can
+// be waited for.
+func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	t.Parallel()
-	for _, version := range released {
-		t.Run(version, func(t *testing.T) {
-			t.Parallel()
-			to := pgtest.EmptyURL(t)
-			db := connect(t, to)
-			if _, err := migrations.UpWith(t.Context(), db, files(t, version, nil)); err != nil {
-				t.Fatal(err)
-			}
-			data, err := os.ReadFile(filepath.Join("testdata", version+".sql"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusNoContent) }))
-			t.Cleanup(answers.Close) // the skill whose call was interrupted
-			here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
-			if _, err := db.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
-				t.Fatal(err)
-			}
-			if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.Exit() != 0 {
-				t.Fatalf("agent migrate: %s", a.Err.Tail(30))
-			}
-			finishes(t, newWorld(t, to, "30s"))
-		})
+	to := pgtest.EmptyURL(t)
+	packed, err := os.Open("../../migrations/testdata/0118.sql.gz")
+	if err != nil {
+		t.Fatal(err)
 	}
+	defer packed.Close()
+	unpacked, err := gzip.NewReader(packed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := io.ReadAll(unpacked)
+	if err != nil {
+		t.Fatal(err)
+	}
+	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusNoContent) }))
+	t.Cleanup(answers.Close) // the skill whose call was interrupted
+	here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
+	conn, err := pgx.Connect(t.Context(), to) // one of its own: a dump sets what the session keeps
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
+	if _, err := conn.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
+		t.Fatal(err)
+	}
+	if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.Exit() != 0 {
+		t.Fatalf("agent migrate: %s", a.Err.Tail(30))
+	}
+	finishes(t, newWorld(t, to, "30s"))
 }
 
 // finishes gives what is waited for, and sees everything end.

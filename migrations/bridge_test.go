@@ -1,0 +1,173 @@
+package migrations_test
+
+import (
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// before is a new database of schema version 118, with executions that run and wait: what pg_dump wrote of one.
+func before(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	packed, err := os.ReadFile("testdata/0118.sql.gz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unpacked, err := gzip.NewReader(bytes.NewReader(packed))
+	if err != nil {
+		t.Fatal(err)
+	}
+	dump, err := io.ReadAll(unpacked)
+	if err != nil {
+		t.Fatal(err)
+	}
+	db := pgtest.Empty(t)
+	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy()) // one of its own: a dump sets what the session keeps
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close(t.Context()) }()
+	if _, err := conn.Exec(t.Context(), string(dump), pgx.QueryExecModeSimpleProtocol); err != nil {
+		t.Fatal(err)
+	}
+	return db
+}
+
+// shape lists what a schema is made of, as the server says it, and without what is of one database alone.
+func shape(t *testing.T, db *pgxpool.Pool) []string {
+	t.Helper()
+	rows, err := db.Query(t.Context(), `
+		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid, a.atttypmod) || ' ' || a.attnotnull || ' '
+		       || coalesce(pg_get_expr(d.adbin, d.adrelid), '') || ' ' || a.attidentity::text || a.attgenerated::text || a.attstorage::text
+		       || ' ' || coalesce(c.reloptions::text, '') || ' ' || coalesce(col_description(c.oid, a.attnum), '')
+		  from pg_class c join pg_attribute a on a.attrelid = c.oid left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
+		 where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'i') and a.attnum > 0 and not a.attisdropped
+		   and c.relname !~ '_20[0-9]{2}_[0-9]{2}'
+		union all
+		select 'constraint ' || conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid) from pg_constraint
+		 where connamespace = 'public'::regnamespace and conrelid::regclass::text !~ '_20[0-9]{2}_[0-9]{2}'
+		union all
+		select 'index ' || indexdef from pg_indexes where schemaname = 'public' and tablename !~ '_20[0-9]{2}_[0-9]{2}'
+		union all
+		select 'trigger ' || pg_get_triggerdef(t.oid) from pg_trigger t where not t.tgisinternal and t.tgparentid = 0
+		union all
+		select 'function ' || pg_get_functiondef(p.oid) || coalesce(obj_description(p.oid, 'pg_proc'), '')
+		  from pg_proc p where p.pronamespace = 'public'::regnamespace
+		union all
+		select 'view ' || viewname || ' ' || definition from pg_views where schemaname = 'public'`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(all)
+	return all
+}
+
+// counted is how many rows each table has.
+func counted(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	return get[string](t, db, `
+		select string_agg(n || ' ' || (xpath('/row/c/text()', query_to_xml('select count(*) as c from ' || n, false, true, '')))[1]::text, E'\n' order by n)
+		  from (select c.oid::regclass::text as n from pg_class c where c.relnamespace = 'public'::regnamespace
+		           and c.relkind in ('r', 'p') and not c.relispartition and c.relname not in ('agent_migrations', 'agent_schema_code')) t`)
+}
+
+// The last schema of numbered files becomes the one that a new database gets, and keeps its rows.
+func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
+	t.Parallel()
+	db := before(t)
+	rows := counted(t, db)
+	if applied, err := migrations.Up(t.Context(), db); err != nil || applied[0] != "bridge" {
+		t.Fatalf("applied %v: %v", applied, err)
+	}
+	if err := migrations.Check(t.Context(), db); err != nil {
+		t.Error(err)
+	}
+	if diff := cmp.Diff(shape(t, pgtest.DB(t)), shape(t, db)); diff != "" {
+		t.Errorf("a new database (-) and one that was bridged (+):\n%s", diff)
+	}
+	if diff := cmp.Diff(rows, counted(t, db)); diff != "" {
+		t.Errorf("rows:\n%s", diff)
+	}
+	if again, err := migrations.Up(t.Context(), db); err != nil || len(again) > 0 {
+		t.Errorf("applied %v again: %v", again, err)
+	}
+}
+
+// What is older than the bridge is refused, and nothing is written.
+func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		change string
+		want   error
+	}{
+		"older":   {`delete from agent_migrations where version > 57`, migrations.ErrOld},
+		"changed": {`update agent_migrations set hash = 'x' where version = 118`, migrations.ErrChanged},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := before(t)
+			exec(t, db, c.change)
+			if applied, err := migrations.Up(t.Context(), db); !errors.Is(err, c.want) || len(applied) > 0 {
+				t.Errorf("applied %v: %v", applied, err)
+			}
+			if err := migrations.Check(t.Context(), db); !errors.Is(err, c.want) {
+				t.Errorf("check: %v", err)
+			}
+		})
+	}
+}
+
+var defines = regexp.MustCompile(`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_]+)`)
+
+// No body stands twice: each function, view and table is defined in one place.
+func TestNothingIsDefinedTwice(t *testing.T) {
+	t.Parallel()
+	where := map[string]string{}
+	for path, file := range next(t, nil) {
+		if !strings.HasPrefix(path, "schema/") {
+			continue
+		}
+		for _, m := range defines.FindAllStringSubmatch(string(file.Data), -1) {
+			what := fmt.Sprint(m[1], " ", m[2])
+			if first, twice := where[what]; twice {
+				t.Errorf("%s is defined in %s and in %s", what, first, path)
+			}
+			where[what] = path
+		}
+	}
+	if len(where) < 200 {
+		t.Errorf("%d definitions: the test does not see them", len(where))
+	}
+}
+
+// The code can be applied again, and with its bodies checked: a new database has it without, because functions call later ones.
+func TestTheBodiesOfAllCodeAreValid(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for path, file := range next(t, nil) {
+		if strings.HasPrefix(path, "schema/") {
+			_, code, _ := strings.Cut(string(file.Data), "\n-- Code\n")
+			if _, err := db.Exec(t.Context(), code, pgx.QueryExecModeSimpleProtocol); err != nil {
+				t.Errorf("%s: %v", path, err)
+			}
+		}
+	}
+}

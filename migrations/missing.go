@@ -1,0 +1,112 @@
+package migrations
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// missing returns what a database lacks of this text, in order.
+func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
+	rows, err := pool.Query(ctx, `select m.version, m.name, m.hash from agent_migrations m order by m.version`)
+	if err != nil {
+		return nil, fmt.Errorf("read agent_migrations: %w", err)
+	}
+	type row struct {
+		Version    int
+		Name, Hash string
+	}
+	applied, err := pgx.CollectRows(rows, pgx.RowToStructByPos[row])
+	if err != nil {
+		return nil, fmt.Errorf("read agent_migrations: %w", err)
+	}
+	made := map[string]string{}
+	var numbered, done int
+	for _, a := range applied {
+		switch {
+		case a.Version < baseline:
+			numbered = a.Version
+			if a.Version > lastNumbered || a.Version == lastNumbered && a.Hash != lastHash {
+				return nil, fmt.Errorf("migration %s: %w", a.Name, ErrChanged)
+			}
+		case a.Version == baseline:
+			made["baseline"] = a.Hash
+		case done == len(t.changes):
+			return nil, fmt.Errorf("schema version %d: %w", a.Version, ErrNewer)
+		case a.Hash != t.changes[done].hash:
+			return nil, fmt.Errorf("migration %s: %w", a.Name, ErrChanged)
+		default:
+			done++
+		}
+	}
+	switch hash := made["baseline"]; {
+	case hash == "" && numbered > 0 && numbered < lastNumbered:
+		return nil, fmt.Errorf("schema version %d: %w", numbered, ErrOld)
+	case hash == "":
+		return t.begin(numbered == lastNumbered), nil
+	case hash != digest(t.tables()):
+		return nil, fmt.Errorf("schema version %d: %w", baseline, ErrChanged)
+	}
+	changed, err := t.changedCode(ctx, pool)
+	if err != nil {
+		return nil, err
+	}
+	return t.goOn(t.changes[done:], changed), nil
+}
+
+// begin makes the baseline, and all that came after it, in a database that has nothing or the last numbered version.
+func (t text) begin(bridged bool) []step {
+	first := step{what: "the baseline", version: baseline, hash: digest(t.tables()), names: []string{"baseline"}}
+	if bridged {
+		first.sql = t.bridge
+		first.what = "the bridge from version 118"
+		first.names = []string{"bridge"}
+	} else {
+		first.sql = t.nouns[0].code + t.tables() // defaults and checks of tables call functions of the first file
+	}
+	first.code = t.nouns
+	return append([]step{first}, t.goOn(t.changes, nil)...)
+}
+
+// goOn applies changes, and the changed code with the last one.
+func (t text) goOn(changes []change, code []noun) []step {
+	var steps []step
+	for _, c := range changes {
+		steps = append(steps, step{what: "migration " + c.name, version: c.version, hash: c.hash, sql: c.sql, names: []string{c.name}})
+	}
+	if len(code) == 0 {
+		return steps
+	}
+	if n := len(steps); n > 0 && !steps[n-1].outside() {
+		steps[n-1].code = code
+	} else {
+		steps = append(steps, step{what: "the code", code: code})
+	}
+	last := &steps[len(steps)-1]
+	for _, n := range code {
+		last.names = append(last.names, "code of "+n.name)
+	}
+	return steps
+}
+
+// changedCode lists the files whose code the database does not have as it is here.
+func (t text) changedCode(ctx context.Context, pool *pgxpool.Pool) ([]noun, error) {
+	rows, err := pool.Query(ctx, `select c.name, c.hash from agent_schema_code c`)
+	if err != nil {
+		return nil, fmt.Errorf("read agent_schema_code: %w", err)
+	}
+	var name, hash string
+	has := map[string]string{}
+	if _, err := pgx.ForEachRow(rows, []any{&name, &hash}, func() error { has[name] = hash; return nil }); err != nil {
+		return nil, fmt.Errorf("read agent_schema_code: %w", err)
+	}
+	var changed []noun
+	for _, n := range t.nouns {
+		if has[n.name] != digest(n.code) {
+			changed = append(changed, n)
+		}
+	}
+	return changed, nil
+}

@@ -1,0 +1,119 @@
+-- Types and ids.
+--
+-- Ids are time-ordered uuids (version 7), so an index on an id is an index on time. A trace id is a prefix that names the
+-- surface and a ULID, such as hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE.
+--
+-- The files of this folder are the schema, in the order in which they are read; migrations.go says how they are applied. Rules
+-- that every function keeps, each broken once by a plausible implementation:
+--   1. A token is drawn under the row lock, as greatest(old + 1, microseconds of the clock).
+--   2. Lock the row, then read clock_timestamp(), in the next statement.
+--   3. A protected write takes FOR KEY SHARE on the row that has its token: takeovers change the key and wait; renewals do
+--      not, and pass.
+--   4. A try never waits. A try that fails never writes.
+--   5. Lock order: executions by id, then lanes by name, then budgets.
+-- They need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they would
+-- have answered.
+
+-- Code
+
+-- As before, in a form that is expanded where it is called. Of the 60 bits of time the last 12 are the part of a millisecond.
+create or replace function agent_uuid7(p_at timestamptz default clock_timestamp()) returns uuid
+language sql volatile parallel safe as $$
+  select (overlay(lpad(to_hex(floor(extract(epoch from p_at) * 4096000)::bigint), 15, '0') placing '7' from 13 for 0)
+          || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
+$$;
+comment on function agent_uuid7 is 'A time-ordered uuid (version 7) with sub-millisecond order.';
+
+create or replace function agent_uuid7_floor(p_at timestamptz) returns uuid
+language sql immutable parallel safe as $$
+  select (encode(substring(int8send(floor(extract(epoch from p_at) * 1000)::bigint) from 3 for 6), 'hex')
+          || '70008000000000000000')::uuid
+$$;
+comment on function agent_uuid7_floor is
+  'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
+
+create or replace function agent_trace_id(p_prefix text) returns text
+language plpgsql volatile parallel safe as $$
+declare
+  alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
+  bits bytea := substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
+             || substring(uuid_send(gen_random_uuid()) from 1 for 5)
+             || substring(uuid_send(gen_random_uuid()) from 1 for 5);
+  word text := '';
+  value int;
+begin
+  for i in 0..25 loop
+    value := 0;
+    for j in 0..4 loop
+      value := value * 2 + case when i * 5 + j < 2 then 0
+        else (get_byte(bits, (i * 5 + j - 2) / 8) >> (7 - (i * 5 + j - 2) % 8)) & 1 end;
+    end loop;
+    word := word || substr(alphabet, value + 1, 1);
+  end loop;
+  return p_prefix || '_' || word;
+end $$;
+comment on function agent_trace_id is 'A new trace id, prefix and ULID, for work that begins in SQL.';
+
+create or replace function agent_uuid(p_text text) returns uuid language sql immutable as $$
+  select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
+$$;
+
+create or replace function agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
+  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e15)::bigint else 0 end
+$$;
+comment on function agent_tokens is
+  'A count of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
+
+create or replace function agent_words(p_from timestamptz, p_to timestamptz) returns text language sql immutable as $$
+  select case when s is null then 'an unknown time' when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms'
+              when s < 60 then round(s, 1) || ' s' when s < 3600 then floor(s / 60) || ' min ' || floor(s % 60) || ' s'
+              when s < 86400 then floor(s / 3600) || ' h ' || floor(s % 3600 / 60) || ' min'
+              else floor(s / 86400) || ' d ' || floor(s % 86400 / 3600) || ' h' end
+    from (select case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end as s) t
+   where p_from is not null and p_to is not null
+$$;
+comment on function agent_words is
+  'The time between two moments as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
+
+create or replace function agent_usd(p_usage jsonb, p_kind text) returns numeric language sql immutable parallel safe as $$
+  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then (p_usage ->> p_kind)::numeric else 0 end
+$$;
+comment on function agent_usd is
+  'An amount of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
+
+create or replace function agent_name_fault(p_name text) returns text
+language plpgsql immutable parallel safe as $$
+begin
+  if p_name is null or length(p_name) not between 1 and 255 or p_name ~ '[[:cntrl:]]' then
+    return '1 to 255 printable characters';
+  elsif p_name ~ '^[ -~]+$' then
+    return case when p_name !~ '[^ ]' then '1 to 255 printable characters, not only blanks' end;
+  elsif p_name ~ ('[\u0080-\u00a0\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f'
+                  '\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]') then
+    return 'without characters that are invisible, change the direction of the text, or are blanks other than the space';
+  elsif p_name is not nfc normalized then
+    return format('in Unicode''s normal form C: write %L', normalize(p_name, nfc));
+  end if;
+  return null;
+end $$;
+comment on function agent_name_fault is
+  'What the name of a lane or an owner has to be, where it is not; null for a valid name.';
+
+-- What a client does in a transaction that it leaves open holds up its own work, and nobody else's.
+--
+-- A batch of events waited for an id that another transaction had inserted and not committed, and so did all that were in it. Who inserts an
+-- event with an id now holds a shared lock for it until its transaction ends, whichever way it is inserted, and a batch leaves out what it cannot lock
+-- for itself alone. Ids share a few slots, so that a transaction which inserts many takes few locks; two ids of one slot cost no more than a
+-- statement of its own for one of them.
+--
+-- What still may meet a lock waits for it for a moment only, and then fails with SQLSTATE 55P03. The process tries again, and holds no
+-- connection in between.
+
+create or replace function agent_event_id_class() returns int language sql immutable parallel safe as $$ select 1818324581 $$;
+comment on function agent_event_id_class is 'The first key of the advisory locks of event ids.';
+
+create or replace function agent_event_id_slot(p_id text) returns int language sql immutable parallel safe as $$
+  select (hashtextextended(p_id, 0) & 2047)::int
+$$;
+comment on function agent_event_id_slot is
+  'The second key of the advisory lock of an event id: ids share 2,048 of them.';

@@ -1,0 +1,1829 @@
+-- Executions: durable runs, each with a state machine.
+--
+-- An execution is inserted `pending` and ready (claimed_by is null). A worker claims it: one update writes the worker's id and
+-- a larger claim. The claim is the execution's fencing token. A checkpoint, an end, an activity or a wait that carries an older
+-- one is refused with SQLSTATE LK001, whoever sends it. An end (completed, failed, timeout, cancelled) releases the lanes,
+-- closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. Other transitions than those of
+-- agent_executions_valid are refused with SQLSTATE LK002. A worker whose lease has ended loses its claims at the next sweep.
+
+create table agent_executions (
+  id               uuid default agent_uuid7() primary key,
+  trace_id         text not null,
+  surface          text not null,
+  agent            text not null default 'agent',
+  flow             text not null,
+  parent_id        uuid,
+  awaited          boolean not null default false,
+  thread_id        text,
+  queue            text not null default 'background',
+  priority         smallint not null default 2,
+  status           text not null default 'pending',
+  claimed_by       uuid,
+  claim            bigint not null default 0,
+  input            jsonb not null default '{}',
+  variables        jsonb not null default '{}',
+  waiting_for      text,
+  waiting_key      text,
+  waiting_until    timestamptz,
+  waiting_data     jsonb,
+  waiting_step     text,
+  wait_number      int not null default 0,
+  wake             int not null default 0,
+  hinted_at        timestamptz not null default clock_timestamp(),
+  attempt          int not null default 0,
+  max_attempts     int not null default 5,
+  on_lost          text not null default 'resume',
+  progress_seconds int not null default 0,
+  result_type      text,
+  result_summary   text not null default '',
+  result           jsonb,
+  error_message    text,
+  failed_step      text,
+  cancelled_by     text,
+  cancel_reason    text,
+  dedupe_key       text,
+  created_at       timestamptz not null default clock_timestamp(),
+  started_at       timestamptz,
+  updated_at       timestamptz not null default clock_timestamp(),
+  completed_at     timestamptz,
+  inherits         boolean not null default false,
+  forked_from      uuid,
+  forked_step      text,
+  outside          boolean default false,
+  flow_version     int
+) with (fillfactor = 70);
+create index agent_executions_broken on agent_executions (status, id) where status in ('failed', 'timeout', 'cancelled');
+create index agent_executions_forks on agent_executions (forked_from) where forked_from is not null;
+create index agent_executions_held on agent_executions (claimed_by, flow, surface) where claimed_by is not null;
+create unique index agent_executions_key on agent_executions (dedupe_key) where dedupe_key is not null;
+create index agent_executions_of_agent on agent_executions (agent, id) with (deduplicate_items=off) where agent <> 'agent' and agent <> 'visitor_chat';
+create index agent_executions_of_flow on agent_executions (flow, id) with (deduplicate_items=off) where claimed_by is null;
+create index agent_executions_of_surface on agent_executions (surface, id) with (deduplicate_items=off) where claimed_by is null and parent_id is null;
+create index agent_executions_open on agent_executions (status, id) with (deduplicate_items=off) where status in ('pending', 'running', 'waiting');
+create index agent_executions_outside on agent_executions (id) where outside and status in ('pending', 'running') and claimed_by is null;
+comment on index agent_executions_outside is 'Runs that workers outside may lock now.';
+create index agent_executions_parent on agent_executions (parent_id) where parent_id is not null;
+create index agent_executions_progress on agent_executions (id) where claimed_by is not null and progress_seconds > 0;
+create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id) where claimed_by is null and status in ('pending', 'running') and not outside;
+create unique index agent_executions_run on agent_executions (trace_id, id, claim) with (deduplicate_items=off);
+comment on index agent_executions_run is
+  'The executions of a trace. It also makes the claim a part of a key, so that whoever takes a claim away waits '
+  'for those who hold FOR KEY SHARE, which is how a write under a claim is fenced.';
+create index agent_executions_thread on agent_executions (thread_id) where thread_id is not null and completed_at is null;
+create index agent_executions_waiting_until on agent_executions (waiting_until) where status = 'waiting';
+create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
+alter index agent_executions_pkey set (deduplicate_items=off);
+comment on column agent_executions.awaited is 'Its parent waits for it: it is cancelled with the parent.';
+comment on column agent_executions.claimed_by is 'The worker that runs it; null means ready.';
+comment on column agent_executions.claim is 'The fencing token of the run: every durable write carries it.';
+comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
+comment on column agent_executions.inherits is 'May borrow the lanes of its parent, which waits for it.';
+comment on column agent_executions.forked_from is
+  'The execution whose recorded steps, up to forked_step, this one began with.';
+comment on column agent_executions.outside is
+  'Run by a worker outside, under a lock: no process of this program claims it.';
+comment on column agent_executions.flow_version is
+  'The version of a flow of agent_flows that the execution runs; set when it begins.';
+
+create table agent_claims_lost (
+  execution_id uuid not null,
+  claim        bigint not null,
+  worker       uuid,
+  worker_name  text not null default '',
+  how          text not null check (how in ('lost', 'no progress', 'handed back')),
+  at           timestamptz not null default clock_timestamp(),
+  primary key (execution_id, claim)
+);
+comment on table agent_claims_lost is
+  'Claims that ended without a wait or an end: the worker''s lease expired, it got nowhere, or it gave its run '
+  'back.';
+
+create table agent_cancel_requests (
+  execution_id  uuid primary key,
+  cancelled_by  text not null,
+  cancel_reason text not null default '',
+  requested_at  timestamptz not null default clock_timestamp()
+);
+comment on table agent_cancel_requests is
+  'Executions that are to be cancelled as soon as no transaction has them locked.';
+
+create table agent_status_changes (
+  execution_id uuid not null,
+  n            int not null,
+  status       text not null,
+  waiting_for  text,
+  at           timestamptz not null default clock_timestamp(),
+  primary key (execution_id, n)
+);
+comment on table agent_status_changes is
+  'Every status that an execution for workers outside has had: who follows one misses none, however quickly '
+  'they follow one another.';
+
+-- The ends that somebody waits for and has not been told of. An end writes the row in its own transaction, so that it never waits
+-- for who waits; who tells them deletes it.
+create table agent_untold_ends (
+  execution_id uuid primary key
+);
+
+create table agent_limits (
+  kind    text not null check (kind in ('flow', 'surface')),
+  name    text not null check (name <> ''),
+  running int not null check (running >= 0),
+  primary key (kind, name)
+);
+comment on table agent_limits is
+  'How many executions of a flow, or of a surface, may be claimed at once; 0 stops them. The others stay in the '
+  'queue.';
+
+create table agent_pauses (
+  id            bigint generated always as identity primary key,
+  paused_at     timestamptz not null default clock_timestamp(),
+  paused_by     text not null,
+  reason        text not null,
+  trace_id      text not null,
+  resumed_at    timestamptz,
+  resumed_by    text not null default '',
+  resume_reason text not null default ''
+);
+create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
+comment on table agent_pauses is
+  'When autonomous work was paused, by whom and why. The one row without resumed_at is the pause that is on.';
+comment on column agent_pauses.resumed_at is 'Null: the agent is paused.';
+
+create table agent_flows (
+  name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
+  version    int not null check (version > 0),
+  digest     text not null,
+  definition jsonb not null,
+  source     text not null default 'workspace',
+  current    boolean not null default true,
+  created_at timestamptz not null default clock_timestamp(),
+  primary key (name, version)
+);
+create unique index agent_flows_current on agent_flows (name) where current;
+comment on column agent_flows.digest is 'Of the definition.';
+comment on column agent_flows.current is 'What a new execution begins with; none: the flow was removed.';
+
+create table agent_idempotency (
+  scope       text not null check (scope <> ''),
+  key         text not null check ((length(key) >= 1) AND (length(key) <= 255)),
+  fingerprint bytea not null,
+  attempt     uuid not null default agent_uuid7(),
+  state       text not null default 'running' check (state in ('running', 'answered', 'unkept')),
+  lease_until timestamptz not null,
+  status      int not null default 0,
+  header      jsonb not null default '{}',
+  body        bytea not null default '\x'::bytea,
+  created_at  timestamptz not null default clock_timestamp(),
+  expires_at  timestamptz not null,
+  primary key (scope, key),
+  constraint agent_idempotency_check check ((state = 'running') = (status = 0))
+);
+create index agent_idempotency_expired on agent_idempotency (expires_at);
+comment on column agent_idempotency.scope is 'Method and route, and who calls.';
+comment on column agent_idempotency.fingerprint is 'SHA-256 of path, query and body: the same request or not.';
+comment on column agent_idempotency.attempt is 'Of who handles it; void once another took over.';
+comment on column agent_idempotency.lease_until is 'Of the attempt; over when its process died.';
+
+-- Code
+
+create or replace function renew_agent_worker(p_worker uuid) returns boolean
+language plpgsql volatile as $$
+declare
+  w agent_workers;
+begin
+  select x.* into w from agent_workers x where x.id = p_worker for no key update;
+  if not found or w.expires_at <= clock_timestamp() then
+    return false;
+  end if;
+  update agent_workers x set expires_at = clock_timestamp() + make_interval(secs => w.ttl_seconds) where x.id = p_worker;
+  return true;
+end $$;
+comment on function renew_agent_worker is
+  'Prolong a worker''s lease. False once it has ended: the worker has lost its claims and registers anew.';
+
+create or replace function fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
+language plpgsql volatile as $$
+declare
+  e record;
+begin
+  select x.status, x.claimed_by, x.forked_from into e from agent_executions x
+   where x.id = p_id and x.claim = p_claim for key share;
+  -- A fork is given what it begins with while it is pending; nobody writes as any other that is.
+  if found and (e.status = 'waiting' or e.status = 'pending' and e.forked_from is not null or (e.status = 'running' and exists (
+       select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
+    return true;
+  end if;
+  raise exception 'claim % of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
+    p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
+end $$;
+comment on function fence_agent_execution is
+  'Guard a write of a run: true while the claim is the execution''s live one, else LK001. A takeover waits for '
+  'the transaction that called it.';
+
+create or replace function claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
+language plpgsql volatile as $$
+declare
+  e agent_executions;
+  kind record;
+begin
+  select x.flow, x.surface into kind from agent_executions x
+   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside;
+  if not found then
+    return;
+  end if;
+  if exists (select from agent_limits l where (l.kind = 'flow' and l.name = kind.flow) or (l.kind = 'surface' and l.name = kind.surface))
+     and (agent_free_places('flow', kind.flow, true) <= 0 or agent_free_places('surface', kind.surface, true) <= 0) then
+    return;                                                  -- it stays in the queue
+  end if;
+  update agent_executions x
+     set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
+   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+     and exists (select 1 from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp())
+  returning x.* into e;
+  if not found then
+    return;
+  end if;
+  if e.claim > 1 then
+    perform reown_agent_locks(e.id, e.id || '#' || e.claim);
+    perform recover_agent_activity(e.id, e.claim);
+  end if;
+  return next e;
+end $$;
+comment on function claim_agent_execution is
+  'Take a ready execution for a live worker: a new claim, its lanes re-owned, calls left in flight closed as '
+  'unknown. No row when it is not ready.';
+
+create or replace function finish_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
+                                       p_error text, p_failed_step text) returns int
+language plpgsql volatile as $$
+begin
+  if p_status is null or p_status not in ('completed', 'failed', 'timeout') then
+    raise exception 'execution % cannot finish as %: give completed, failed or timeout', p_id, coalesce(p_status, 'null')
+      using errcode = '22023';
+  end if;
+  -- For update: the end waits for writes of this claim that are under way, and none comes after it.
+  perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
+  perform fence_agent_execution(p_id, p_claim);
+  update agent_executions x
+     set status = p_status, result_summary = coalesce(p_summary, ''), result = p_result,
+         error_message = p_error, failed_step = p_failed_step
+   where x.id = p_id and x.claim = p_claim;
+  return (select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || p_id);
+end $$;
+comment on function finish_agent_execution is
+  'End a run: completed, failed or timeout. Its lanes are freed and AGENT_COMPLETED is emitted in this '
+  'transaction. Answers how many lanes were freed.';
+
+create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
+language plpgsql volatile set lock_timeout = '50ms' as $$
+declare
+  e record;
+begin
+  for try in 1 .. 10 loop                                    -- what others write of it takes a moment
+    exit when lock_agent_line(array(select l.id from agent_cancel_line(p_id, '') l));
+    if try = 10 then
+      perform request_agent_cancel(p_id, p_cancelled_by, p_reason, true);
+      raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it', p_id
+        using hint = 'The cancel is requested, and completed within seconds of that transaction''s end.';
+      return (select x.status from agent_executions x where x.id = p_id);
+    end if;
+    perform pg_sleep(0.005);
+  end loop;
+  select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
+  if not found then
+    return null;
+  end if;
+  delete from agent_cancel_requests r where r.execution_id = p_id;
+  if e.status in ('completed', 'failed', 'timeout', 'cancelled') then
+    return e.status;
+  end if;
+  update agent_executions x
+     set status = 'cancelled', claim = x.claim + 1, cancelled_by = p_cancelled_by, cancel_reason = p_reason
+   where x.id = p_id;
+  if e.claimed_by is not null then
+    perform pg_notify('agent_cancel', p_id::text);
+  end if;
+  if p_cancelled_by = 'admin' and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
+    insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
+    values (agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
+            jsonb_build_object('execution', p_id, 'flow', e.flow, 'reason', p_reason),
+            jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
+  end if;
+  return 'cancelled';
+end $$;
+comment on function cancel_agent_execution is
+  'End an execution now. Its claim is void at once, so a step in flight cannot be recorded. Answers the status '
+  'it has afterwards, null for an unknown id. One that has not ended is locked by another transaction, such as '
+  'a step of StepTx: the cancel is requested, its process is told when this commits, and it is completed when '
+  'that transaction has ended. It never waits: what else is locked is SQLSTATE 55P03.';
+
+-- As before, and an end that meets a lock is left to the next sweep.
+create or replace function lose_agent_claims(p_worker uuid) returns int
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
+declare
+  lost uuid[];
+  ending uuid[];
+  left_ uuid[] := '{}';             -- whose end meets a lock
+  free uuid[];
+  held int := 0;                    -- how often a lock was waited for
+  e uuid;
+begin
+  -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
+  lost := array(select x.id from agent_executions x where x.claimed_by = p_worker order by x.id for update skip locked);
+  if lost = '{}' then
+    return 0;
+  end if;
+  ending := array(
+    select x.id from agent_executions x
+     where x.id = any (lost)
+       and (x.on_lost = 'fail' or x.max_attempts <= case when exists (
+              select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end)
+     order by x.id);
+  free := agent_with_free_lanes(ending);
+  foreach e in array ending loop
+    if e <> all (free) or held >= 10 then
+      left_ := left_ || e;
+      continue;
+    end if;
+    begin
+      perform lose_agent_claim(e, 'the worker''s lease expired');
+    exception when lock_not_available then
+      held := held + 1;
+      left_ := left_ || e;
+    end;
+  end loop;
+  lost := array(select t.id from unnest(lost) t (id) where t.id <> all (left_));    -- the others come next time
+  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
+  select x.id, x.claim, p_worker, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = p_worker), ''), 'lost'
+    from agent_executions x where x.id = any (lost) and x.claimed_by = p_worker
+      on conflict do nothing;
+  update agent_executions x
+     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
+         hinted_at = case when x.outside then timestamptz 'infinity' else 'epoch' end,
+         attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
+   where x.id = any (lost) and x.claimed_by = p_worker;
+  return cardinality(lost);
+end $$;
+
+-- Who takes a claim away waits for the writes under it that are under way, with the lock that it needs from the beginning: one with a weaker
+-- lock and one with a write that wants more, such as to speak in a thread that its parent has lent, waited for each other.
+
+create or replace function give_up_agent_claim(p_id uuid, p_claim bigint) returns void
+language plpgsql volatile as $$
+declare
+  e agent_executions;
+begin
+  select x.* into e from agent_executions x where x.id = p_id for update;                -- a claim is part of the key
+  update agent_executions x
+     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, hinted_at = 'epoch', updated_at = clock_timestamp(),
+         attempt = case when exists (select 1 from agent_checkpoints c where c.execution_id = x.id and c.claim = p_claim)
+                        then 0 else x.attempt end
+   where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
+  if found then
+    perform note_agent_claim(e, 'handed back');
+    perform free_agent_locks(p_id, false);
+    perform reown_agent_locks(p_id, p_id || '#' || (p_claim + 1));
+  end if;
+end $$;
+comment on function give_up_agent_claim is
+  'Hand a run back unfinished, at a shutdown: ready again, no attempt spent. Its lanes are free for others '
+  'meanwhile, but threads stay with it, borrowed ones too, so that nobody else begins to talk in the middle of '
+  'its conversation; they end with their lease.';
+
+-- As before, and what meets a lock is left to the next sweep.
+create or replace function sweep_agent_executions(p_limit int default 500)
+returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
+language plpgsql volatile set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  w record;
+  e record;
+  now_ timestamptz := clock_timestamp();                    -- a bound that an index can be searched with
+  due uuid[];
+  outcomes jsonb[];
+  held int := 0;                    -- how often a lock was waited for
+  most constant int := 10;
+begin
+  if not pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) then
+    return;
+  end if;
+  -- Workers before executions, in every path. The lock makes sure that the worker is not renewed now.
+  for w in
+    select x.id from agent_workers x where x.expires_at < clock_timestamp() order by x.expires_at
+     for update skip locked
+  loop
+    perform lose_agent_claims(w.id);
+    delete from agent_workers x where x.id = w.id and not exists (select from agent_executions y where y.claimed_by = w.id);
+  end loop;
+  -- A claim by a worker that is not registered at all is lost as well.
+  for w in
+    select distinct x.claimed_by as id from agent_executions x
+     where x.claimed_by is not null and not exists (select 1 from agent_workers k where k.id = x.claimed_by)
+  loop
+    perform lose_agent_claims(w.id);
+  end loop;
+  -- A worker that beats but gets nowhere.
+  for e in
+    select x.id, x.on_lost, x.progress_seconds from agent_executions x
+     where x.claimed_by is not null and x.status = 'running' and x.progress_seconds > 0
+       and x.updated_at < clock_timestamp() - make_interval(secs => x.progress_seconds)
+       and not exists (select 1 from agent_checkpoints c where c.execution_id = x.id
+                        and c.created_at > clock_timestamp() - make_interval(secs => x.progress_seconds))
+     order by x.id for update skip locked
+  loop
+    continue when exists (select 1 from agent_checkpoints c where c.execution_id = e.id       -- before it was locked
+                           and c.created_at > clock_timestamp() - make_interval(secs => e.progress_seconds));
+    exit when held >= most;
+    continue when agent_with_free_lanes(array[e.id]) = '{}';
+    begin
+      if e.on_lost = 'hand_on' then
+        perform lose_agent_claim(e.id, '');
+      else
+        update agent_executions x set status = 'failed', claim = x.claim + 1,
+               error_message = format('no progress within progress_seconds (%s)', e.progress_seconds) where x.id = e.id;
+      end if;
+    exception when lock_not_available then
+      held := held + 1;
+    end;
+  end loop;
+  -- Ends that nobody has told the parent of: before timers, so that a child that has ended does not count as timed out.
+  for e in
+    select t.child, array(select x.id from agent_executions x
+                           where x.waiting_for = 'agent' and x.waiting_key = t.child::text and (x.status = 'waiting') is true) as parents
+      from (select u.execution_id as child from agent_untold_ends u order by u.execution_id limit p_limit) t order by random()
+  loop
+    exit when held >= most;
+    continue when cardinality(agent_with_free_lanes(e.parents)) < cardinality(e.parents);
+    begin
+      perform tell_agent_parents(e.child, false);
+    exception when lock_not_available then
+      held := held + 1;
+    end;
+  end loop;
+  -- Timers. Who waits for a child without having said how long waits as long as the child has reason to wait itself.
+  for e in
+    select x.id, x.wait_number, x.waiting_key, x.waiting_data from agent_executions x
+     where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
+     order by x.waiting_until limit p_limit for no key update skip locked
+  loop
+    if e.waiting_data ->> 'patient' = 'true' then
+      update agent_executions x set waiting_until = agent_patience(agent_uuid(e.waiting_key))
+       where x.id = e.id and agent_patience(agent_uuid(e.waiting_key)) > now_;
+      continue when found;
+    end if;
+    -- It is told that its parent has gone on: what somebody works on comes next time.
+    perform 1 from agent_executions x where x.id = agent_uuid(e.waiting_key) for no key update skip locked;
+    continue when not found and exists (select from agent_executions x where x.id = agent_uuid(e.waiting_key));
+    exit when held >= most;
+    continue when cardinality(agent_with_free_lanes(array[e.id, agent_uuid(e.waiting_key)])) < 2;
+    begin
+      perform resume_agent_execution(e.id, e.wait_number, jsonb_build_object(
+        'event', 'AGENT_COMPLETED', 'data', '{}'::jsonb, 'timed_out', true));
+    exception when lock_not_available then
+      held := held + 1;
+    end;
+  end loop;
+  due := agent_with_free_lanes(array(
+    select x.id from agent_executions x
+     where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
+     order by x.waiting_until limit p_limit for no key update skip locked));
+  if due <> '{}' then
+    outcomes := array(
+      select (select jsonb_build_object('event', agent_wait_event(x.waiting_for), 'data', '{}'::jsonb, 'timed_out', x.waiting_for <> 'delay')
+                from agent_executions x where x.id = t.id)
+        from unnest(due) with ordinality t (id, n) order by t.n);
+    begin
+      perform resume_agent_executions(due, outcomes, null, '{}');
+    exception when lock_not_available then                  -- one of them: each by itself
+      for i in 1 .. cardinality(due) loop
+        exit when held >= most;
+        begin
+          perform resume_agent_executions(due[i:i], outcomes[i:i], null, '{}');
+        exception when lock_not_available then
+          held := held + 1;
+        end;
+      end loop;
+    end;
+  end if;
+  -- Lanes that have become free.
+  for e in
+    with recursive wanted as (                              -- one step of the index for each lane, however many wait for it
+      (select x.waiting_key as lane from agent_executions x
+        where x.status = 'waiting' and x.waiting_for = 'lane' order by x.waiting_key limit 1)
+      union all
+      select (select x.waiting_key from agent_executions x
+               where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key > w.lane order by x.waiting_key limit 1)
+        from wanted w where w.lane is not null),
+    open as materialized (select w.lane from wanted w where w.lane is not null and agent_lane_open(w.lane))
+    select x.id, x.wait_number from agent_executions x join open o on x.waiting_key = o.lane
+     where x.status = 'waiting' and x.waiting_for = 'lane' limit p_limit for no key update of x skip locked
+  loop
+    exit when held >= most;
+    continue when agent_with_free_lanes(array[e.id]) = '{}';
+    begin
+      perform resume_agent_execution(e.id, e.wait_number,
+        jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false));
+    exception when lock_not_available then
+      held := held + 1;
+    end;
+  end loop;
+  -- Threads whose holder has gone, and what is queued in those that are free.
+  begin
+    perform clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the courier is sooner, and logs it
+  exception when lock_not_available then
+    held := held + 1;
+  end;
+  begin
+    perform flush_agent_threads(p_limit);
+  exception when lock_not_available then
+    held := held + 1;
+  end;
+  -- Whoever swept looks at the queue afterwards, so that a hint that was lost is made good.
+  return query select * from ready_agent_executions(p_limit);
+end $$;
+comment on function sweep_agent_executions is
+  'Take claims from workers whose lease ended, fire due timers, resume waits for lanes, and name the ready '
+  'executions that want a hint. One caller at a time does the work; the others return at once.';
+
+create or replace function lock_agent_children(p_id uuid) returns void
+language plpgsql volatile as $$
+declare
+  level uuid[] := array[p_id];
+begin
+  while level <> '{}' loop
+    level := array(select x.id from agent_executions x
+                    where x.parent_id = any (level) and x.awaited and x.status in ('pending', 'running', 'waiting')
+                    order by x.id for update);
+  end loop;
+end $$;
+comment on function lock_agent_children is
+  'Lock what is cancelled with an execution, to any depth, before the first of their lanes: a child that sends '
+  'has its own row and waits for the lane.';
+
+--
+-- As before, with what is noted for why().
+
+create or replace function lose_agent_claim(p_id uuid, p_why text) returns void
+language plpgsql volatile as $$
+declare
+  e agent_executions;
+  spent int;
+begin
+  select x.* into e from agent_executions x where x.id = p_id;
+  spent := case when exists (select 1 from agent_checkpoints c where c.execution_id = e.id and c.claim = e.claim)
+                then 1 else e.attempt + 1 end;
+  perform note_agent_claim(e, case when p_why = '' then 'no progress' else 'lost' end);
+  if e.on_lost = 'fail' then
+    update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = spent, error_message = p_why where x.id = e.id;
+  elsif spent >= e.max_attempts then
+    update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = spent,
+           error_message = format('given up after %s workers were lost without a checkpoint between', spent)
+     where x.id = e.id;
+  else
+    update agent_executions x set claimed_by = null, claim = x.claim + 1, attempt = spent, wake = x.wake + 1,
+           hinted_at = case when e.outside then timestamptz 'infinity' else 'epoch' end, updated_at = clock_timestamp() where x.id = e.id;
+  end if;
+end $$;
+comment on function lose_agent_claim is
+  'What the loss of its worker means to an execution that the caller has locked: on_lost says so.';
+
+create or replace function agent_executions_outside() returns trigger language plpgsql as $$
+begin
+  new.hinted_at := 'infinity';
+  return new;
+end $$;
+
+create or replace function agent_status_changed() returns trigger language plpgsql as $$
+begin
+  insert into agent_status_changes (execution_id, n, status, waiting_for)
+  values (new.id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = new.id), new.status, new.waiting_for);
+  return null;
+end $$;
+
+create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
+returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  e agent_executions;
+  w agent_workers;
+begin
+  if p_owner is null or p_owner !~ '^[^[:cntrl:]]{1,255}$' or p_owner !~ '[^[:space:]]' then
+    raise exception 'owner % is not valid: an owner is 1 to 255 printable characters', coalesce(quote_literal(left(p_owner, 40)), 'null')
+      using errcode = '22023';
+  elsif p_ttl_seconds is null or p_ttl_seconds <= 0 or p_ttl_seconds > 86400 then
+    raise exception 'ttl of % seconds is not valid: give 1 to 86400 (a day)', coalesce(p_ttl_seconds::text, 'null') using errcode = '22023';
+  end if;
+  -- One at a time, so that from here on the run can lose its worker and not get another one.
+  perform pg_advisory_xact_lock(hashtextextended('run lock ' || p_id, 0));
+  select x.* into e from agent_executions x where x.id = p_id;
+  if not found then
+    return;
+  elsif not e.outside then
+    return query select null::text, null::timestamptz, e.claim, e.status, null::text, 'inside'::text;
+    return;
+  end if;
+  select k.* into w from agent_workers k where k.id = e.claimed_by for update;
+  if w.expires_at > clock_timestamp() then
+    select x.* into e from agent_executions x where x.id = p_id for no key update;    -- passes checkpoints in flight
+  end if;
+  if e.claimed_by is not null and w.expires_at > clock_timestamp() then
+    if w.owner = p_owner then
+      update agent_workers k set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
+       where k.id = w.id returning k.* into w;
+    end if;
+    return query select case when w.owner = p_owner then w.lock_id end, w.expires_at, e.claim, e.status, w.owner,
+                        case when w.owner <> p_owner then 'held' end;
+    return;
+  end if;
+  select x.* into e from agent_executions x where x.id = p_id for update;            -- waits for what the old lock still writes
+  if e.claimed_by is not null then
+    perform lose_agent_claims(e.claimed_by);                 -- what its end means is settled before this answers
+    delete from agent_workers k where k.id = e.claimed_by;
+    select x.* into e from agent_executions x where x.id = p_id;
+  end if;
+  if e.status not in ('pending', 'running') then
+    return query select null::text, null::timestamptz, e.claim, e.status, null::text,
+                        case when e.status = 'waiting' then 'waiting' else 'ended' end;
+    return;
+  end if;
+  insert into agent_workers as k (name, kind, ttl_seconds, expires_at, lock_id, owner, execution_id, claim)
+  values (p_owner, 'outside', p_ttl_seconds, clock_timestamp() + make_interval(secs => p_ttl_seconds),
+          translate(encode(uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()), 'base64'), '+/=', '-_'), p_owner, p_id, e.claim + 1)
+  returning k.* into w;
+  update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1, updated_at = clock_timestamp()
+   where x.id = p_id;
+  if e.claim > 0 then
+    perform reown_agent_locks(p_id, p_id || '#' || (e.claim + 1));
+    perform recover_agent_activity(p_id, e.claim + 1);
+  end if;
+  return query select w.lock_id, w.expires_at, e.claim + 1, 'running'::text, p_owner, null::text;
+end $$;
+comment on function lock_agent_execution is
+  'Lock an execution for a worker outside. No row for an unknown id. refused says why there is no lock_id: held '
+  '(by holder, until expires_at), waiting, ended, or inside (no run for workers outside). The same live owner '
+  'gets the same lock again, prolonged.';
+
+-- As before, and a worker outside hears of a cancel that is requested. Its lock lives until the cancel is completed.
+create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
+returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text, cancel_requested boolean)
+language plpgsql volatile as $$
+#variable_conflict use_column
+begin
+  perform 1 from agent_workers k
+    where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+    order by k.id for no key update;
+  return query
+  with beaten as (
+    update agent_workers k set expires_at = clock_timestamp() + make_interval(secs => k.ttl_seconds)
+      from agent_executions x
+     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+       and x.id = k.execution_id and x.claimed_by = k.id
+    returning k.id, k.expires_at),
+  told as (                                                  -- once: with that the lock is over
+    delete from agent_workers k using agent_executions x
+     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+       and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
+    returning k.id)
+  select a.id, k.execution_id, x.trace_id, b.id is not null or t.id is not null, coalesce(b.expires_at, case when t.id is not null then k.expires_at end),
+         x.status, t.id is not null or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
+    from unnest(p_lock_ids) with ordinality a (id, n)
+    left join agent_workers k on k.lock_id = a.id and (p_id is null or k.execution_id = p_id)
+    left join agent_executions x on x.id = k.execution_id
+    left join beaten b on b.id = k.id
+    left join told t on t.id = k.id
+   order by a.n;
+end $$;
+comment on function beat_agent_locks is
+  'Prolong locks, with p_id only those of one execution. live is false for one that is void; cancel_requested '
+  'says, once, that the execution was cancelled: stop the work.';
+
+create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
+language sql stable as $$
+  select k.claim from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
+$$;
+comment on function agent_lock_claim is
+  'The claim that a live lock stands for; null when it is void or another execution''s. Use it with the fence.';
+
+create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
+                                       p_kind text default null, p_key text default null, p_timeout interval default null,
+                                       p_result jsonb default null)
+returns text language plpgsql volatile as $$
+declare
+  claim_ bigint;
+  outcome jsonb;
+  step_ text;
+begin
+  if p_status is null or p_status not in ('completed', 'failed', 'waiting') then
+    raise exception 'a lock is released with status completed, failed or waiting, not %', coalesce(quote_literal(p_status), 'null')
+      using errcode = '22023';
+  elsif p_status = 'waiting' and (p_kind is null or p_kind not in
+       ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval')) then
+    raise exception 'a run can wait for response, agent, document, signature, test, event, delay or approval, not %',
+      coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
+  end if;
+  perform 1 from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id for update;
+  if p_status = 'waiting' then
+    p_key := coalesce(case p_kind when 'delay' then p_id::text when 'agent' then lower(p_key) else p_key end,
+                      case when p_kind = 'response' then (select x.thread_id from agent_executions x where x.id = p_id) end, '');
+    perform agent_wait_lock(p_kind, p_key);
+  end if;
+  perform 1 from agent_executions x where x.id = p_id for update;
+  claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the lock: its time may have run out meanwhile
+  perform fence_agent_execution(p_id, coalesce(claim_, -1));
+  if p_status = 'waiting' then
+    select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
+    outcome := park_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
+    if outcome is not null and p_kind = 'agent' then
+      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || agent_child_outcome(agent_uuid(p_key)))
+       where c.execution_id = p_id and c.step = step_;
+    end if;
+    if outcome is not null then                              -- it has come already: ready again
+      update agent_executions x
+         set claimed_by = null, claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, updated_at = clock_timestamp()
+       where x.id = p_id;
+    end if;
+  else
+    perform finish_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
+  end if;
+  delete from agent_workers k where k.lock_id = p_lock_id;
+  return (select x.status from agent_executions x where x.id = p_id);
+end $$;
+comment on function unlock_agent_execution is
+  'Give a lock back: end the run, or let it wait for something, after which any worker may lock it and finds '
+  'the outcome as step ''wait KIND N'' (N counts the run''s waits). Answers the status it has then: running '
+  'when what it waits for has come already. LK001 when the lock is void.';
+
+create or replace function agent_limits_changed() returns trigger language plpgsql as $$
+begin
+  perform pg_notify('agent_ready', '');
+  return null;
+end $$;
+
+create or replace function set_agent_limits(p_limits jsonb) returns void
+language plpgsql volatile as $$
+begin
+  lock table agent_limits in share row exclusive mode;
+  delete from agent_limits l where not exists (
+    select from jsonb_to_recordset(p_limits) as n (kind text, name text) where n.kind = l.kind and n.name = l.name);
+  insert into agent_limits as l (kind, name, running)
+  select n.kind, n.name, n.running from jsonb_to_recordset(p_limits) as n (kind text, name text, running int) order by 1, 2
+  on conflict (kind, name) do update set running = excluded.running where l.running <> excluded.running;
+end $$;
+comment on function set_agent_limits is
+  'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
+
+create or replace function agent_free_places(p_kind text, p_name text, p_lock boolean) returns int
+language plpgsql volatile set enable_seqscan = off
+set jit = off as $$
+declare
+  most int;
+begin
+  if p_lock then
+    perform pg_advisory_xact_lock(hashtextextended('admit ' || p_kind || ' ' || p_name, 0));
+  end if;
+  select l.running into most from agent_limits l where l.kind = p_kind and l.name = p_name;
+  if not found then
+    return 1000000;
+  elsif p_kind = 'flow' then
+    return most - (select count(*) from agent_executions x where x.claimed_by is not null and x.flow = p_name);
+  end if;
+  return most - (select count(*) from agent_executions x where x.claimed_by is not null and x.surface = p_name);
+end $$;
+comment on function agent_free_places is
+  'How many more executions of a flow or surface may be claimed. With the lock nobody else claims any until the '
+  'transaction ends.';
+
+-- What is held back must not fill the places of what is not.
+create or replace function agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
+language plpgsql stable set enable_seqscan = off
+set jit = off as $$
+#variable_conflict use_column
+begin
+  return query
+  with recursive kinds as (
+    (select x.flow, x.surface from agent_executions x
+      where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue
+      order by x.flow, x.surface limit 1)
+    union all
+    select n.flow, n.surface from kinds k cross join lateral (
+      select x.flow, x.surface from agent_executions x
+       where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue
+         and (x.flow, x.surface) > (k.flow, k.surface)
+       order by x.flow, x.surface limit 1) n)
+  select k.flow, k.surface from kinds k
+   where k.flow <> all (p_skip)
+     and (k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null));
+end $$;
+comment on function agent_ready_kinds is
+  'The flows and surfaces of which anything may be claimed, without a look at each row: while the agent is '
+  'paused, those of attended surfaces.';
+
+-- An execution whose cancel is requested is not claimed: whoever had it locked when the cancel came may have left it
+-- ready.
+
+create or replace function claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
+returns table (execution agent_executions, held boolean)
+language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+declare
+  kinds text[] := '{}';             -- flow, surface and how many of them: three arrays side by side
+  surfaces text[] := '{}';
+  quotas int[] := '{}';
+  limits jsonb := '{}';             -- free places by limit
+  l record;
+  k record;
+  c record;
+  quota int;
+  ids uuid[] := '{}';
+begin
+  if p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
+    return;
+  end if;
+  for k in select r.flow, r.surface from agent_ready_kinds(p_queue, p_skip) r loop
+    kinds := kinds || k.flow;
+    surfaces := surfaces || k.surface;
+  end loop;
+  if kinds = '{}' then
+    return;
+  end if;
+  -- Where nothing is free, nobody is waited for; the others are counted under their locks, in one order.
+  for l in select n.kind, n.name, agent_free_places(n.kind, n.name, false) as free from agent_limits n
+            where (n.kind = 'flow' and n.name = any (kinds)) or (n.kind = 'surface' and n.name = any (surfaces)) order by n.kind, n.name loop
+    limits := limits || jsonb_build_object(l.kind || ' ' || l.name,
+      case when l.free > 0 then agent_free_places(l.kind, l.name, true) else 0 end);
+  end loop;
+  for i in 1 .. cardinality(kinds) loop
+    quotas := quotas || least(p_limit, coalesce((limits ->> ('flow ' || kinds[i]))::int, p_limit),
+                              coalesce((limits ->> ('surface ' || surfaces[i]))::int, p_limit));
+  end loop;
+  for c in
+    select r.id, t.flow, t.surface
+      from unnest(kinds, surfaces, quotas) t (flow, surface, quota)
+     cross join lateral (
+       select x.id, x.priority from agent_executions x
+        where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+          and x.queue = p_queue and x.flow = t.flow and x.surface = t.surface
+          and not exists (select from agent_cancel_requests q where q.execution_id = x.id)
+        order by x.priority, x.id limit greatest(t.quota, 0) for update skip locked) r
+     where t.quota > 0
+     order by r.priority, r.id
+  loop
+    if limits <> '{}' then
+      quota := least(coalesce((limits ->> ('flow ' || c.flow))::int, 1), coalesce((limits ->> ('surface ' || c.surface))::int, 1));
+      continue when quota <= 0;
+      if limits ? ('flow ' || c.flow) then
+        limits := jsonb_set(limits, array['flow ' || c.flow], to_jsonb((limits ->> ('flow ' || c.flow))::int - 1));
+      end if;
+      if limits ? ('surface ' || c.surface) then
+        limits := jsonb_set(limits, array['surface ' || c.surface], to_jsonb((limits ->> ('surface ' || c.surface))::int - 1));
+      end if;
+    end if;
+    ids := ids || c.id;
+    exit when cardinality(ids) >= p_limit;
+  end loop;
+  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over: the caller asks again
+  -- soon.
+  if cardinality(ids) < p_limit then
+    perform set_config('lanekeeper.missed', 'yes', true)
+       from unnest(kinds, surfaces) t (flow, surface)
+      where coalesce((limits ->> ('flow ' || t.flow))::int, 1) > 0 and coalesce((limits ->> ('surface ' || t.surface))::int, 1) > 0
+        and exists (select from agent_executions x
+                     where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+                       and x.queue = p_queue and x.flow = t.flow and x.surface = t.surface and x.id <> all (ids)
+                       and not exists (select from agent_cancel_requests q where q.execution_id = x.id));
+  end if;
+  if ids = '{}' then
+    return;
+  end if;
+  perform set_config('lanekeeper.claimed', ids::text, true);
+  return query
+  update agent_executions x
+     set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
+   where x.id = any (ids)
+  returning x, x.claim > 1 and (exists (select from agent_locks n where n.execution_id = x.id)
+                                or exists (select from agent_activity_open o where o.execution_id = x.id));
+end $$;
+comment on function claim_agent_executions is
+  'Take up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, '
+  'none of the flows in p_skip. One that is held has lanes or calls of an earlier claim: recover_agent_claim '
+  'comes before anything else is done with it. Until the transaction ends the setting lanekeeper.claimed has '
+  'their ids, to load what they have recorded, and lanekeeper.missed is yes when some were locked by others: '
+  'ask again soon.';
+
+create or replace function recover_agent_claim(p_id uuid, p_claim bigint) returns void
+language plpgsql volatile as $$
+begin
+  perform fence_agent_execution(p_id, p_claim);
+  perform reown_agent_locks(p_id, p_id || '#' || p_claim);
+  perform recover_agent_activity(p_id, p_claim);
+end $$;
+comment on function recover_agent_claim is
+  'Give the lanes of an execution to its new claim, and close the calls that an earlier one left in flight.';
+
+create or replace function ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
+language plpgsql stable set enable_seqscan = off
+set jit = off as $$
+#variable_conflict use_column
+begin
+  return query
+  select r.id, r.wake, q.queue, r.priority, r.trace_id, 'ready'::text
+    from (values ('background'), ('interactive')) q (queue)
+   cross join lateral agent_ready_kinds(q.queue) k
+   cross join lateral (
+     select x.id, x.wake, x.priority, x.trace_id from agent_executions x
+      where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+        and x.queue = q.queue and x.flow = k.flow and x.surface = k.surface
+      order by x.priority, x.id limit p_limit) r
+   where (not exists (select from agent_limits l where (l.kind = 'flow' and l.name = k.flow) or (l.kind = 'surface' and l.name = k.surface))
+          or agent_free_places('flow', k.flow, false) > 0 and agent_free_places('surface', k.surface, false) > 0)
+   order by r.priority, r.id limit p_limit;
+end $$;
+comment on function ready_agent_executions is
+  'What could be claimed now, first come first; nothing that a limit holds back.';
+
+-- What holds of every execution, of how one begins, and of what it may become. A function for several that has looked at all of them, and writes
+-- what this would, passes it by: begin_agent_executions by lanekeeper.valid, close_agent_executions by lanekeeper.follows.
+create or replace function agent_executions_valid() returns trigger language plpgsql as $$
+declare
+  bad text;
+  done text;
+begin
+  if tg_op = 'INSERT' then
+    if new.status not in ('pending', 'running') then
+      raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
+    end if;
+    if new.claimed_by is not null and new.surface not in ('operate', 'chat')
+       and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes' then
+      perform refuse_while_paused();
+    end if;
+    if new.flow = 'external' or new.flow like 'external:%' then
+      if new.status <> 'pending' or new.claimed_by is not null then
+        raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
+      end if;
+      new.hinted_at := 'infinity';
+      if new.on_lost = 'resume' then
+        new.on_lost := 'fail';                               -- nobody here could resume it
+      end if;
+    end if;
+  else
+    if (old.status = new.status) is not true then
+      if (case old.status
+            when 'running' then new.status not in ('completed', 'failed', 'timeout', 'waiting', 'cancelled')
+            when 'waiting' then new.status not in ('running', 'timeout', 'failed', 'cancelled')
+            when 'pending' then new.status not in ('running', 'cancelled')
+            else true end) is not false then
+        raise exception 'execution % cannot go from % to %', old.id, old.status, new.status using errcode = 'LK002';
+      end if;
+      new.updated_at := clock_timestamp();
+      if new.status = 'running' then
+        new.started_at := coalesce(new.started_at, new.updated_at);
+      end if;
+      if new.status = 'waiting' then
+        new.claimed_by := null;
+        new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
+      elsif num_nonnulls(new.waiting_for, new.waiting_key, new.waiting_until, new.waiting_data, new.waiting_step) > 0 then
+        new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
+        new.waiting_data := null; new.waiting_step := null;
+      end if;
+      if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
+        new.claimed_by := null;
+        new.completed_at := coalesce(new.completed_at, new.updated_at);
+        new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
+      end if;
+      if new.claimed_by is null or new.flow = 'external' or new.flow like 'external:%' then
+        done := set_config('lanekeeper.changed', 'yes', true);   -- an assignment costs less than a statement
+      end if;
+    elsif old.claimed_by is not null and new.claimed_by is null and exists (
+          select from agent_limits l where (l.kind = 'flow' and l.name = new.flow) or (l.kind = 'surface' and l.name = new.surface)) then
+      perform pg_notify('agent_ready', '');                  -- a place is free
+    end if;
+    if old.claimed_by is null and new.claimed_by is not null and new.surface not in ('operate', 'chat')
+       and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes' and agent_is_held_back() then
+      if old.outside then
+        perform refuse_while_paused();
+      elsif old.status <> 'waiting' then
+        return null;                                         -- it stays in the queue
+      else
+        new.claimed_by := null;                              -- its wait has ended all the same
+      end if;
+    end if;
+  end if;
+  new.outside := new.flow = 'external' or new.flow like 'external:%';
+  bad := case
+    when new.trace_id = '' then 'trace_id'
+    when new.surface not in ('heartbeat', 'operate', 'chat', 'webhook', 'flow') then 'surface'
+    when new.flow = '' then 'flow'
+    when new.queue not in ('background', 'interactive') then 'queue'
+    when new.priority not between 1 and 4 then 'priority'
+    when new.max_attempts <= 0 then 'max_attempts'
+    when new.on_lost not in ('resume', 'fail', 'hand_on') then 'on_lost'
+    when new.progress_seconds < 0 then 'progress_seconds'
+    when new.waiting_for not in ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval', 'lane') then 'waiting_for'
+    when new.result_type not in ('success', 'failure', 'timeout', 'cancelled') then 'result_type'
+    when new.claimed_by is not null and new.status <> 'running' then 'claimed_by'
+  end;
+  if bad is not null then
+    raise exception 'new row for relation "agent_executions" violates check constraint "agent_executions_%_check"', bad
+      using errcode = 'check_violation', table = 'agent_executions', constraint = 'agent_executions_' || bad || '_check',
+            detail = format('%s is %s', bad, to_jsonb(new) -> bad);
+  end if;
+  return new;
+end $$;
+
+--
+-- It was six triggers, with a statement for each thing that an end may leave to be done. Most ends leave nothing but their event, so
+-- one trigger looks once, and does what there is, in the order of before. The look comes after the row was locked and changed, as
+-- those statements did.
+
+create or replace function emit_agent_execution_end(e agent_executions) returns void language plpgsql as $$
+declare
+  kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
+               else 'execution.failed' end;
+begin
+  if agent_webhook_wanted(kind) then
+    perform emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
+      'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
+      'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
+      'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
+  end if;
+end $$;
+
+create or replace function note_agent_status(p_id uuid, p_status text, p_waiting_for text) returns void language plpgsql as $$
+begin
+  insert into agent_status_changes (execution_id, n, status, waiting_for)
+  values (p_id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = p_id), p_status, p_waiting_for);
+end $$;
+
+create or replace function finish_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
+                                        p_errors text[], p_failed_steps text[], p_variables jsonb[])
+returns table (n int, verdict text)
+language plpgsql volatile
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
+set jit = off as $$
+#variable_conflict use_column
+declare
+  locked uuid[];
+  plain uuid[];
+begin
+  if exists (select from unnest(p_statuses) s where s is null or s not in ('completed', 'failed', 'timeout')) then
+    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
+  end if;
+  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
+  -- itself. The claims are compared again once the rows are locked, and the clock that ends a lease is read after that.
+  locked := array(select w.id from (
+    select x.id from agent_executions x where x.id = any (p_ids) and x.claim = p_claims[array_position(p_ids, x.id)]
+       for update skip locked) w);
+  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
+  plain := array(select x.id from agent_executions x
+    where x.id = any (locked) and x.status = 'running'
+      and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
+      and not exists (select from agent_locks l where l.execution_id = x.id)
+      and not exists (select from agent_lock_loans k where k.lender = x.id)
+      and not exists (select from agent_budget_reservations b where b.execution_id = x.id)
+    order by x.id);
+  update agent_executions x
+     set status = p_statuses[array_position(p_ids, x.id)], result_summary = coalesce(p_summaries[array_position(p_ids, x.id)], ''),
+         result = p_results[array_position(p_ids, x.id)], error_message = p_errors[array_position(p_ids, x.id)],
+         failed_step = p_failed_steps[array_position(p_ids, x.id)],
+         variables = coalesce(p_variables[array_position(p_ids, x.id)], x.variables)
+   where x.id = any (plain);
+  return query
+  select t.n::int, case when t.id = any (plain) and t.n = array_position(p_ids, t.id) then 'ended' else 'alone' end
+    from unnest(p_ids) with ordinality t (id, n);
+end $$;
+comment on function finish_agent_executions is
+  'finish_agent_execution for several runs that hold no lanes, in one transaction, each under its own fence, '
+  'with its variables where they are not null. ended: it is. alone: nothing was changed, because the claim is '
+  'not live or the run holds something; call finish_agent_execution for it, which says so.';
+
+-- As before, but what was lost in the middle of nothing has nothing to be asked for.
+create or replace function take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
+returns table (execution agent_executions, held boolean, missed boolean,
+               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
+language plpgsql volatile set enable_seqscan = off
+set jit = off as $$
+#variable_conflict use_column
+declare
+  c record;
+begin
+  missed := false;
+  for c in select t.execution, t.held from claim_agent_executions(p_worker, p_queue, p_limit, p_skip) t loop
+    execution := c.execution;
+    held := c.held;
+    -- Another statement, which sees all that was recorded before the claim.
+    if execution.claim > 1 then
+      select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
+        into steps, claims, prints, failed, outputs, times
+        from agent_checkpoints k where k.execution_id = execution.id;
+      held := held or execution.claim > 2 * execution.wait_number + 1 and exists (
+        select from agent_activity a
+         where a.execution_id = execution.id and a.status = 'unknown' and a.error_class = 'interrupted');
+    else
+      steps := null;
+    end if;
+    return next;
+  end loop;
+  if coalesce(current_setting('lanekeeper.missed', true), '') = 'yes' then
+    execution := null;
+    held := false;
+    missed := true;
+    steps := null;
+    return next;
+  end if;
+end $$;
+comment on function take_agent_executions is
+  'claim_agent_executions, with all that each has recorded. held where lanes or calls of an earlier claim are '
+  'open, or a call was interrupted. missed: a row of its own, some were locked by others; ask again soon.';
+
+create or replace function agent_attended(p_surface text) returns boolean language sql immutable as $$
+  select p_surface in ('operate', 'chat')
+$$;
+comment on function agent_attended is
+  'Whether a person waits for the executions of a surface. All others are autonomous.';
+
+create or replace function agent_autonomous_paused() returns boolean language plpgsql stable as $$
+begin
+  return exists (select from agent_pauses p where p.resumed_at is null);
+end $$;
+comment on function agent_autonomous_paused is 'Whether autonomous work is paused.';
+
+create or replace function agent_pause_check(p_by text, p_reason text) returns void language plpgsql immutable as $$
+begin
+  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
+    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+      using errcode = '22023';
+  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
+    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
+  end if;
+end $$;
+
+create or replace function pause_agent(p_reason text, p_by text default 'admin')
+returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
+language plpgsql volatile set lock_timeout = '2s' as $$
+#variable_conflict use_column
+declare
+  p agent_pauses;
+  note_ uuid;
+begin
+  perform agent_pause_check(p_by, p_reason);
+  if p_reason is null or p_reason !~ '[^[:space:]]' then
+    raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
+  end if;
+  begin
+    perform pg_advisory_xact_lock(hashtextextended('agent pause', 0));
+  exception when lock_not_available then
+    null;         -- somebody keeps a claim in an open transaction: what it claims stops before its first step
+  end;
+  insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, agent_trace_id('op'))
+  on conflict do nothing returning n.* into p;
+  if not found then
+    return query select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid from agent_pauses n where n.resumed_at is null;
+    return;
+  end if;
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at, duration_ms)
+  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', jsonb_build_object('reason', p_reason, 'by', p_by),
+          clock_timestamp(), 0)
+  returning a.id into note_;
+  perform pg_notify('agent_pause', 'paused');
+  return query select true, p.paused_at, p.paused_by, p.reason, p.trace_id, note_;
+end $$;
+comment on function pause_agent is
+  'Pause autonomous work, everywhere, until resume_agent. Of two at once one is the pause; the other gets it '
+  'with changed false.';
+
+create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
+returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  p agent_pauses;
+  trace_ text := agent_trace_id('op');
+  note_ uuid;
+begin
+  perform agent_pause_check(p_by, p_reason);
+  update agent_pauses n set resumed_at = clock_timestamp(), resumed_by = p_by, resume_reason = coalesce(p_reason, '')
+   where n.resumed_at is null returning n.* into p;
+  if not found then
+    return query select false, null::timestamptz, '', '', null::timestamptz, '', null::uuid;
+    return;
+  end if;
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
+  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', jsonb_build_object('reason', p.resume_reason, 'by', p_by),
+          jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason, 'paused_trace', p.trace_id),
+          clock_timestamp(), 0)
+  returning a.id into note_;
+  perform pg_notify('agent_pause', 'resumed');
+  perform pg_notify('agent_ready', '');                     -- for processes that know nothing of pauses
+  perform pg_notify('agent_automations', '');
+  return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
+end $$;
+comment on function resume_agent is
+  'End the pause; what is ready is taken at once. changed is false when the agent is not paused.';
+
+-- What follows an end that has not said to do it itself. As before, but what it looks for is found by the ids of what has ended, also by a plan
+-- that was made when nobody waited and nothing was asked for.
+create or replace function agent_executions_changed() returns trigger
+language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+declare
+  over uuid[];                      -- those that have ended
+  odd uuid[];                       -- those of them that have more than a result
+  seen record;
+  has record;
+  e agent_executions;
+  freed jsonb := '{}';              -- by execution: how many lanes its end freed
+  done text;
+begin
+  done := set_config('lanekeeper.changed', '', true);
+  select array_agg(n.id order by n.id) filter (where n.ended) as over,
+         coalesce(array_agg(n.id) filter (where n.ended and (n.status = 'cancelled' or n.outside or n.flow = 'webhook' and n.status <> 'completed')),
+                  '{}') as odd,
+         bool_or(n.ended and n.status = 'cancelled') as cancelled, bool_or(n.outside) as outside,
+         exists (select from agent_limits) as limited, exists (select from agent_webhook_targets t where t.enabled) as hooks
+    into seen
+    from (select c.*, c.status in ('completed', 'failed', 'timeout', 'cancelled')
+                 and c.id not in (select o.id from was o where o.status in ('completed', 'failed', 'timeout', 'cancelled')) as ended
+            from changed c) n;
+  if seen.limited and exists (
+       select from was o join changed n on n.id = o.id
+        where o.claimed_by is not null and n.claimed_by is null and exists (
+          select from agent_limits l where (l.kind = 'flow' and l.name = n.flow) or (l.kind = 'surface' and l.name = n.surface))) then
+    perform pg_notify('agent_ready', '');                    -- a place is free
+  end if;
+  if seen.over is null then
+    if seen.outside then
+      perform note_agent_status(n.id, n.status, n.waiting_for)
+         from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
+    end if;
+    return null;
+  end if;
+  over := seen.over;
+  if seen.cancelled then
+    perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
+  end if;
+  select array(select l.execution_id from agent_locks l where l.execution_id = any (over)
+               union all select n.lender from agent_lock_loans n where n.lender = any (over)) as lanes,
+         array(select o.execution_id from agent_activity_open o where o.execution_id = any (over)) as calls,
+         array(select a.execution_id from agent_approvals a
+                where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')) as approvals,
+         array(select r.execution_id from agent_requests r where r.execution_id = any (over) and (r.status = 'pending') is true) as requests,
+         array(select b.execution_id from agent_budget_reservations b where b.execution_id = any (over)) as budgets,
+         array(select t.id from unnest(over) t (id) where exists (
+           select from agent_executions x
+            where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0)) as awaited
+    into has;
+  odd := case when seen.hooks then over else seen.odd || has.lanes || has.calls || has.approvals || has.requests || has.budgets end;
+  if odd <> '{}' then
+    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
+      -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
+      if seen.hooks and e.surface <> 'webhook' then
+        perform emit_agent_execution_end(e);
+      end if;
+      if e.id = any (has.lanes) then
+        freed := freed || jsonb_build_object(e.id, release_agent_locks(e.id));
+      end if;
+      if e.id = any (has.calls) then
+        perform close_agent_activity(e.id, e.status);
+      end if;
+      if e.id = any (has.approvals) then
+        perform void_agent_approvals(e.id);
+      end if;
+      if e.id = any (has.requests) then
+        perform close_agent_requests(e.id);
+      end if;
+      if e.status = 'cancelled' then
+        perform withdraw_agent_messages(e.id);
+      end if;
+    end loop;
+  end if;
+  insert into agent_events (event, key, data, external_id, execution_id)
+  select 'AGENT_COMPLETED', n.id::text,
+         jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
+                            'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)),
+         'completed ' || n.id, n.id
+    from changed n where n.id = any (over) order by n.id
+  on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
+  if has.awaited <> '{}' then
+    insert into agent_untold_ends (execution_id) select t.id from unnest(has.awaited) t (id) order by 1 on conflict do nothing;
+  end if;
+  if odd <> '{}' then
+    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
+      if e.status = 'cancelled' and exists (select from agent_executions x where x.parent_id = e.id and x.awaited) then
+        perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+            then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
+           from (select x.id from agent_executions x
+                  where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting')
+                  order by x.id) c;
+      end if;
+      if e.id = any (has.budgets) then
+        perform settle_agent_budgets(e.id);
+      end if;
+      if e.flow = 'webhook' and e.status <> 'completed' then
+        perform close_agent_webhook(e);
+      end if;
+      if e.outside then
+        perform note_agent_status(e.id, e.status, e.waiting_for);
+      end if;
+    end loop;
+  end if;
+  if seen.outside then
+    perform note_agent_status(n.id, n.status, n.waiting_for)
+       from changed n join was o on o.id = n.id where n.outside and n.status <> o.status and n.id <> all (over);
+  end if;
+  return null;
+end $$;
+
+create or replace function start_agent_executions(p_traces text[], p_surfaces text[], p_agents text[], p_flows text[], p_parents uuid[], p_awaited boolean[],
+  p_inherits boolean[], p_threads text[], p_queues text[], p_priorities int[], p_inputs jsonb[], p_on_lost text[], p_max_attempts int[],
+  p_progress int[], p_here boolean[], p_worker uuid, p_background int, p_interactive int, p_skip text[])
+returns table (n int, execution agent_executions)
+language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
+set jit = off as $$
+#variable_conflict use_column
+declare
+  ids uuid[] := array(select agent_uuid7() from generate_series(1, cardinality(p_flows)));
+  places jsonb := jsonb_build_object('background', p_background, 'interactive', p_interactive);
+  next jsonb := '{}';
+  line text;
+  held_back boolean := true;        -- the agent is paused, or is about to be
+  mine boolean[] := array_fill(false, array[cardinality(p_flows)]);
+begin
+  if p_worker is not null and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()) then
+    if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+      held_back := exists (select from agent_pauses p where p.resumed_at is null);
+    end if;
+    for i in 1 .. cardinality(p_flows) loop
+      mine[i] := p_here[i];
+      continue when p_here[i] or (places ->> p_queues[i])::int <= 0 or p_flows[i] = 'external' or p_flows[i] like 'external:%'
+                 or held_back and p_surfaces[i] not in ('operate', 'chat');
+      line := p_queues[i] || ' ' || p_surfaces[i] || ' ' || p_flows[i];
+      if not next ? line then
+        next := next || jsonb_build_object(line, agent_next_in_line(p_queues[i], p_flows[i], p_surfaces[i], p_skip));
+      end if;
+      if (next ->> line)::boolean then
+        mine[i] := true;
+        places := places || jsonb_build_object(p_queues[i], (places ->> p_queues[i])::int - 1);
+      end if;
+    end loop;
+  end if;
+  perform set_config('lanekeeper.unpaused', case when held_back then '' else 'yes' end, true);
+  return query
+  with x as (
+    insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status, claimed_by,
+           claim, started_at, input, on_lost, max_attempts, progress_seconds)
+    select t.id, t.trace, t.surface, t.agent, t.flow, t.parent, t.awaited, t.inherits, t.thread, t.queue, t.priority,
+           case when t.mine then 'running' else 'pending' end, case when t.mine then p_worker end, t.mine::int,
+           case when t.mine then clock_timestamp() end, t.input, t.on_lost, t.max_attempts, t.progress
+      from unnest(ids, p_traces, p_surfaces, p_agents, p_flows, p_parents, p_awaited, p_inherits, p_threads, p_queues, p_priorities, p_inputs,
+                  p_on_lost, p_max_attempts, p_progress, mine)
+           with ordinality t (id, trace, surface, agent, flow, parent, awaited, inherits, thread, queue, priority, input, on_lost, max_attempts, progress, mine, n)
+     order by t.n
+    returning x.*)
+  select array_position(ids, x.id), x::agent_executions from x;
+  perform set_config('lanekeeper.unpaused', '', true);
+end $$;
+comment on function start_agent_executions is
+  'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would '
+  'take next, as far as so many places are free. The others are pending.';
+
+-- As finish_agent_executions, and it answers the rows of those for which they are wanted.
+create or replace function end_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
+  p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[])
+returns table (n int, ended boolean, execution agent_executions)
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
+set jit = off as $$
+#variable_conflict use_column
+declare
+  locked uuid[];
+  plain uuid[];
+begin
+  if exists (select from unnest(p_statuses) s where s is null or s not in ('completed', 'failed', 'timeout')) then
+    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
+  end if;
+  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
+  -- itself. The claims are compared again once the rows are locked, and the clock that ends a lease is read after that.
+  locked := array(select x.id from agent_executions x where x.id = any (p_ids) and x.claim = p_claims[array_position(p_ids, x.id)]
+                     for update skip locked);
+  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
+  plain := array(select x.id from agent_executions x
+    where x.id = any (locked) and (x.status = 'running') is true
+      and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
+      and not exists (select from agent_locks l where l.execution_id = x.id)
+      and not exists (select from agent_lock_loans k where k.lender = x.id)
+      and not exists (select from agent_budget_reservations b where b.execution_id = x.id));
+  return query
+  with u as (
+    update agent_executions x
+       set (status, result_summary, result, error_message, failed_step, variables) = (
+         select p_statuses[a.i], coalesce(p_summaries[a.i], ''), p_results[a.i], p_errors[a.i], p_failed_steps[a.i],
+                coalesce(p_variables[a.i], x.variables)
+           from (select array_position(p_ids, x.id) as i offset 0) a)
+     where x.id = any (plain)
+    returning x.*)
+  select array_position(p_ids, u.id), true, case when p_wanted[array_position(p_ids, u.id)] then u::agent_executions end from u;
+end $$;
+comment on function end_agent_executions is
+  'Finish several executions, each under its claim, as finish_agent_execution does. Of one that is not in the '
+  'answer nothing was written, because it has lanes or budgets, its row is locked, or its claim is not live; '
+  'finish it by itself.';
+
+-- A claim of autonomous work, as agent_executions_held treats it, for one that begins claimed.
+create or replace function refuse_while_paused() returns void language plpgsql as $$
+begin
+  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+    -- Another statement, so that it sees every pause that had the lock before.
+    perform 1 from agent_pauses p where p.resumed_at is null;
+    if not found then
+      return;
+    end if;
+  end if;
+  raise exception 'autonomous work is paused%', coalesce((
+      select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by ' || p.paused_by || ': ' || p.reason
+        from agent_pauses p where p.resumed_at is null), '')
+    using errcode = 'LK003', hint = 'Nothing begins until it is resumed: agent resume, or select resume_agent().';
+end $$;
+comment on function refuse_while_paused is
+  'Refuse to begin autonomous work while the agent is paused, or is about to be (SQLSTATE LK003).';
+
+create or replace function begin_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_here boolean[], p_worker uuid, p_background int,
+                                       p_interactive int, p_skip text[], p_inputs jsonb[], p_queues text[], p_agents text[], p_parents uuid[],
+                                       p_awaited boolean[], p_inherits boolean[], p_threads text[], p_priorities int[], p_on_lost text[],
+                                       p_max_attempts int[], p_progress int[])
+returns table (n int, id uuid, claimed boolean, at timestamptz, parent_id uuid, on_lost text, input jsonb)
+language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off
+set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  several constant int := cardinality(p_flows);
+  ids uuid[];
+  mine boolean[];
+  live boolean := false;
+  asked boolean;
+  held_back boolean := true;        -- the agent is paused, or is about to be
+  places jsonb := '{}';
+  next jsonb := '{}';
+  line text;
+  queue_ text;
+  at_ timestamptz;
+  time_ bigint;
+  high text;                        -- the first half of their ids: the time
+  low bigint;                       -- the second
+  valid boolean;
+  done text;
+begin
+  if p_worker is not null then
+    asked := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
+    -- Another statement, so that it sees every pause that had the lock before.
+    select exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()),
+           not (asked and not exists (select from agent_pauses p where p.resumed_at is null))
+      into live, held_back;
+  end if;
+  if live then
+    mine := p_here;
+    if false = any (p_here) then
+      places := jsonb_build_object('background', p_background, 'interactive', p_interactive);
+      for i in 1 .. several loop
+        queue_ := coalesce(p_queues[i], 'background');
+        continue when p_here[i] or (places ->> queue_)::int <= 0 or p_flows[i] = 'external' or p_flows[i] like 'external:%'
+                   or held_back and p_surfaces[i] not in ('operate', 'chat');
+        line := queue_ || ' ' || p_surfaces[i] || ' ' || p_flows[i];
+        if not next ? line then
+          next := next || jsonb_build_object(line, agent_next_in_line(queue_, p_flows[i], p_surfaces[i], p_skip));
+        end if;
+        if (next ->> line)::boolean then
+          mine[i] := true;
+          places := places || jsonb_build_object(queue_, (places ->> queue_)::int - 1);
+        end if;
+      end loop;
+    end if;
+  end if;
+  at_ := clock_timestamp();
+  -- As agent_uuid7 makes them, but one after the other: what is random is so once for all, and then counted.
+  time_ := floor(extract(epoch from at_) * 4096000)::bigint;
+  high := '0' || to_hex((time_ >> 12 << 16) | 28672 | (time_ & 4095));
+  low := (hashtextextended(gen_random_uuid()::text, 0) & 4611686018427322368) | -9223372036854775808;
+  for i in 1 .. several loop
+    ids[i] := (high || to_hex(low + i))::uuid;
+  end loop;
+  -- What agent_executions_valid looks at.
+  valid := p_surfaces <@ array['heartbeat', 'operate', 'chat', 'webhook', 'flow'] and '' <> all (p_traces) and '' <> all (p_flows)
+           and 'external' <> all (p_flows) and array_to_string(p_flows, ' ') not like '%external:%' and not held_back
+           and (p_queues is null or p_queues <@ array['background', 'interactive']) and (p_priorities is null or p_priorities <@ array[1, 2, 3, 4])
+           and (p_on_lost is null or p_on_lost <@ array['resume', 'fail', 'hand_on'])
+           and (p_max_attempts is null or 0 < all (p_max_attempts)) and (p_progress is null or 0 <= all (p_progress));
+  done := set_config('lanekeeper.unpaused', case when held_back then '' else 'yes' end, true)
+       || set_config('lanekeeper.valid', case when valid then 'yes' else '' end, true);
+  -- Series and subscripts: unnest with so many arrays makes a table of each first.
+  return query
+  insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
+         claimed_by, claim, created_at, started_at, updated_at, hinted_at, input, on_lost, max_attempts, progress_seconds)
+  select ids[i], p_traces[i], p_surfaces[i], coalesce(p_agents[i], 'agent'), p_flows[i], p_parents[i], coalesce(p_awaited[i], false),
+         coalesce(p_inherits[i], false), p_threads[i], coalesce(p_queues[i], 'background'), coalesce(p_priorities[i], 2),
+         case when mine[i] then 'running' else 'pending' end, case when mine[i] then p_worker end, case when mine[i] then 1 else 0 end,
+         at_, case when mine[i] then at_ end, at_, at_, coalesce(p_inputs[i], '{}'), coalesce(p_on_lost[i], 'resume'),
+         coalesce(p_max_attempts[i], 5), coalesce(p_progress[i], 0)
+    from generate_series(1, several) i
+  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost, x.input;
+  done := set_config('lanekeeper.unpaused', '', true) || set_config('lanekeeper.valid', '', true);
+end $$;
+comment on function begin_agent_executions is
+  'Start several executions, as start_agent_executions does. What is null, of one or of all, is as it is by '
+  'default. at is when they were created, and started where they begin claimed.';
+
+create or replace function close_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
+                                                  p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[],
+                                                  p_steps text[], p_prints text[], p_failed boolean[], p_outputs jsonb[])
+returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean, flow_version int)
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off
+set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  several constant int := cardinality(p_ids);
+  ending uuid[];                    -- what is locked, in the order of ids, as are the next three
+  claims bigint[];
+  workers uuid[];
+  places tid[];
+  alive uuid[];
+  together boolean;                 -- they began within a quarter of a second
+  rich boolean;                     -- one of them may have more than a result
+  bound uuid[] := '{}';             -- they have lanes or budgets
+  odd boolean;                      -- more follows than is done here
+  hooks boolean;
+  limited boolean;
+  parents boolean;                  -- somebody waits for an execution
+  awaited uuid[] := '{}';           -- by a parent
+  at_ timestamptz;
+  ended int;
+  done text;
+begin
+  if (p_statuses <@ array['completed', 'failed', 'timeout']) is not true then
+    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
+  end if;
+  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
+  -- itself. A row that was changed before it was locked is compared again; the clock that ends a lease is read after the locks.
+  select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid),
+         bool_or(x.outside or x.flow = 'webhook' and p_statuses[array_position(p_ids, x.id)] <> 'completed')
+    into ending, claims, workers, places, odd
+    from (select y.* from (
+            select x.id, x.claim, x.claimed_by, x.ctid, x.flow, x.outside from agent_executions x
+             where x.id = any (p_ids) for update skip locked) y order by y.id) x;
+  if ending is null then
+    return;
+  end if;
+  -- Most batches began together: one look at each table then tells that none has anything there. None of this comes or goes while its execution
+  -- is locked, but for the targets.
+  together := left(ending[1]::text, 11) = left(ending[cardinality(ending)]::text, 11);
+  select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
+         not together
+         or exists (select from agent_locks l where l.execution_id between ending[1] and ending[cardinality(ending)])
+         or exists (select from agent_lock_loans k where k.lender between ending[1] and ending[cardinality(ending)])
+         or exists (select from agent_budget_reservations b where b.execution_id between ending[1] and ending[cardinality(ending)])
+         or exists (select from agent_activity_open o where o.execution_id between ending[1] and ending[cardinality(ending)])
+         or exists (select from agent_approvals a where a.parked and a.execution_id between ending[1] and ending[cardinality(ending)])
+         or exists (select from agent_requests r where r.execution_id between ending[1] and ending[cardinality(ending)]),
+         exists (select from agent_webhook_targets t where t.enabled),
+         exists (select from agent_limits),
+         exists (select from agent_executions x where x.waiting_for = 'agent')
+    into alive, rich, hooks, limited, parents;
+  if rich then
+    -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
+    select array(
+             select l.execution_id from agent_locks l where l.execution_id = any (ending)
+             union all select k.lender from agent_lock_loans k where k.lender = any (ending)
+             union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending)),
+           odd or exists (select from agent_activity_open o where o.execution_id = any (ending))
+               or exists (select from agent_approvals a where a.execution_id = any (ending) and a.parked and a.status in ('pending', 'approved'))
+               or exists (select from agent_requests r where r.execution_id = any (ending) and (r.status = 'pending') is true)
+      into bound, odd;
+  end if;
+  odd := odd or hooks;
+  if limited then
+    limited := exists (select from agent_executions x join agent_limits l
+                           on l.kind = 'flow' and l.name = x.flow or l.kind = 'surface' and l.name = x.surface where x.id = any (ending));
+  end if;
+  if parents then
+    awaited := array(select t.id from unnest(ending) t (id) where exists (
+      select from agent_executions x where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0));
+  end if;
+  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- which one that does not run is not in
+    places := array(
+      select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
+                       and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
+                  then places[t.x] end
+        from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, several) i offset 0) t order by t.i);
+  end if;
+  at_ := clock_timestamp();
+  -- Where none is odd, the update writes what agent_executions_valid would, and agent_executions_changed has nothing to do.
+  done := set_config('lanekeeper.fenced', 'yes', true) || set_config('lanekeeper.follows', case when odd then '' else 'yes' end, true);
+  return query
+  update agent_executions x
+     set status = p_statuses[i], updated_at = at_, completed_at = at_, claimed_by = null,
+         result_type = case p_statuses[i] when 'completed' then 'success' when 'failed' then 'failure' else p_statuses[i] end,
+         result_summary = coalesce(p_summaries[i], ''), result = p_results[i], error_message = p_errors[i],
+         failed_step = p_failed_steps[i], variables = coalesce(p_variables[i], x.variables)
+    from generate_series(1, several) i
+   where x.ctid = places[i]
+  returning i, x.updated_at, x.completed_at, case when p_wanted[i] then x.result end, case when p_wanted[i] then x.variables end,
+            x.inherits, x.flow_version;
+  get diagnostics ended = row_count;
+  if ended <> num_nonnulls(variadic places) then
+    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
+  end if;
+  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
+  select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i], at_
+    from generate_series(1, several) i where places[i] is not null and p_steps[i] is not null;
+  if not odd then
+    -- The first half of an id is the time, read under the statement's lock of the table: who follows the events by their ids relies on that.
+    insert into agent_events (id, event, key, data, external_id, execution_id, created_at)
+    select ((select '0' || to_hex((c.time >> 12 << 16) | 28672 | (c.time & 4095))
+               from (select floor(extract(epoch from clock_timestamp()) * 4096000)::bigint as time offset 0) c)
+            || to_hex((uuid_hash_extended(p_ids[t.i], 0) & 4611686018427387903) | -9223372036854775808))::uuid, 'AGENT_COMPLETED', t.key,
+           jsonb_build_object('execution_id', t.key, 'result_summary', coalesce(p_summaries[t.i], ''))
+             || case p_statuses[t.i] when 'completed' then '{"status": "completed", "result_type": "success", "locks_released": 0}'::jsonb
+                  when 'failed' then '{"status": "failed", "result_type": "failure", "locks_released": 0}'::jsonb
+                  else '{"status": "timeout", "result_type": "timeout", "locks_released": 0}'::jsonb end,
+           'completed ' || t.key, p_ids[t.i], at_
+      from (select i, p_ids[i]::text as key from generate_series(1, several) i where places[i] is not null offset 0) t;
+  end if;
+  done := set_config('lanekeeper.fenced', '', true) || set_config('lanekeeper.follows', '', true);
+  if odd then
+    return;
+  end if;
+  if awaited <> '{}' then
+    insert into agent_untold_ends (execution_id)
+    select p_ids[i] from generate_series(1, several) i where places[i] is not null and p_ids[i] = any (awaited) order by 1 on conflict do nothing;
+  end if;
+  if limited and num_nonnulls(variadic places) > 0 then
+    perform pg_notify('agent_ready', '');                    -- a place is free
+  end if;
+end $$;
+comment on function close_agent_executions is
+  'Finish several executions, each under its claim and together with the result of its last step (none where '
+  'p_steps is null), as finish_agent_execution does. Of one that is not in the answer nothing was written, '
+  'because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself. Where a '
+  'last step or an event is on record already nothing is written at all (SQLSTATE 23505): finish each by '
+  'itself. The answer has what the caller does not know; result and variables where p_wanted. Cheapest in the '
+  'order of p_ids.';
+
+-- As before, and a process that was given up too early hears that its lanes are gone.
+create or replace function free_agent_worker_lanes() returns trigger
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  h record;
+begin
+  for h in
+    select l.lane, l.locked_by, l.fencing_token from agent_locks l
+     where l.locked_by <> '' and right(l.locked_by, 37) = '@' || old.id and l.execution_id is null
+     order by l.lane
+  loop
+    begin
+      if release_agent_lock(h.lane, h.locked_by, h.fencing_token) then
+        perform pg_notify('agent_lanes', h.lane);
+      end if;
+    exception when lock_not_available then
+      null;                                                 -- by a write under its token, or an open transaction of somebody else
+    end;
+  end loop;
+  return null;
+end $$;
+comment on function free_agent_worker_lanes is
+  'After a process has been found dead: gives back the lanes whose owner ends with its id.';
+
+-- Whether the agent is paused, or is about to be. Each of the two is a statement of its own, so that the second sees every pause that had the
+-- lock before.
+create or replace function agent_is_held_back() returns boolean language plpgsql volatile as $$
+begin
+  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+    perform 1 from agent_pauses p where p.resumed_at is null;
+    return found;
+  end if;
+  return true;
+end $$;
+comment on function agent_is_held_back is
+  'Whether the agent is paused, or is about to be: then nothing but attended work begins.';
+
+create or replace function agent_cancel_line(p_id uuid, p_reason text) returns table (id uuid, reason text)
+language plpgsql stable set enable_seqscan = off set jit = off as $$
+begin
+  return query
+  with recursive line (id, reason) as (
+    select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
+    union all
+    select x.id, case when l.reason like 'its parent was cancelled: %' then l.reason else 'its parent was cancelled: ' || l.reason end
+      from line l join agent_executions x on x.parent_id = l.id
+     where x.awaited and x.status in ('pending', 'running', 'waiting'))
+  select l.id, l.reason from line l;
+end $$;
+comment on function agent_cancel_line is
+  'An execution that has not ended and the children it waits for, which end with it, each with the reason of '
+  'its cancel.';
+
+create or replace function lock_agent_line(p_ids uuid[]) returns boolean
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  lanes text[];
+begin
+  if cardinality(p_ids) <> cardinality(array(select x.id from agent_executions x where x.id = any (p_ids) order by x.id for update skip locked)) then
+    return false;
+  end if;
+  lanes := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
+                 union select n.lane from agent_lock_loans n where n.lender = any (p_ids));
+  return cardinality(lanes) = cardinality(array(select l.lane from agent_locks l where l.lane = any (lanes) order by l.lane for update skip locked));
+end $$;
+comment on function lock_agent_line is
+  'Lock executions and their lanes without waiting: false where another transaction has locked one of them.';
+
+create or replace function request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
+language plpgsql volatile set lock_timeout = '50ms' as $$
+declare
+  line uuid[];
+  reasons text[];
+begin
+  select array_agg(l.id), array_agg(l.reason) into line, reasons from agent_cancel_line(p_id, p_reason) l;
+  if line is null or not p_always and lock_agent_line(line) then
+    return false;
+  end if;
+  insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason)
+  select t.id, coalesce(p_cancelled_by, ''), t.reason from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
+  perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
+  return true;
+end $$;
+comment on function request_agent_cancel is
+  'Note that an execution is to be cancelled, with the children it waits for, and tell the processes that run '
+  'them, where another transaction has one of them locked, or always. False, and nothing is noted, where none '
+  'has, or it has ended. Commit it before the cancel.';
+
+create or replace function complete_agent_cancel(p_id uuid) returns boolean
+language plpgsql volatile set lock_timeout = '50ms' as $$
+declare
+  r record;
+begin
+  select c.cancelled_by, c.cancel_reason into r from agent_cancel_requests c where c.execution_id = p_id;
+  if not found then
+    return true;
+  elsif not lock_agent_line(array(select l.id from agent_cancel_line(p_id, '') l)) then
+    return false;
+  end if;
+  perform cancel_agent_execution(p_id, r.cancelled_by, r.cancel_reason);
+  delete from agent_cancel_requests c where c.execution_id = p_id;
+  return true;
+end $$;
+comment on function complete_agent_cancel is
+  'Cancel an execution that a cancel was requested for, if no transaction has it locked any more: else false, '
+  'and nothing is waited for.';
+
+create or replace function agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
+language plpgsql stable as $$
+declare
+  t record;
+begin
+  select x.owner_kind, x.owner into t from agent_threads x where x.id = p_thread;
+  if not found then
+    return false;
+  elsif t.owner_kind in ('channel', 'admin') or exists (
+      select from agent_executions x where x.id = p_execution_id and x.thread_id = p_thread) then
+    return true;
+  elsif t.owner_kind = '' and agent_thread_had_flows(p_thread) then
+    return true;
+  end if;
+  return (
+    with recursive line as (
+      select x.parent_id, x.flow, x.thread_id from agent_executions x where x.id = p_execution_id
+      union all
+      select x.parent_id, x.flow, x.thread_id from line l join agent_executions x on x.id = l.parent_id),
+    flows as (select p_flow as flow where p_flow is not null union select l.flow from line l)
+    select exists (select from line l where l.thread_id = p_thread)
+        or t.owner_kind = 'flow' and t.owner in (select f.flow from flows f)
+        or exists (select from agent_thread_access a
+                    where a.kind = 'flow' and a.visitor = '' and a.name = p_thread and a.owner in (select f.flow from flows f)));
+end $$;
+comment on function agent_flow_may_join is
+  'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
+  'execution or one above it was started in it, or it was opened to the flow.';
+
+-- Both are passed by where a function for several has looked at all of them and writes what the guard would: begin_agent_executions,
+-- close_agent_executions.
+create or replace trigger agent_executions_begin before insert on agent_executions
+  for each row when (current_setting('lanekeeper.valid', true) is distinct from 'yes') execute function agent_executions_valid();
+
+create or replace trigger agent_executions_outside before update of hinted_at on agent_executions
+  for each row when (new.flow = 'external' or new.flow like 'external:%') execute function agent_executions_outside();
+
+create or replace trigger agent_status_begins after insert on agent_executions
+  for each row when (new.outside) execute function agent_status_changed();
+
+create or replace trigger agent_limits_changed after insert or update or delete on agent_limits
+  for each statement execute function agent_limits_changed();
+
+create or replace trigger agent_executions_valid before update of status, claimed_by, trace_id, surface, flow, outside, queue, priority,
+  max_attempts, on_lost, progress_seconds, waiting_for, result_type on agent_executions
+  for each row when (current_setting('lanekeeper.follows', true) is distinct from 'yes') execute function agent_executions_valid();
+
+create or replace trigger agent_executions_changed after update on agent_executions
+  referencing old table as was new table as changed for each statement
+  when (current_setting('lanekeeper.changed', true) <> '') execute function agent_executions_changed();
+
+create or replace trigger agent_workers_lanes after delete on agent_workers
+  for each row when (old.kind = 'process') execute function free_agent_worker_lanes();

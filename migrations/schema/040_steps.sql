@@ -1,0 +1,238 @@
+-- Steps: what an execution need not do again.
+--
+-- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. A run that is
+-- claimed again gets the results back and does not repeat the steps. A step is recorded once: the same step with another result
+-- is refused. A fork begins with the steps of another execution.
+
+create table agent_checkpoints (
+  execution_id uuid not null,
+  step         text not null,
+  claim        bigint not null,
+  fingerprint  text not null default '',
+  failed       boolean not null default false,
+  output       jsonb,
+  created_at   timestamptz not null default clock_timestamp(),
+  waited_for   text,
+  waited_key   text,
+  waited_since timestamptz,
+  primary key (execution_id, step)
+);
+alter index agent_checkpoints_pkey set (deduplicate_items=off);
+comment on column agent_checkpoints.failed is
+  'The step ended with an error, which is a result too; output describes it.';
+comment on column agent_checkpoints.waited_for is
+  'The kind of wait whose outcome this is; null for all other steps, and for waits that ended before version '
+  '25.';
+
+-- Code
+
+create or replace function agent_checkpoints_fence() returns trigger language plpgsql as $$
+declare
+  e record;
+begin
+  -- As fence_agent_execution, which is asked where this does not know: the row is locked first, then the clock decides.
+  select x.status, x.claimed_by into e from agent_executions x where x.id = new.execution_id and x.claim = new.claim for key share;
+  if found and (e.status = 'waiting' or (e.status = 'running' and exists (
+       select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
+    return new;
+  end if;
+  perform fence_agent_execution(new.execution_id, new.claim);
+  return new;
+end $$;
+
+create or replace function agent_fork_cut(p_id uuid, p_step text) returns timestamptz
+language plpgsql stable as $$
+declare
+  cut timestamptz;
+begin
+  if coalesce(p_step, '') = '' then
+    return 'infinity';
+  end if;
+  select c.created_at into cut from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
+  if cut is null then                                        -- a scope, or a step that is still under way
+    select min(c.created_at) into cut from agent_checkpoints c
+     where c.execution_id = p_id and (starts_with(c.step, p_step || '/') or starts_with(c.step, p_step || '@'));
+  end if;
+  if cut is null and exists (select from agent_executions x where x.id = p_id and (x.waiting_step = p_step or x.failed_step = p_step)) then
+    return 'infinity';                                       -- it is the next to be recorded
+  end if;
+  if cut is null then
+    raise exception 'execution % has not recorded a step %', p_id, quote_literal(p_step) using errcode = '22023',
+      hint = 'Name a recorded step, a scope of recorded steps, or the step that it waits in.';
+  end if;
+  return cut;
+end $$;
+comment on function agent_fork_cut is
+  'The moment before which a fork keeps what was recorded: when a step was, or the first of those in a scope.';
+
+create or replace function agent_fork_steps(p_id uuid, p_step text) returns setof agent_checkpoints
+language plpgsql stable as $$
+declare
+  cut timestamptz := agent_fork_cut(p_id, p_step);
+  before_ text := regexp_replace(coalesce(p_step, ''), '([^/]*)$', 'before \1/');
+begin
+  return query
+  with kept as (
+    select c.*, regexp_replace(c.step, '[^/]*$', '') as scope from agent_checkpoints c
+     where c.execution_id = p_id and c.created_at < cut
+       -- What a step, a phase, a scope or a loop consists of, and what was waited for before it, is done anew with it.
+       and (coalesce(p_step, '') = '' or not (c.step = p_step or starts_with(c.step, p_step || '/')
+            or starts_with(c.step, p_step || '@') or starts_with(c.step, before_)))),
+  -- Leave is given to one execution, for one call: who has not made the call asks anew.
+  asked as (
+    select a.id, a.step from agent_approvals a
+     where a.execution_id = p_id and a.parked
+       and not exists (select from kept k where a.consumed_at is not null
+              and (k.step = substr(a.consumed_for, 38) or right(k.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)))
+       and not (a.status in ('rejected', 'expired') and exists (
+              select from kept k where k.step <> a.step and (strpos(k.step, a.id::text) > 0 or exists (
+                select from agent_events v where v.id = agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
+                   and v.key = a.id::text))))),
+  -- And so is what was asked of people, as long as nothing that follows is kept.
+  open as (
+    select distinct on (r.id) k.step from agent_requests r
+      join kept k on strpos(k.output::text, r.id::text) > 0
+     where r.execution_id = p_id
+       and not exists (select from kept later where later.scope = k.scope and later.created_at > k.created_at)
+     order by r.id, k.created_at)
+  select k.execution_id, k.step, k.claim, k.fingerprint, k.failed, k.output, k.created_at,
+         null::text, null::text, null::timestamptz from kept k
+   where not exists (select from asked a where a.step = k.step)
+     and not exists (select from open o where o.step = k.step)
+     and not exists (select from asked a join agent_events v on v.event = 'APPROVAL_DECIDED' and v.key = a.id::text
+                      where v.id = agent_uuid(k.output ->> 'event_id'));
+end $$;
+comment on function agent_fork_steps is
+  'What a fork from a step of an execution begins with: what was recorded before it. A parallel branch keeps '
+  'what it had by then. A request for leave that was not used by then, or one to people that nothing followed, '
+  'is left out: it is made anew.';
+
+create or replace function fork_agent_execution(p_id uuid, p_step text, p_input jsonb, p_trace_id text, p_latest boolean default false)
+returns uuid language plpgsql volatile as $$
+declare
+  was agent_executions;
+  version_ int;
+  fork uuid;
+begin
+  select x.* into was from agent_executions x where x.id = p_id;
+  if not found then
+    return null;
+  end if;
+  if was.completed_at is not null then
+    -- Its checkpoints must not go while they are copied.
+    perform 1 from agent_executions x where x.id = p_id for key share;
+    if not found then
+      return null;
+    end if;
+  end if;
+  version_ := was.flow_version;
+  if p_latest then
+    version_ := coalesce((select f.version from agent_flows f where f.name = was.flow and f.current), version_);
+  end if;
+  -- Its claim begins at 1, so that the first who claims it loads what it begins with.
+  insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim, input, on_lost,
+         max_attempts, progress_seconds, forked_from, forked_step)
+  values (p_trace_id, 'flow', was.agent, was.flow, version_, was.thread_id, 'background',
+          was.priority, 'pending', 1, coalesce(p_input, was.input), was.on_lost, was.max_attempts, was.progress_seconds, p_id, p_step)
+  returning id into fork;
+  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
+  select fork, c.step, 1, c.fingerprint, c.failed,
+         case when c.step = 'flow version' and was.flow_version is not null and not c.failed then to_jsonb(version_) else c.output end,
+         c.created_at from agent_fork_steps(p_id, p_step) c;
+  return fork;
+end $$;
+comment on function fork_agent_execution is
+  'A new execution of the same flow, in the version that the other began with unless p_latest, that begins with '
+  'what the other had recorded before a step (all of it when null), and does the rest anew. The other is not '
+  'touched. Null for an unknown id. The caller sends the hint.';
+
+create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb) returns text
+language plpgsql volatile as $$
+declare
+  claim_ bigint := agent_lock_claim(p_id, p_lock_id);
+  old jsonb;
+begin
+  if p_step is null or p_step !~ '^[^[:cntrl:]]+$' or length(p_step) > 500 then
+    raise exception 'step % is not valid: a step is 1 to 500 printable characters', coalesce(quote_literal(left(p_step, 40)), 'null')
+      using errcode = '22023';
+  end if;
+  perform fence_agent_execution(p_id, coalesce(claim_, -1));
+  insert into agent_checkpoints (execution_id, step, claim, output) values (p_id, p_step, claim_, p_output)
+  on conflict (execution_id, step) do nothing;
+  if found then
+    return 'created';
+  end if;
+  select c.output into old from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
+  return case when old is not distinct from p_output then 'same' else 'different' end;
+end $$;
+comment on function checkpoint_agent_execution is
+  'Record a step under a lock: created, same (it was recorded with this output) or different (with another; '
+  'nothing changed). LK001 when the lock is void.';
+
+-- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its executions, which is the order
+-- in which rows are locked, and then one comparison does for all. Only those that are not written are answered.
+create or replace function record_agent_steps(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
+                                              p_outputs jsonb[], p_variables jsonb[])
+returns table (n int, verdict text)
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off
+set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  several constant int := cardinality(p_ids);
+  showing uuid[] := '{}';           -- those whose variables are written beside the step, which needs a stronger lock
+  locked uuid[];
+  claims bigint[];                  -- of what is locked, as are workers, of which only what runs has one
+  workers uuid[];
+  alive uuid[];
+  good int[];                       -- places of the steps that count; null: all do
+  done text;
+begin
+  -- Locked rows are passed over. One that was changed before it was locked is compared again; the clock that ends a lease is read after
+  -- the locks.
+  if num_nonnulls(variadic p_variables) > 0 then
+    showing := array(select p_ids[i] from generate_series(1, several) i where p_variables[i] is not null);
+    select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by) into locked, claims, workers
+      from (select * from (
+              select x.id, x.claim, x.claimed_by from agent_executions x
+               where x.id = any (p_ids) and x.id <> all (showing) for key share skip locked) plain
+            union all
+            select * from (
+              select x.id, x.claim, x.claimed_by from agent_executions x
+               where x.id = any (showing) for no key update skip locked) shown) x;
+  else
+    select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by) into locked, claims, workers
+      from (select x.id, x.claim, x.claimed_by from agent_executions x
+             where x.id = any (p_ids) for key share skip locked) x;
+  end if;
+  alive := array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp());
+  if (locked = p_ids and claims = p_claims and workers <@ alive) is not true then
+    good := array(
+      select t.i from (select i, array_position(locked, p_ids[i]) as x from generate_series(1, several) i offset 0) t
+       where claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive));
+  end if;
+  if showing <> '{}' then
+    update agent_executions x
+       set variables = (select p_variables[i] from generate_series(1, several) i
+                         where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good)) order by i desc limit 1)
+     where x.id = any (showing)
+       and exists (select from generate_series(1, several) i
+                    where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good)));
+  end if;
+  done := set_config('lanekeeper.fenced', 'yes', true);
+  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+  select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i]
+    from generate_series(1, several) i where good is null or i = any (good);
+  done := set_config('lanekeeper.fenced', '', true);
+  if good is not null then
+    return query select i, 'alone' from generate_series(1, several) i where i <> all (good);
+  end if;
+end $$;
+comment on function record_agent_steps is
+  'Record the results of steps of several executions, each under its claim, as an insert into agent_checkpoints '
+  'would. A row for each of which nothing was written (verdict alone), because the row is locked or its claim '
+  'is not live; record it by itself. Where one is on record already nothing is written at all (SQLSTATE 23505): '
+  'record each by itself. Cheapest in the order of p_ids.';
+
+create or replace trigger agent_checkpoints_fence before insert or update on agent_checkpoints
+  for each row when (current_setting('lanekeeper.fenced', true) is distinct from 'yes') execute function agent_checkpoints_fence();

@@ -1,0 +1,948 @@
+-- Threads: conversations, each with an owner and an order.
+--
+-- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends; the messages of others are
+-- queued and sent when the lane is free. Whoever may read and write in a thread is in agent_thread_access.
+
+create table agent_threads (
+  id              text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
+  channel         text not null check (channel <> ''),
+  agent           text not null default 'agent',
+  owner           text not null default '',
+  participant     text not null default '',
+  next_seq        bigint not null default 1,
+  summary         text not null default '',
+  summary_through bigint not null default 0,
+  created_at      timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  target          text not null default '',
+  idle_seconds    int not null default 600 check ((idle_seconds >= 1) AND (idle_seconds <= 2592000)),
+  watched_until   timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
+  owner_kind      text not null default '',
+  visitor         text not null default '',
+  name            text not null default '',
+  constraint agent_threads_check check ((summary_through >= 0) AND (summary_through < next_seq)),
+  constraint agent_threads_owner_kind check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
+) with (fillfactor = 70);
+create index agent_threads_name on agent_threads (name, id) where name <> '';
+create index agent_threads_of_agent on agent_threads (agent, updated_at, id) where agent <> 'agent' and agent <> 'visitor_chat';
+create index agent_threads_owner on agent_threads (owner, updated_at, id);
+create index agent_threads_recent on agent_threads (updated_at, id);
+comment on column agent_threads.channel is 'Where it was begun.';
+comment on column agent_threads.owner is
+  'The chat key, flow, endpoint or channel that began the thread. For an admin''s thread: the chat key that it '
+  'was opened to, or admin.';
+comment on column agent_threads.participant is 'Who the agent talks with, for people.';
+comment on column agent_threads.summary is 'Of the turns up to summary_through.';
+comment on column agent_threads.target is 'Of channel webhook: where its messages go by default.';
+comment on column agent_threads.idle_seconds is
+  'How long its lane lasts without a send. What holds it keeps the time it was taken or renewed with.';
+comment on column agent_threads.watched_until is
+  'Somebody looks at this thread until then: a message notifies on agent_messages.';
+comment on column agent_threads.owner_kind is
+  'What began the thread: key, visitor, flow, webhook, channel or admin. Empty: an earlier release began it.';
+comment on column agent_threads.visitor is
+  'Of owner_kind visitor: SHA-256 of the secret of the visitor, in hexadecimal.';
+comment on column agent_threads.name is 'The public name, scoped by the owner. Empty: the id is the name.';
+
+create table agent_documents (
+  id           uuid default agent_uuid7() primary key,
+  name         text not null check ((name <> '') AND (name !~ '[[:cntrl:]/\\]')),
+  content_type text not null check (content_type <> ''),
+  size         bigint not null check (size > 0),
+  sha256       bytea not null check (octet_length(sha256) = 32),
+  is_text      boolean not null,
+  content      bytea not null,
+  thread_id    text references agent_threads(id) on delete cascade,
+  execution_id uuid,
+  trace_id     text not null default '',
+  owner_kind   text not null check (owner_kind in ('admin', 'key', 'visitor')),
+  owner        text not null,
+  visitor      text not null default '',
+  created_at   timestamptz not null default clock_timestamp(),
+  expires_at   timestamptz,
+  constraint agent_documents_check check (octet_length(content) = size),
+  constraint agent_documents_check1 check ((owner_kind = 'visitor') = (visitor <> '')),
+  constraint agent_documents_check2 check ((expires_at IS NULL) OR ((thread_id IS NULL) AND (execution_id IS NULL)))
+);
+alter table agent_documents alter column content set storage external;
+create index agent_documents_execution on agent_documents (execution_id, id) where execution_id is not null;
+create index agent_documents_expiry on agent_documents (expires_at) where expires_at is not null;
+create index agent_documents_free on agent_documents (id) where thread_id is null and execution_id is null and owner_kind = 'admin';
+create index agent_documents_thread on agent_documents (thread_id, id) where thread_id is not null;
+create index agent_documents_unused on agent_documents (owner, visitor) where expires_at is not null;
+comment on table agent_documents is 'Files that admins and visitors gave to the agent, with their content.';
+comment on column agent_documents.name is 'The file name, without folders and control characters.';
+comment on column agent_documents.content_type is
+  'The media type, found from content and name. What the client claimed is only a hint.';
+comment on column agent_documents.is_text is 'The content is UTF-8 text, which models and flows can read.';
+comment on column agent_documents.thread_id is
+  'The thread whose visitors, flows and models see the document. It goes with the thread.';
+comment on column agent_documents.execution_id is 'The execution that sees the document. It goes with the execution.';
+comment on column agent_documents.trace_id is 'The trace of the upload.';
+comment on column agent_documents.owner_kind is
+  'Who uploaded it: admin, key or visitor, as owner_kind of agent_threads.';
+comment on column agent_documents.owner is 'The chat key, or admin.';
+comment on column agent_documents.visitor is 'Of a visitor: SHA-256 of the secret, in hexadecimal.';
+comment on column agent_documents.expires_at is 'When an upload goes that no message has used. Null: it stays.';
+
+create table agent_thread_access (
+  id           uuid default agent_uuid7() primary key,
+  thread_id    text not null references agent_threads(id) on delete cascade,
+  kind         text not null check (kind in ('key', 'visitor', 'flow', 'webhook', 'token')),
+  owner        text not null default '',
+  visitor      text not null default '',
+  name         text not null default '',
+  token_digest bytea unique,
+  reusable     boolean not null default false,
+  execution_id uuid,
+  expires_at   timestamptz,
+  used_at      timestamptz,
+  joined_with  uuid references agent_thread_access(id) on delete cascade,
+  created_by   text not null default '',
+  created_at   timestamptz not null default clock_timestamp(),
+  constraint agent_thread_access_check check ((kind = 'token') = (token_digest IS NOT NULL))
+);
+create index agent_thread_access_joined on agent_thread_access (joined_with) where joined_with is not null;
+create unique index agent_thread_access_name on agent_thread_access (kind, owner, visitor, name) where kind <> 'token';
+create index agent_thread_access_thread on agent_thread_access (thread_id, id);
+comment on table agent_thread_access is
+  'Who besides the owner may read and speak in a thread. A row names a participant, or it is a join token: who '
+  'presents the token becomes one.';
+comment on column agent_thread_access.name is 'What the participant calls the thread. Unique for a participant.';
+comment on column agent_thread_access.token_digest is 'SHA-256 of a join token.';
+comment on column agent_thread_access.reusable is
+  'The token lets any number of visitors in until its end. Otherwise it lets in one.';
+comment on column agent_thread_access.execution_id is 'The token ends with this execution.';
+comment on column agent_thread_access.joined_with is
+  'The token that let the participant in. Revoking the token ends the access.';
+
+create table agent_messages (
+  id              uuid default agent_uuid7() primary key,
+  thread_id       text not null references agent_threads(id) on delete cascade,
+  seq             bigint check (seq > 0),
+  turn            bigint,
+  role            text not null check (role in ('user', 'assistant', 'system', 'tool')),
+  content         text not null,
+  channel         text not null default '',
+  execution_id    uuid,
+  trace_id        text not null default '',
+  status          text not null
+                  check (status in ('queued', 'sending', 'sent', 'delivered', 'received', 'failed', 'withdrawn')),
+  interrupted     boolean not null default false,
+  tokens          int not null default 0,
+  attempts        int not null default 0,
+  error_message   text,
+  created_at      timestamptz not null default clock_timestamp(),
+  sent_at         timestamptz,
+  target          text not null default '',
+  dedupe_key      text,
+  next_attempt_at timestamptz,
+  delivered_at    timestamptz,
+  constraint agent_messages_order unique (thread_id, seq),
+  constraint agent_messages_check check ((turn > 0) AND (turn <= seq)),
+  constraint agent_messages_check1 check ((seq IS NULL) = (turn IS NULL)),
+  constraint agent_messages_check2 check (CASE
+    WHEN (seq IS NULL) THEN (status in ('queued', 'failed', 'withdrawn'))
+    ELSE (status <> 'queued')
+END)
+);
+create unique index agent_messages_dedupe on agent_messages (dedupe_key) where dedupe_key is not null;
+create index agent_messages_due on agent_messages (next_attempt_at) where status = 'sending' and next_attempt_at is not null;
+create index agent_messages_execution on agent_messages (execution_id) where execution_id is not null;
+create index agent_messages_failed on agent_messages (id) where status = 'failed';
+create index agent_messages_queued on agent_messages (thread_id, id) include (execution_id) where status = 'queued';
+create index agent_messages_sending on agent_messages (thread_id, seq) where status = 'sending';
+create index agent_messages_turns on agent_messages (thread_id, turn, seq);
+comment on column agent_messages.seq is 'Null: not sent yet.';
+comment on column agent_messages.turn is 'The seq of the message that began the exchange this one belongs to.';
+comment on column agent_messages.interrupted is 'The speaker was cut short.';
+comment on column agent_messages.tokens is 'An estimate.';
+comment on column agent_messages.target is 'Of channel webhook: the name of an outgoing target.';
+comment on column agent_messages.dedupe_key is 'Makes a send from outside count once.';
+comment on column agent_messages.next_attempt_at is 'While sending; null: one before it has to be settled first.';
+
+-- What a turn under way has said so far: for those who look on from another process, for the turn itself when it
+-- goes on elsewhere, and for who interrupts it. settled is how much of it will not change any more, in characters.
+create table agent_message_drafts (
+  execution_id uuid primary key,
+  claim        bigint not null,
+  content      text not null,
+  settled      int not null default 0,
+  updated_at   timestamptz not null default clock_timestamp()
+) with (fillfactor = 50);
+
+create table agent_message_images (
+  message_id uuid not null references agent_messages(id) on delete cascade,
+  place      int not null check (place > 0),
+  url        text check ((url ~~ 'https://%') AND (length(url) <= 2048)),
+  media_type text check (media_type in ('image/png', 'image/jpeg', 'image/gif', 'image/webp')),
+  data       bytea check ((octet_length(data) >= 1) AND (octet_length(data) <= 5242880)),
+  detail     text not null default '' check (detail in ('', 'low', 'high', 'auto')),
+  primary key (message_id, place),
+  constraint agent_message_images_check check ((url IS NULL) = (data IS NOT NULL)),
+  constraint agent_message_images_check1 check ((media_type IS NULL) = (data IS NULL))
+);
+alter table agent_message_images alter column data set storage external;
+comment on table agent_message_images is 'Images of messages, in their order. They go with their message.';
+comment on column agent_message_images.message_id is 'The message that the image came with.';
+comment on column agent_message_images.place is 'Where the image stands among those of its message, from 1.';
+comment on column agent_message_images.url is
+  'Where the model''s server finds the image. The runtime never fetches it.';
+comment on column agent_message_images.media_type is 'The format of data.';
+comment on column agent_message_images.data is 'The image itself, when the client has sent it.';
+comment on column agent_message_images.detail is 'How closely the model shall look, as the client says.';
+
+create table agent_chat_requests (
+  id           uuid default agent_uuid7() primary key,
+  fingerprint  bytea not null,
+  execution_id uuid not null,
+  connection   text not null check (connection <> ''),
+  worker       uuid not null,
+  attempt      int not null default 0 check (attempt >= 0),
+  state        text not null default 'open' check (state in ('open', 'left', 'delivered')),
+  created_at   timestamptz not null default clock_timestamp(),
+  changed_at   timestamptz not null default clock_timestamp(),
+  expires_at   timestamptz not null default (clock_timestamp() + '00:15:00'::interval)
+);
+create index agent_chat_requests_expiry on agent_chat_requests (expires_at);
+create index agent_chat_requests_fingerprint on agent_chat_requests (fingerprint, created_at);
+comment on table agent_chat_requests is
+  'Requests of the last minutes that began a turn. A client''s retry finds its turn here.';
+comment on column agent_chat_requests.fingerprint is
+  'SHA-256 of the caller, the thread as the caller names it, and the body.';
+comment on column agent_chat_requests.execution_id is 'The turn that the request began.';
+comment on column agent_chat_requests.connection is
+  'Trace of the request that is shown the answer, the latest retry.';
+comment on column agent_chat_requests.worker is 'The process that has the connection. It dies with it.';
+comment on column agent_chat_requests.attempt is 'As the client counts: 0 is the first.';
+comment on column agent_chat_requests.state is
+  'open: the connection stands. left: it ended before the answer was sent. delivered: the answer was sent.';
+
+-- Code
+
+create or replace function agent_thread_lane(p_thread text) returns text language sql immutable as $$ select 'thread:' || p_thread $$;
+
+create or replace function agent_thread_idle(p_thread text) returns int language sql stable as $$
+  select coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600)
+$$;
+
+-- Who has fenced a write by the token of a thread's lane, and then speaks in the thread, met who takes the thread in a deadlock: one had
+-- the row of the lane and wanted the advisory lock, the other had that and waited for the row. Now nobody waits for the row under the
+-- advisory lock, unless the row came in that moment.
+
+create or replace function lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
+language plpgsql volatile as $$
+declare
+  lane_ text := agent_thread_lane(p_thread);
+  key_ bigint := hashtextextended('lane ' || agent_thread_lane(p_thread), 0);
+begin
+  -- The advisory lock is for a lane that has no row yet; acquire_agent_lock takes the same for its first hold.
+  if p_wait then
+    perform 1 from agent_locks l where l.lane = lane_ for update;
+    if not found then
+      perform pg_advisory_xact_lock(key_);
+      perform 1 from agent_locks l where l.lane = lane_ for update;    -- it may have come meanwhile
+    end if;
+    perform 1 from agent_threads t where t.id = p_thread for no key update;
+    if not found then
+      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
+    end if;
+    return true;
+  end if;
+  perform 1 from agent_locks l where l.lane = lane_ for update skip locked;
+  if not found then
+    perform 1 from agent_locks l where l.lane = lane_;
+    if found or not pg_try_advisory_xact_lock(key_) then
+      return false;
+    end if;
+    perform 1 from agent_locks l where l.lane = lane_ for update skip locked;
+    if not found and exists (select from agent_locks l where l.lane = lane_) then
+      return false;
+    end if;
+  end if;
+  perform 1 from agent_threads t where t.id = p_thread for no key update skip locked;
+  return found;
+end $$;
+comment on function lock_agent_thread is
+  'Lock the lane and the row of a thread. Without waiting it answers false when somebody else works on them.';
+
+create or replace function place_agent_message(p_id uuid) returns bigint
+language plpgsql volatile as $$
+declare
+  m record;
+  place bigint;
+  watched timestamptz;
+  carried boolean;
+begin
+  select x.thread_id, x.channel, x.target into m from agent_messages x where x.id = p_id;
+  carried := m.channel in ('webhook', 'log');
+  update agent_threads t set next_seq = t.next_seq + 1, updated_at = clock_timestamp()
+   where t.id = m.thread_id returning t.next_seq - 1, t.watched_until into place, watched;
+  update agent_messages x
+     set seq = place, sent_at = clock_timestamp(),
+         turn = coalesce((select max(y.turn) from agent_messages y where y.thread_id = m.thread_id), place),
+         status = case when carried then 'sending' else 'sent' end,
+         -- It stands behind those of its thread that go the same way and are not settled yet.
+         next_attempt_at = case when carried and not exists (
+           select from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending' and y.channel = m.channel
+              and y.target = m.target) then clock_timestamp() end
+   where x.id = p_id;
+  if carried then
+    perform pg_notify('agent_outbox', '');
+  end if;
+  if watched > clock_timestamp() then
+    perform pg_notify('agent_messages', m.thread_id);
+  end if;
+  return place;
+end $$;
+comment on function place_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
+
+create or replace function settle_agent_message(p_id uuid, p_attempt int, p_status text, p_error text, p_retry interval) returns boolean
+language plpgsql volatile as $$
+declare
+  m record;
+begin
+  if p_status is null or p_status not in ('sending', 'delivered', 'failed') or p_status = 'sending' and p_retry is null then
+    raise exception 'an attempt ends as delivered, failed, or sending with the time until the next one, not %', coalesce(quote_literal(p_status), 'null')
+      using errcode = '22023';
+  end if;
+  select x.thread_id, x.channel, x.target into m from agent_messages x where x.id = p_id;
+  perform 1 from agent_threads t where t.id = m.thread_id for no key update;      -- a new message sees this one settled, or is seen here
+  update agent_messages x
+     set status = p_status, error_message = nullif(p_error, ''),
+         delivered_at = case when p_status = 'delivered' then clock_timestamp() end,
+         next_attempt_at = case when p_status = 'sending' then clock_timestamp() + p_retry end
+   where x.id = p_id and x.status = 'sending' and x.attempts = p_attempt;
+  if not found then
+    return false;
+  end if;
+  if p_status <> 'sending' then
+    update agent_messages x set next_attempt_at = clock_timestamp()
+     where x.id = (select y.id from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending'
+                      and y.channel = m.channel and y.target = m.target order by y.seq limit 1)
+       and x.next_attempt_at is null;
+    if found then
+      perform pg_notify('agent_outbox', '');
+    end if;
+  end if;
+  return true;
+end $$;
+comment on function settle_agent_message is
+  'Record how an attempt to carry a message ended; the next one of its thread may go then. False when the '
+  'attempt was outlived by another.';
+
+-- A message of an execution is refused in a thread that its flow may not join.
+
+create or replace function send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
+                                   p_channel text default null, p_target text default '', p_tokens int default 0)
+returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid, stale_holder text,
+               stale_ms bigint)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  lane_ text := agent_thread_lane(p_thread);
+  t record;
+  held agent_locks;
+  live boolean;
+  mine boolean := false;
+  got record;
+begin
+  acquired := false;
+  if p_execution_id is not null then
+    perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;    -- for a loan; before lanes
+    perform fence_agent_execution(p_execution_id, p_claim);
+    if not agent_flow_may_join(p_thread, null, p_execution_id) then
+      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
+    end if;
+  end if;
+  perform lock_agent_thread(p_thread);
+  select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
+  p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') then t.channel else 'chat' end);
+  p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) else '' end;
+  if p_channel not in ('chat', 'webhook', 'log') then
+    raise exception 'channel % is not known: give chat, webhook or log', quote_literal(p_channel) using errcode = '22023';
+  elsif coalesce(btrim(p_content), '') = '' then
+    raise exception 'a message needs a content' using errcode = '22023';
+  elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
+    raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
+      hint = 'Declare it in the workspace, and name it as the target of the message or of the thread.';
+  end if;
+  select l.* into held from agent_locks l where l.lane = lane_;
+  live := found and held.expires_at > clock_timestamp();
+  if live and held.execution_id = p_execution_id then
+    mine := true;
+    if not held.parked then
+      update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_;
+    end if;
+  elsif live and p_execution_id is not null then
+    select b.acquired, b.lender into got from borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
+    mine := got.acquired;
+    lender := got.lender;
+  elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
+    if p_execution_id is null then
+      mine := agent_lane_open(lane_);
+    else
+      if held.locked_by <> '' then
+        stale_holder := held.locked_by;
+        stale_ms := extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000;
+      end if;
+      select a.acquired, a.lender into got from take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
+      mine := got.acquired;
+      lender := got.lender;
+      acquired := mine and lender is null;
+    end if;
+  end if;
+  mine := mine and agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
+  insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
+  values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id,
+          coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0))
+  returning m.id into message_id;
+  if mine then
+    seq := place_agent_message(message_id);
+  else
+    perform flush_agent_thread(p_thread);                    -- what may leave; it may be among that
+    select m.seq into seq from agent_messages m where m.id = message_id;
+  end if;
+  queued := seq is null;
+  if queued then
+    holder := coalesce((select l.locked_by from agent_locks l where l.lane = lane_ and l.expires_at > clock_timestamp()),
+                       agent_lock_head(lane_, clock_timestamp()));
+  end if;
+  return next;
+end $$;
+comment on function send_agent_message is
+  'Say something in a thread, on behalf of an execution or, with null, of nobody who could hold it. The '
+  'execution that holds or may borrow the lane of the thread sends at once; anyone else''s message is queued '
+  'and leaves first-in-first-out. Without a channel it is the thread''s, or chat. lender is set when the lane '
+  'was borrowed just now, stale_holder when it was taken from one whose lease had ended.';
+
+create or replace function agent_speaks_for(p_ended uuid, p_holder uuid) returns boolean
+language sql volatile as $$
+  with recursive line as (
+    select x.parent_id, x.inherits and x.completed_at is not null as may from agent_executions x where x.id = p_ended
+    union all
+    select x.parent_id, x.inherits and x.completed_at is not null from line l join agent_executions x on x.id = l.parent_id
+     where l.may and l.parent_id <> p_holder)
+  select exists (select from line l where l.may and l.parent_id = p_holder)
+$$;
+comment on function agent_speaks_for is
+  'Whether an execution that has ended was a child that a holder had waited for, over any number of those '
+  'between that have ended, too: what it still has in the queue is said before what the holder says next.';
+
+create or replace function agent_thread_own(p_thread text, p_holder uuid) returns uuid
+language sql volatile as $$
+  select m.id from agent_messages m left join agent_executions x on x.id = m.execution_id
+   where m.thread_id = p_thread and m.status = 'queued'
+     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and agent_speaks_for(x.id, p_holder))
+   order by m.id limit 1
+$$;
+comment on function agent_thread_own is
+  'The first queued message that leaves in the name of a holder: its own, or that of a child that it had waited '
+  'for and that has ended.';
+
+create or replace function agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
+language sql volatile as $$
+  select case when not p_live then
+    (select m.id from agent_messages m where m.thread_id = p_thread and m.status = 'queued' order by m.id limit 1)
+  else coalesce(
+    agent_thread_own(p_thread, p_holder),
+    (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
+      where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
+        and agent_lends(x.id, p_holder, agent_thread_lane(p_thread)) order by m.id limit 1))
+  end
+$$;
+comment on function agent_thread_next is
+  'The message that leaves next: of a free thread the first one; of one that is held, the first in the name of '
+  'its holder, or of who may borrow from it.';
+
+create or replace function flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
+language plpgsql volatile as $$
+declare
+  lane_ text := agent_thread_lane(p_thread);
+  head uuid;
+  of uuid;
+  who agent_executions;
+  held agent_locks;
+  live boolean;
+  n int := 0;
+begin
+  for tries in 1..p_limit loop
+    select l.* into held from agent_locks l where l.lane = lane_;
+    live := found and held.expires_at > clock_timestamp();
+    head := agent_thread_next(p_thread, live, held.execution_id);
+    exit when head is null;
+    select m.execution_id into of from agent_messages m where m.id = head;
+    who := null;
+    if of is not null then
+      -- Executions before lanes. One that is being claimed or ended now is left to the next call.
+      select x.* into who from agent_executions x where x.id = of for no key update skip locked;
+      exit when not found and exists (select from agent_executions x where x.id = of);
+    end if;
+    exit when not lock_agent_thread(p_thread, p_wait);
+    select l.* into held from agent_locks l where l.lane = lane_;
+    live := found and held.expires_at > clock_timestamp();
+    continue when head is distinct from agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
+    exit when not take_agent_thread(p_thread, who, live, held.execution_id);
+    -- An answer that comes in this moment must find the wait begun, or the question not yet out.
+    exit when who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text
+      and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
+    perform place_agent_message(head);
+    n := n + 1;
+    if who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text then
+      update agent_executions x                             -- its question is out: now it waits for the answer
+         set waiting_until = clock_timestamp() + make_interval(secs => (who.waiting_data ->> 'timeout_seconds')::float8),
+             waiting_data = x.waiting_data - 'queued_message' - 'timeout_seconds'
+       where x.id = who.id;
+    end if;
+  end loop;
+  return n;
+end $$;
+comment on function flush_agent_thread is
+  'Send what is queued in a thread and may leave now, in its order, at most p_limit messages. Called whenever '
+  'the thread changes hands. Without p_wait it does nothing where somebody else works on the thread.';
+
+create or replace function take_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
+language plpgsql volatile as $$
+declare
+  lane_ text := agent_thread_lane(p_thread);
+begin
+  if p_live and p_holder = p_who.id then
+    return true;
+  elsif p_who.id is null or p_who.completed_at is not null then
+    -- Nobody who could hold it: of a thread that is held it is a child's of the holder.
+    return case when p_live then agent_speaks_for(p_who.id, p_holder) else agent_lane_open(lane_) end;
+  elsif p_live then
+    if p_who.status = 'running' and not exists (
+         select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
+      return false;                                          -- it borrows when somebody runs it
+    end if;
+    if not (select b.acquired from borrow_agent_lock(lane_, p_who.id, p_who.claim, agent_thread_idle(p_thread)) b) then
+      return false;
+    end if;
+  elsif not (select a.acquired from acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, agent_thread_idle(p_thread)) a) then
+    return false;
+  end if;
+  if p_who.status = 'waiting' then
+    update agent_locks l set parked = true, expires_at = '9000-01-01 00:00+00',
+           fencing_token = agent_lock_token(l.fencing_token, clock_timestamp())
+     where l.lane = lane_;
+  end if;
+  return true;
+end $$;
+comment on function take_agent_thread is
+  'Take the lane of a thread for the execution whose queued message leaves; for flush_agent_thread.';
+
+create or replace function flush_agent_threads(p_limit int default 500) returns int
+language plpgsql volatile as $$
+declare
+  q record;
+  n int := 0;
+begin
+  for q in
+    with recursive due as (                                  -- each thread once, by an index of what is queued alone
+      (select m.thread_id from agent_messages m where m.status = 'queued' order by m.thread_id limit 1)
+      union all
+      select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > d.thread_id
+               order by m.thread_id limit 1) from due d where d.thread_id is not null)
+    select d.thread_id from due d left join agent_locks l on l.lane = agent_thread_lane(d.thread_id) and l.expires_at > clock_timestamp()
+     where d.thread_id is not null
+       and (l.lane is null or exists (
+         select from agent_messages m join agent_executions x on x.id = m.execution_id
+          where m.thread_id = d.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
+     order by random() limit p_limit                         -- one that cannot leave holds up no other
+  loop
+    n := n + flush_agent_thread(q.thread_id, 100, false);
+  end loop;
+  return n;
+end $$;
+comment on function flush_agent_threads is
+  'flush_agent_thread for every thread where something may leave. For the sweep: it waits for nobody.';
+
+create or replace function receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
+                                      p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
+returns table (message_id uuid, seq bigint, event_id uuid, execution_id uuid)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  message uuid := agent_uuid7();
+  place bigint;
+  watched timestamptz;
+  came record;
+  first_ boolean := true;
+begin
+  perform agent_wait_lock('response', p_thread);            -- before executions, lanes and the thread
+  if p_id is not null then
+    select v.id, v.data into came from agent_events v where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
+    if found then                                           -- it counts once
+      return query select (came.data ->> 'message_id')::uuid,
+                          (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id, null::uuid;
+      return;
+    end if;
+  end if;
+  for came in
+    select d.event_id, d.execution_id from deliver_agent_event('MESSAGE_RECEIVED', p_thread,
+      coalesce(p_data, '{}') || jsonb_build_object('message_id', message, 'thread_id', p_thread, 'content', p_content,
+                                                   'channel', p_channel), p_id) d
+  loop
+    if first_ then
+      first_ := false;
+      if p_id is not null and not exists (select from agent_events v where v.id = came.event_id and v.data ->> 'message_id' = message::text) then
+        raise exception 'id % was used for another event', quote_literal(p_id) using errcode = '22023';
+      end if;
+      update agent_threads t set next_seq = t.next_seq + 1, updated_at = clock_timestamp()
+       where t.id = p_thread returning t.next_seq - 1, t.watched_until into place, watched;
+      if place is null then
+        raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
+      end if;
+      insert into agent_messages (id, thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, tokens, sent_at)
+      values (message, p_thread, place, place, 'user', p_content, p_channel, p_execution_id,
+              coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'received',
+              coalesce(p_tokens, 0), clock_timestamp());
+      if watched > clock_timestamp() then
+        perform pg_notify('agent_messages', p_thread);
+      end if;
+      perform agent_lane_freed(agent_thread_lane(p_thread)); -- a flush may have given way to this
+    end if;
+    return query select message, place, came.event_id, came.execution_id;
+  end loop;
+end $$;
+comment on function receive_agent_message is
+  'Record what the other side said in a thread, and end the waits for it: MESSAGE_RECEIVED, its data p_data '
+  'with message_id, thread_id, content and channel. Rows: the message, and each execution it woke (null when '
+  'none). The same p_id counts once.';
+
+create or replace function agent_last_sent(p_id uuid, p_thread text) returns timestamptz
+language sql stable as $$
+  select coalesce((select m.sent_at from agent_messages m
+                    where m.execution_id = p_id and m.thread_id = p_thread and m.role = 'assistant' and m.sent_at is not null
+                    order by m.id desc limit 1),
+                  (select x.created_at from agent_executions x where x.id = p_id))
+$$;
+comment on function agent_last_sent is
+  'When an execution last said something in a thread, or its beginning: what came before cannot answer it.';
+
+create or replace function agent_queued_message(p_id uuid, p_thread text) returns uuid
+language sql stable as $$
+  select m.id from agent_messages m
+   where m.execution_id = p_id and m.thread_id = p_thread and m.status = 'queued' order by m.id desc limit 1
+$$;
+comment on function agent_queued_message is
+  'The execution''s last message of those that still stand in the queue of a thread.';
+
+create or replace function withdraw_agent_messages(p_execution_id uuid) returns void language sql volatile as $$
+  with gone as (
+    update agent_messages m set status = 'withdrawn' where m.execution_id = p_execution_id and m.status = 'queued' returning m.thread_id)
+  select pg_notify('agent_threads', g.thread_id) from (select distinct thread_id from gone) g
+$$;
+comment on function withdraw_agent_messages is
+  'Take back what a cancelled execution has queued. What stood behind it may leave.';
+
+create or replace function agent_thread_listener(p_thread text, p_except text[]) returns uuid
+language sql volatile as $$
+  select coalesce(
+    (select x.id from agent_executions x
+      where x.status = 'waiting' and x.waiting_for = 'response' and x.waiting_key = p_thread
+        and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (p_except) order by x.id limit 1),
+    (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
+      where l.lane = agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and x.completed_at is null
+        and x.flow <> all (p_except)))
+$$;
+comment on function agent_thread_listener is
+  'The execution that what is said in a thread is for: one that waits for it, else the one that has the thread. '
+  'Flows in p_except do not count.';
+
+-- Whoever waits for the words of a worker outside does not wait while no worker has the run.
+
+create or replace function agent_thread_busy(p_thread text, p_execution_id uuid, p_except text[]) returns boolean
+language plpgsql volatile as $$
+declare
+  id_ uuid := p_execution_id;
+  seen uuid[] := '{}';
+  x record;
+begin
+  while id_ is not null and id_ <> all (seen) loop
+    seen := seen || id_;
+    select e.id, e.status, e.waiting_for, e.waiting_key, e.completed_at, e.outside, e.claimed_by, e.updated_at into x from agent_executions e where e.id = id_;
+    if x.completed_at is not null or x.id is null then        -- who has the thread now goes on
+      id_ := (select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
+               where l.lane = agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and e.completed_at is null
+                 and e.flow <> all (p_except));
+      continue;
+    elsif x.outside and x.status <> 'waiting' then            -- a worker that is away says nothing; one that follows takes the run soon
+      return x.updated_at > clock_timestamp() - interval '1 second'
+          or exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp());
+    elsif x.status <> 'waiting' then
+      return true;
+    elsif x.waiting_for <> 'agent' then
+      return false;
+    end if;
+    id_ := agent_uuid(x.waiting_key);                        -- its child speaks for it
+    if exists (select from agent_executions e where e.id = id_ and e.completed_at is not null) then
+      return true;                                           -- and is woken next
+    end if;
+  end loop;
+  return false;
+end $$;
+comment on function agent_thread_busy is
+  'Whether more may come in a thread without anything from outside: an execution, or those it waits for, are at '
+  'work.';
+
+create or replace function clean_agent_threads(p_overdue interval default '0', p_unwanted interval default '0')
+returns table (thread_id text, locked_by text, execution_id uuid, idle_seconds bigint)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  l agent_locks;
+  lane_ text;
+begin
+  for lane_ in
+    select k.lane from agent_locks k
+     where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
+       and (k.expires_at <= clock_timestamp() - p_overdue
+            and (k.expires_at <= clock_timestamp() - p_unwanted or exists (
+              select from agent_messages m where m.thread_id = substr(k.lane, 8) and m.status = 'queued'))
+            or k.execution_id is not null and not exists (
+              select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
+     order by k.lane
+  loop
+    -- Look again under the lock: it may have been taken over since.
+    select k.* into l from agent_locks k where k.lane = lane_ for update skip locked;
+    continue when not found or l.locked_by = '' or l.parked
+      or l.expires_at > clock_timestamp() - p_overdue and (l.execution_id is null or exists (
+           select from agent_executions x where x.id = l.execution_id and x.completed_at is null));
+    thread_id := substr(l.lane, 8);
+    locked_by := l.locked_by;
+    execution_id := l.execution_id;
+    idle_seconds := extract(epoch from clock_timestamp() - l.expires_at + make_interval(secs => l.ttl_seconds));
+    if return_agent_lock(l.lane) is null then
+      perform note_agent_hold(l.lane, 'expired');
+      update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, parked = false, execution_id = null,
+             expires_at = least(k.expires_at, clock_timestamp()) where k.lane = l.lane;
+      if agent_lock_wanted(l.lane) then
+        perform pg_notify('agent_lanes', l.lane);
+      end if;
+      perform agent_lane_freed(l.lane);
+    end if;
+    return next;
+  end loop;
+end $$;
+comment on function clean_agent_threads is
+  'Free the threads whose holder has ended, is gone, or has not sent anything for the time of the lease, and '
+  'p_overdue longer; where no message waits for that, p_unwanted longer, so that a stale thread is seen, and '
+  'who sends in it next takes it over and says so. The sweep does it, too.';
+
+create or replace function agent_patience(p_child uuid) returns timestamptz
+language sql stable as $$
+  with recursive line as (
+    select x.waiting_until, x.waiting_for, x.waiting_key, x.waiting_data, 1 as depth
+      from agent_executions x where x.id = p_child and x.status = 'waiting'
+    union all
+    select c.waiting_until, c.waiting_for, c.waiting_key, c.waiting_data, l.depth + 1
+      from line l join agent_executions c on c.id = agent_uuid(l.waiting_key) and c.status = 'waiting'
+     where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
+  select max(waiting_until) + agent_wait_standard('agent') from line
+$$;
+comment on function agent_patience is
+  'Until when somebody waits for a child without having said how long, while the child itself waits: that long, '
+  'and the standard time after it. Null when the child does not wait.';
+
+--
+-- A child that took its parent's thread while the parent waited, and not from the parent, kept it when the parent's time was up: whatever the
+-- parent said then stood in the queue behind a child that might wait for days.
+
+create or replace function recall_agent_thread(p_parent uuid, p_child uuid) returns void
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  l record;
+  claim_ bigint;
+begin
+  for l in                                                   -- of the child, or lent by it
+    select a.lane, a.ttl_seconds from agent_locks a
+     where a.lane in (select c.lane from agent_locks c where c.execution_id = p_child
+                      union all select n.lane from agent_lock_loans n where n.lender = p_child and n.depth = 1)
+       and a.lane like 'thread:%'
+       and (exists (select from agent_executions x where x.id = p_parent and x.thread_id = substr(a.lane, 8))
+            or exists (select from agent_messages m where m.execution_id = p_parent and m.thread_id = substr(a.lane, 8)))
+     order by a.lane for update of a
+  loop
+    select x.claim into claim_ from agent_executions x where x.id = p_parent;
+    delete from agent_lock_loans n where n.lane = l.lane;
+    perform hand_agent_lock(l.lane, p_parent, claim_, false, l.ttl_seconds);
+    perform agent_lane_freed(l.lane);
+  end loop;
+end $$;
+comment on function recall_agent_thread is
+  'Give a parent, which does not wait any longer for a child that goes on, the threads that it speaks in and '
+  'that the child has taken meanwhile.';
+
+create or replace function agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
+language sql stable as $$
+  select case when p_kind in ('flow', 'channel', 'admin') or p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
+         else 'th_' || substr(encode(sha256((select s.value from agent_secrets s where s.name = 'thread ids')
+                || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end
+$$;
+comment on function agent_thread_id is 'The id of the thread that an owner begins under a name.';
+
+create or replace function agent_thread_is_of(p_thread text, p_kind text, p_owner text, p_visitor text) returns boolean
+language plpgsql stable as $$
+declare
+  t record;
+begin
+  select x.owner_kind, x.owner, x.visitor, x.channel into t from agent_threads x where x.id = p_thread;
+  if not found then
+    return false;
+  elsif p_kind = 'admin' then
+    return true;
+  elsif t.owner_kind <> '' then
+    return (t.owner_kind, t.owner, t.visitor) = (p_kind, p_owner, p_visitor);
+  end if;
+  -- An earlier release began it, and a visitor proves its right by a name that nobody can guess.
+  return case p_kind
+    when 'key' then t.channel = 'chat' and t.owner = p_owner
+    when 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and p_thread ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
+    when 'webhook' then exists (
+      select from agent_messages m join agent_executions x on x.id = m.execution_id
+       where m.thread_id = p_thread and x.trace_id like 'wh\_%')
+    else agent_thread_had_flows(p_thread) end;
+end $$;
+comment on function agent_thread_is_of is 'Whether a thread belongs to a principal. Everything belongs to admins.';
+
+create or replace function agent_thread_had_flows(p_thread text) returns boolean
+language sql stable as $$
+  select exists (
+    select from agent_threads t
+     where t.id = p_thread and t.owner_kind = ''
+       and (t.owner = '' or t.channel <> 'chat' or exists (
+         select from agent_messages m join agent_executions x on x.id = m.execution_id
+          where m.thread_id = t.id and m.role = 'assistant' and x.flow not in ('chat', 'chat_relay', 'chat_summary'))))
+$$;
+comment on function agent_thread_had_flows is
+  'Whether flows have used a thread that an earlier release began. They may go on.';
+
+create or replace function agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
+language sql stable as $$
+  select coalesce(
+    (select a.thread_id from agent_thread_access a
+      where a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor and a.name = p_name and a.kind <> 'token'),
+    (select i.id from (values (1, agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
+      where agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1))
+$$;
+comment on function agent_thread_for is
+  'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
+  'name.';
+
+create or replace function open_agent_thread(p_kind text, p_owner text, p_visitor text, p_name text, p_channel text default 'chat', p_target text default '',
+                                  p_agent text default 'agent', p_participant text default '', p_idle_seconds int default 600)
+returns table (thread_id text, made boolean)
+language plpgsql volatile as $$
+#variable_conflict use_column
+begin
+  if p_kind is null or p_kind not in ('key', 'visitor', 'flow', 'webhook', 'channel', 'admin') or p_owner is null or p_visitor is null
+     or (p_kind = 'visitor') <> (p_visitor <> '') then
+    raise exception 'a thread is begun by key, visitor, flow, webhook, channel or admin; a visitor has a secret, and nobody else has'
+      using errcode = '22023';
+  end if;
+  thread_id := agent_thread_for(p_kind, p_owner, p_visitor, p_name);
+  made := false;
+  if thread_id is null then
+    thread_id := agent_thread_id(p_kind, p_owner, p_visitor, p_name);
+    insert into agent_threads as t (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
+    values (thread_id, p_channel, p_target, p_agent, p_owner, p_participant, p_idle_seconds, p_kind, p_visitor, p_name)
+    on conflict (id) do nothing;
+    made := found;
+    if not made and not agent_thread_is_of(thread_id, p_kind, p_owner, p_visitor) then
+      raise exception 'there is no thread %', quote_literal(p_name) using errcode = 'P0002';      -- another owner's is not told apart
+    end if;
+  end if;
+  return next;
+end $$;
+comment on function open_agent_thread is
+  'The thread that a principal means by a name, begun when there is none. P0002: the id is another owner''s.';
+
+create or replace function open_agent_thread_for_flow(p_thread text, p_flow text, p_parent_id uuid default null, p_agent text default 'agent') returns boolean
+language plpgsql volatile as $$
+declare
+  made boolean := false;
+begin
+  if p_flow is null or p_flow = '' then
+    raise exception 'name the flow that begins the thread' using errcode = '22023';
+  end if;
+  perform 1 from agent_threads t where t.id = p_thread;
+  if not found and p_thread !~ '^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$' then        -- such an id is given out, not chosen
+    insert into agent_threads (id, channel, agent, owner, owner_kind) values (p_thread, 'chat', p_agent, p_flow, 'flow')
+    on conflict (id) do nothing;
+    made := found;
+  end if;
+  -- Who starts a flow in a thread that another flow began opens the thread to it.
+  if not made and not exists (select from agent_threads t where t.id = p_thread and t.owner_kind = 'flow')
+     and not agent_flow_may_join(p_thread, p_flow, p_parent_id) then
+    raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
+  end if;
+  return made;
+end $$;
+comment on function open_agent_thread_for_flow is
+  'The thread in which an admin starts a flow. True: the flow begins it. P0002: it belongs to a key, a visitor '
+  'or an endpoint, and was not opened.';
+
+create or replace function let_into_agent_thread(p_thread text, p_kind text, p_owner text, p_visitor text, p_name text, p_by text) returns uuid
+language plpgsql volatile as $$
+declare
+  a agent_thread_access;
+begin
+  perform 1 from agent_threads t where t.id = p_thread for key share;
+  if not found then
+    raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
+  elsif p_kind is null or p_kind not in ('key', 'visitor', 'flow', 'webhook') or coalesce(p_owner, '') = '' then
+    raise exception 'a thread is opened to a key, a visitor, a flow or a webhook by name' using errcode = '22023';
+  end if;
+  if p_kind <> 'flow' and agent_thread_for(p_kind, p_owner, p_visitor, p_name) <> p_thread then
+    raise exception '% % has another thread %', p_kind, p_owner, quote_literal(left(p_name, 40)) using errcode = '23505';
+  end if;
+  insert into agent_thread_access (thread_id, kind, owner, visitor, name, created_by)
+  values (p_thread, p_kind, p_owner, p_visitor, p_name, p_by) on conflict do nothing;
+  select x.* into a from agent_thread_access x
+   where x.kind = p_kind and x.owner = p_owner and x.visitor = p_visitor and x.name = p_name and x.kind <> 'token';
+  if a.thread_id <> p_thread then
+    raise exception '% % has another thread %', p_kind, p_owner, quote_literal(left(p_name, 40)) using errcode = '23505';
+  end if;
+  return a.id;
+end $$;
+comment on function let_into_agent_thread is
+  'Open a thread to a key, a visitor, a flow or a webhook endpoint, who calls it by a name; of a flow the name '
+  'is the id. 23505: the name is taken there.';
+
+create or replace function join_agent_thread(p_digest bytea, p_kind text, p_owner text, p_visitor text, p_name text, p_given boolean)
+returns table (thread_id text, name text)
+language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  k agent_thread_access;
+  known text;
+begin
+  select a.* into k from agent_thread_access a where a.token_digest = p_digest for update;
+  if not found or k.expires_at <= clock_timestamp()
+     or k.execution_id is not null and not exists (
+       select from agent_executions x where x.id = k.execution_id and x.completed_at is null) then
+    return;
+  end if;
+  -- Who has joined with it may present it again, whatever became of the token.
+  select a.name into known from agent_thread_access a
+   where a.joined_with = k.id and a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor
+     and (a.name = p_name or not p_given) order by a.id limit 1;
+  if known is not null then
+    return query select k.thread_id, known;
+    return;
+  elsif k.used_at is not null and not k.reusable then
+    return;
+  elsif agent_thread_for(p_kind, p_owner, p_visitor, p_name) is not null then
+    raise exception 'the name % is taken by another thread of yours', quote_literal(left(p_name, 40)) using errcode = '23505';
+  end if;
+  update agent_thread_access a set used_at = clock_timestamp() where a.id = k.id;
+  insert into agent_thread_access (thread_id, kind, owner, visitor, name, joined_with, created_by)
+  values (k.thread_id, p_kind, p_owner, p_visitor, p_name, k.id, 'join token');
+  return query select k.thread_id, p_name;
+end $$;
+comment on function join_agent_thread is
+  'Let the bearer of a join token into its thread, under a name of the bearer''s. No row: the token is unknown, '
+  'used, expired or revoked. A second try of the same bearer finds the first. p_given false: the name was made '
+  'up, and one that the bearer has stays.';

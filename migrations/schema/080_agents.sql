@@ -1,0 +1,422 @@
+-- Agents: who acts, what it remembers and what it wants.
+--
+-- An agent's definition is kept in every version. Memory has an owner and a revision: a write names the revision that it is
+-- based on. An objective has steps and needs evidence for its end.
+
+create table agent_agents (
+  name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
+  version    int not null check (version > 0),
+  digest     text not null,
+  definition jsonb not null,
+  is_default boolean not null default false,
+  source     text not null default 'workspace',
+  current    boolean not null default true,
+  created_at timestamptz not null default clock_timestamp(),
+  constraint agent_agents_default exclude using btree (is_default with =) where ((current and is_default)) deferrable initially deferred,
+  primary key (name, version)
+);
+create unique index agent_agents_current on agent_agents (name) where current;
+comment on table agent_agents is 'Versions of declared agents. A turn records the version that it began with.';
+comment on column agent_agents.digest is 'Of the definition.';
+comment on column agent_agents.is_default is 'It acts where nobody names an agent. At most one current agent has it.';
+comment on column agent_agents.current is 'New turns begin with this version. None: the agent was removed.';
+
+create table agent_memory (
+  id         uuid default agent_uuid7() primary key,
+  category   text not null default 'general' check ((category <> '') AND (octet_length(category) <= 255)),
+  key        text not null check ((key <> '') AND (octet_length(key) <= 255)),
+  value      jsonb not null check (octet_length((value)::text) <= 131072),
+  revision   int not null default 1,
+  trace_id   text not null default '',
+  expires_at timestamptz,
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
+  search     tsvector generated always as ((setweight(to_tsvector('simple'::regconfig, key), 'A'::"char") || to_tsvector('simple'::regconfig, value))) stored,
+  owner      text not null default '',
+  constraint agent_memory_owner_key unique (owner, category, key)
+);
+create index agent_memory_category on agent_memory (category, key);
+create index agent_memory_expiry on agent_memory (expires_at) where expires_at is not null;
+create index agent_memory_key on agent_memory (key text_pattern_ops);
+create index agent_memory_recent on agent_memory (updated_at);
+create index agent_memory_search on agent_memory using gin (search);
+comment on column agent_memory.owner is 'The agent whose own memory it is; empty: the shared one.';
+
+-- What somebody wanted to keep, and did not, because the key had been written by others meanwhile and nobody was there any more to
+-- decide. An admin decides: their value stays (kept), or this one replaces it (taken).
+create table agent_memory_conflicts (
+  id             uuid default agent_uuid7() primary key,
+  category       text not null,
+  key            text not null,
+  value          jsonb not null,
+  ttl_seconds    float8 not null default 0,
+  if_revision    int not null,
+  found_revision int not null,
+  found_value    jsonb,
+  found_trace_id text not null default '',
+  trace_id       text not null default '',
+  execution_id   uuid,
+  status         text not null default 'open' check (status in ('open', 'kept', 'taken')),
+  decided_by     text not null default '',
+  decided_reason text not null default '',
+  decided_at     timestamptz,
+  created_at     timestamptz not null default clock_timestamp(),
+  owner          text not null default '',
+  constraint agent_memory_conflicts_check check ((status = 'open') = (decided_at IS NULL)),
+  constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value IS NULL))
+);
+create index agent_memory_conflicts_decided on agent_memory_conflicts (decided_at) where status <> 'open';
+create index agent_memory_conflicts_key on agent_memory_conflicts (category, key, id);
+create index agent_memory_conflicts_status on agent_memory_conflicts (status, id);
+comment on table agent_memory_conflicts is
+  'Memories that were not written because the key had changed since their writer read it. Decided ones go after '
+  '90 days.';
+comment on column agent_memory_conflicts.value is 'What was to be kept.';
+comment on column agent_memory_conflicts.ttl_seconds is '0: for ever.';
+comment on column agent_memory_conflicts.if_revision is 'What its writer had read; 0: nothing.';
+comment on column agent_memory_conflicts.found_revision is 'What was there instead; 0: nothing.';
+comment on column agent_memory_conflicts.trace_id is 'Of the writer.';
+comment on column agent_memory_conflicts.owner is 'As that of agent_memory.';
+
+create table agent_memory_forgotten (
+  category     text not null,
+  key          text not null,
+  revision     int not null,
+  forgotten_at timestamptz not null default clock_timestamp(),
+  owner        text not null default '',
+  constraint agent_memory_forgotten_owner_key primary key (owner, category, key)
+);
+create index agent_memory_forgotten_at on agent_memory_forgotten (forgotten_at);
+comment on table agent_memory_forgotten is
+  'The last revision of keys that are gone, for 90 days, so that their revisions are not given out again. No '
+  'values are kept.';
+comment on column agent_memory_forgotten.owner is 'As that of agent_memory.';
+
+create table agent_memory_embeddings (
+  memory_id  uuid not null references agent_memory(id) on delete cascade,
+  model      text not null check (model <> ''),
+  revision   int not null,
+  vector     real[] check ((cardinality(vector) >= 1) AND (cardinality(vector) <= 16000)),
+  dimensions int,
+  attempts   int not null default 0,
+  due_at     timestamptz,
+  updated_at timestamptz not null default clock_timestamp(),
+  primary key (memory_id, model),
+  constraint agent_memory_embeddings_check check ((vector IS NULL) = (dimensions IS NULL)),
+  constraint agent_memory_embeddings_check1 check ((vector IS NULL) = (due_at IS NOT NULL))
+);
+alter table agent_memory_embeddings alter column vector set storage external;
+create index agent_memory_embeddings_due on agent_memory_embeddings (due_at) where due_at is not null;
+create index agent_memory_embeddings_model on agent_memory_embeddings (model, updated_at);
+comment on table agent_memory_embeddings is
+  'The vectors of memories, by embedding model. They are made after the memory was written.';
+comment on column agent_memory_embeddings.memory_id is 'The memory. The row goes with it.';
+comment on column agent_memory_embeddings.model is 'The embedding model. Vectors of two models are not compared.';
+comment on column agent_memory_embeddings.revision is
+  'The revision of the memory that was embedded, or is being embedded.';
+comment on column agent_memory_embeddings.vector is 'The embedding. Null: it is still to be made.';
+comment on column agent_memory_embeddings.dimensions is 'The length of the vector.';
+comment on column agent_memory_embeddings.attempts is 'How often the server has refused this text.';
+comment on column agent_memory_embeddings.due_at is 'When a vector that is still to be made is tried again.';
+comment on column agent_memory_embeddings.updated_at is 'When the row was claimed or its vector was stored.';
+
+create table agent_objectives (
+  id               uuid default agent_uuid7() primary key,
+  name             text not null unique check (name <> ''),
+  goal             text not null,
+  success_criteria text not null default '',
+  status           text not null default 'active'
+                   check (status in ('proposed', 'active', 'paused', 'completed', 'failed', 'rejected')),
+  priority         int not null default 2,
+  review_every     interval check (review_every > '00:00:00'::interval),
+  due_at           timestamptz not null default clock_timestamp(),
+  round            int not null default 1,
+  note             text not null default '',
+  proposed_by      text not null default '',
+  proposed_trace   text not null default '',
+  decided_by       text not null default '',
+  decided_reason   text not null default '',
+  decided_at       timestamptz,
+  revision         int not null default 1,
+  last_trace_id    text not null default '',
+  source           text not null default '',
+  created_at       timestamptz not null default clock_timestamp(),
+  updated_at       timestamptz not null default clock_timestamp(),
+  idle_runs        int not null default 0,
+  agent            text not null default '',
+  constraint agent_objectives_check check ((status <> ALL (ARRAY['proposed', 'rejected'])) OR (proposed_by <> '')),
+  constraint agent_objectives_decided check ((proposed_by = '') OR (status = 'proposed') OR (decided_by <> ''))
+);
+create index agent_objectives_due on agent_objectives (due_at) where status = 'active';
+create index agent_objectives_proposed on agent_objectives (id) where status = 'proposed';
+create index agent_objectives_status on agent_objectives (status, id);
+comment on column agent_objectives.review_every is 'Null: done when its steps are.';
+comment on column agent_objectives.round is 'Of a recurring objective.';
+comment on column agent_objectives.note is 'The agent''s last word on its progress.';
+comment on column agent_objectives.proposed_by is 'The agent; empty for what people declared.';
+comment on column agent_objectives.decided_by is 'Who accepted or rejected the proposal.';
+comment on column agent_objectives.idle_runs is
+  'Runs in a row that changed none of its steps. due_at is put off longer after each; a change of the objective '
+  'or of a step ends that.';
+comment on column agent_objectives.agent is 'The agent whose heartbeat works on it. Empty: the default agent.';
+
+create table agent_objective_steps (
+  id           uuid default agent_uuid7() primary key,
+  objective_id uuid not null references agent_objectives(id) on delete cascade,
+  position     int not null,
+  title        text not null check (title <> ''),
+  status       text not null default 'pending' check (status in ('pending', 'done', 'failed', 'skipped')),
+  result       text not null default '',
+  attempts     int not null default 0,
+  trace_id     text not null default '',
+  started_at   timestamptz not null default clock_timestamp(),
+  created_at   timestamptz not null default clock_timestamp(),
+  updated_at   timestamptz not null default clock_timestamp(),
+  constraint agent_objective_steps_objective_id_position_key unique (objective_id, "position")
+);
+comment on column agent_objective_steps.started_at is 'Of this round; nothing older is evidence.';
+
+-- Why a step counts as done: a successful action of the agent, which proves one step only, or an admin's word.
+create table agent_objective_evidence (
+  id          uuid default agent_uuid7() primary key,
+  step_id     uuid not null references agent_objective_steps(id) on delete cascade,
+  activity_id uuid unique,
+  skill_name  text not null default '',
+  trace_id    text not null default '',
+  given_by    text not null default '',
+  reason      text not null default '',
+  created_at  timestamptz not null default clock_timestamp(),
+  constraint agent_objective_evidence_check check ((activity_id IS NULL) = (given_by <> '')),
+  constraint agent_objective_evidence_check1 check ((given_by = '') = (reason = ''))
+);
+create index agent_objective_evidence_step on agent_objective_evidence (step_id, created_at);
+
+create table agent_logouts (
+  session_id text primary key,
+  expires_at timestamptz not null
+);
+create index agent_logouts_expired on agent_logouts (expires_at);
+comment on table agent_logouts is 'Logins that were ended; a row is deleted once its login would be over anyway.';
+comment on column agent_logouts.session_id is 'Random; it opens nothing without its signature.';
+comment on column agent_logouts.expires_at is
+  'When the login would have ended by itself: the row means nothing after that.';
+
+create table agent_secrets (
+  name  text primary key,
+  value bytea not null
+);
+comment on table agent_secrets is 'Random values of this database that no client may know.';
+
+insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()));
+
+-- Code
+
+create or replace function is_agent_evidence(p_kind text, p_status text, p_surface text, p_skill text) returns boolean
+language sql immutable as $$
+  select p_kind = 'call' and p_status = 'success' and p_surface <> 'chat'
+         and p_skill !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)'
+$$;
+comment on function is_agent_evidence is
+  'Whether an activity shows that the agent acted: a successful call. What awaits approval, was skipped, failed '
+  'or has an unknown end does not count, nor does the agent''s own bookkeeping, nor what a visitor had it do.';
+
+create or replace function agent_objective_evidence_check() returns trigger
+language plpgsql volatile as $$
+declare
+  a record;
+begin
+  if tg_op = 'DELETE' then
+    if exists (select from agent_objective_steps s where s.id = old.step_id and s.status = 'done') then
+      raise exception 'the evidence of a step that is done stays' using errcode = 'LK010';
+    end if;
+    return old;
+  elsif tg_op = 'UPDATE' then
+    raise exception 'evidence is never changed' using errcode = 'LK010';
+  elsif new.activity_id is null then
+    return new;
+  end if;
+  select x.skill_name, x.trace_id, is_agent_evidence(x.kind, x.status, x.surface, x.skill_name) as counts,
+         x.created_at >= s.started_at as fresh
+    into a
+    from agent_activity x, agent_objective_steps s where x.id = new.activity_id and s.id = new.step_id;
+  if not found or not a.counts or not a.fresh then
+    raise exception 'activity % is no evidence: it must be a successful call made after the step began', new.activity_id
+      using errcode = 'LK010';
+  end if;
+  new.skill_name := a.skill_name;
+  new.trace_id := a.trace_id;
+  return new;
+end $$;
+
+create or replace function agent_objective_steps_check() returns trigger
+language plpgsql volatile as $$
+begin
+  if tg_op = 'INSERT' then
+    new.started_at := clock_timestamp();
+  elsif new.status = 'pending' and old.status <> 'pending' then
+    new.started_at := clock_timestamp();
+  else
+    new.started_at := old.started_at;
+  end if;
+  if new.status = 'done' and (tg_op = 'INSERT' or old.status <> 'done') and not exists (
+       select from agent_objective_evidence e
+        where e.step_id = new.id and e.created_at >= new.started_at and (e.given_by <> '' or e.trace_id = new.trace_id)) then
+    raise exception 'step % is not done: nothing shows it', quote_literal(new.title) using errcode = 'LK010';
+  end if;
+  return new;
+end $$;
+comment on function agent_objective_steps_check is
+  'A step is done only with evidence of this round: an activity of the trace that reports it, or an admin''s '
+  'word (LK010).';
+
+create or replace function agent_revise() returns trigger
+language plpgsql volatile as $$
+begin
+  new.revision := old.revision + 1;
+  return new;
+end $$;
+
+create or replace function agent_memory_begin() returns trigger language plpgsql volatile as $$
+begin
+  new.revision := greatest(new.revision, 1 + coalesce((
+    select g.revision from agent_memory_forgotten g
+     where g.owner = new.owner and g.category = new.category and g.key = new.key), 0));
+  return new;
+end $$;
+
+create or replace function agent_memory_began() returns trigger language plpgsql volatile as $$
+begin
+  update agent_memory m set revision = g.revision + 1
+    from agent_memory_forgotten g
+   where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key and g.revision >= m.revision;
+  return null;
+end $$;
+
+create or replace function agent_memory_revision(in_category text, in_key text, in_revision int)
+  returns int language sql volatile as $$
+  select agent_memory_owned_revision('', in_category, in_key, in_revision)
+$$;
+comment on function agent_memory_revision is
+  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
+  'statement.';
+
+create or replace function agent_memory_revise() returns trigger language plpgsql volatile as $$
+begin
+  new.revision := greatest(new.revision, old.revision + 1);
+  return new;
+end $$;
+
+create or replace function agent_memory_end() returns trigger language plpgsql volatile as $$
+begin
+  insert into agent_memory_forgotten as g (owner, category, key, revision)
+  values (old.owner, old.category, old.key, old.revision)
+  on conflict (owner, category, key) do update
+    set revision = greatest(g.revision, excluded.revision), forgotten_at = excluded.forgotten_at;
+  return null;
+end $$;
+
+create or replace function agent_revise_state() returns trigger language plpgsql volatile as $$
+begin
+  new.state_revision := old.state_revision + 1;
+  return new;
+end $$;
+
+create or replace function put_off_agent_objective(p_id uuid) returns timestamptz language sql volatile as $$
+  update agent_objectives o
+     set idle_runs = o.idle_runs + 1, updated_at = clock_timestamp(),
+         due_at = clock_timestamp() + least(interval '15 minutes' * 2 ^ least(o.idle_runs, 10), interval '1 day')
+   where o.id = p_id and o.status = 'active' and o.due_at <= clock_timestamp()
+  returning o.due_at
+$$;
+comment on function put_off_agent_objective is
+  'A run made no progress: the objective is due again in 15 minutes, twice as long after each further one, a '
+  'day at most. Null when it is not active or not due.';
+
+create or replace function agent_objectives_edited() returns trigger language plpgsql as $$
+begin
+  new.idle_runs := 0;
+  new.due_at := least(new.due_at, clock_timestamp());
+  return new;
+end $$;
+
+create or replace function agent_objective_progressed() returns trigger language plpgsql as $$
+begin
+  update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
+   where o.id = new.objective_id and o.idle_runs > 0;
+  return null;
+end $$;
+
+create or replace function agent_memory_owned_revision(in_owner text, in_category text, in_key text, in_revision int)
+  returns int language sql volatile as $$
+  select greatest(in_revision, 1 + coalesce((
+    select g.revision from agent_memory_forgotten g
+     where g.owner = in_owner and g.category = in_category and g.key = in_key), 0))
+$$;
+comment on function agent_memory_owned_revision is
+  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
+  'statement.';
+
+create or replace function agent_vector_version() returns text language sql stable as $$
+  select x.extversion from pg_extension x where x.extname = 'vector'
+$$;
+comment on function agent_vector_version is
+  'The version of the extension vector in this database. Null: it is not installed.';
+
+-- As before, and of an owner with more than p_most entries the newest are compared.
+create or replace function agent_memory_nearest(p_owner text, p_model text, p_query real[], p_most int, p_limit int)
+  returns table (memory_id uuid, distance float8) language plpgsql stable as $$
+declare
+  home text;
+begin
+  select quote_ident(n.nspname) into home
+    from pg_extension x join pg_namespace n on n.oid = x.extnamespace where x.extname = 'vector';
+  if home is null then
+    return;
+  end if;
+  return query execute format($q$
+    select v.memory_id, (v.vector::%1$s.vector operator(%1$s.<=>) $3::%1$s.vector)::float8
+      from (select e.memory_id, e.vector
+              from (select m.id, m.revision from agent_memory m
+                     where m.owner = $1 and (m.expires_at is null or m.expires_at > clock_timestamp())
+                     order by m.updated_at desc limit $4) m
+              join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
+             where e.model = $2 and e.dimensions = cardinality($3) offset 0) v
+     order by 2, 1 limit $5 $q$, home)
+    using p_owner, p_model, p_query, p_most, p_limit;
+end $$;
+comment on function agent_memory_nearest is
+  'The memories that are nearest to a vector by cosine distance, of the p_most newest of one owner. It is an '
+  'exact scan.';
+
+create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
+  for each row execute function agent_objective_evidence_check();
+
+create or replace trigger agent_objective_steps_check before insert or update on agent_objective_steps
+  for each row execute function agent_objective_steps_check();
+
+create or replace trigger agent_objectives_revise before update on agent_objectives for each row
+  when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]) is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
+  execute function agent_revise();
+
+create or replace trigger agent_memory_begin before insert on agent_memory for each row execute function agent_memory_begin();
+
+create or replace trigger agent_memory_began after insert on agent_memory for each row execute function agent_memory_began();
+
+create or replace trigger agent_memory_revise before update on agent_memory for each row
+  when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
+  execute function agent_memory_revise();
+
+create or replace trigger agent_memory_end after delete on agent_memory for each row execute function agent_memory_end();
+
+create or replace trigger agent_objectives_edited
+  before update of goal, success_criteria, status, priority, review_every on agent_objectives
+  for each row when (old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
+                     is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every))
+  execute function agent_objectives_edited();
+
+create or replace trigger agent_objective_steps_added after insert on agent_objective_steps
+  for each row execute function agent_objective_progressed();
+
+create or replace trigger agent_objective_steps_changed after update of status, attempts on agent_objective_steps
+  for each row when (new.attempts > old.attempts or (new.status <> old.status and new.status <> 'pending'))
+  execute function agent_objective_progressed();

@@ -1,0 +1,318 @@
+-- Skills: what an agent can do, and what needs an approval.
+--
+-- A skill that fails too often is taken out of service by self-heal, and comes back by a trial or by an admin. An approval
+-- is bound to execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
+
+create table agent_skills (
+  id              uuid default agent_uuid7() primary key,
+  name            text not null unique check (name ~ '^[a-zA-Z0-9_-]{1,64}$'),
+  description     text not null default '',
+  tool_definition jsonb not null,
+  handler         text not null check (handler ~ '^(builtin|http|mcp|sql|flow):'),
+  config          jsonb not null default '{}',
+  scope           text not null default 'internal' check (scope in ('internal', 'external', 'both')),
+  trust           text not null default 'auto' check (trust in ('auto', 'notify', 'approve')),
+  idempotent      boolean not null default false,
+  timeout_ms      int not null default 30000 check (timeout_ms > 0),
+  enabled         boolean not null default true,
+  disabled_reason text not null default '',
+  disabled_by     text not null default '',
+  disabled_at     timestamptz,
+  enabled_at      timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
+  trial_at        timestamptz,
+  evidence        jsonb not null default '{}',
+  revision        int not null default 1,
+  source          text not null default '',
+  created_at      timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  state_revision  int not null default 1,
+  constraint agent_skills_check check (enabled = (disabled_by = ''))
+);
+comment on column agent_skills.tool_definition is '{"name", "description", "parameters": JSON Schema}.';
+comment on column agent_skills.config is 'Of the handler: sql text, method, headers, limits.';
+comment on column agent_skills.enabled_at is 'Put back into service; failures before it do not count.';
+comment on column agent_skills.trial_at is 'The one half-open try after the cool-down.';
+comment on column agent_skills.source is '''workspace'', ''builtin''.';
+comment on column agent_skills.state_revision is
+  'Counts the changes of what the skill says and of whether it is in service.';
+
+create table agent_databases (
+  name        text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
+  description text not null default '',
+  url_env     text not null check (url_env ~ '^[A-Za-z_][A-Za-z0-9_]{0,127}$'),
+  access      text not null default 'read' check (access in ('read', 'write')),
+  role        text not null default '',
+  source      text not null default 'workspace',
+  created_at  timestamptz not null default clock_timestamp(),
+  updated_at  timestamptz not null default clock_timestamp()
+);
+comment on table agent_databases is
+  'Databases beside the own one that sql: skills use. Their URLs, which are secrets, are in the environment.';
+comment on column agent_databases.url_env is 'The environment variable that has the URL.';
+comment on column agent_databases.access is
+  'read: every call is a read-only transaction. write: skills with config.writes may change it.';
+comment on column agent_databases.role is 'The role that queries run as (set local role); empty for that of the URL.';
+
+-- A single-use grant, bound to one skill revision and the hash of one set of arguments. A parked one is also
+-- bound to the execution that waits for it, and void when that ends; any other may be used by whoever
+-- follows it through.
+create table agent_approvals (
+  id             uuid default agent_uuid7() primary key,
+  trace_id       text not null,
+  execution_id   uuid,
+  activity_id    uuid,
+  step           text not null default '',
+  parked         boolean not null default false,
+  skill_name     text not null,
+  skill_revision int not null,
+  arguments      jsonb not null,
+  arguments_hash text not null,
+  status         text not null default 'pending' check (status in ('pending', 'approved', 'rejected', 'expired', 'consumed')),
+  decided_by     text not null default '',
+  reason         text not null default '',
+  decided_at     timestamptz,
+  consumed_at    timestamptz,
+  consumed_for   text not null default '',
+  expires_at     timestamptz not null,
+  created_at     timestamptz not null default clock_timestamp(),
+  constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
+);
+create index agent_approvals_granted on agent_approvals (skill_name, id) where decided_at is not null and status <> 'rejected';
+create unique index agent_approvals_open on agent_approvals (skill_name, arguments_hash) where status in ('pending', 'approved') and (NOT parked);
+create index agent_approvals_state on agent_approvals (status, expires_at, id);
+create index agent_approvals_status on agent_approvals (status, id);
+create unique index agent_approvals_step on agent_approvals (execution_id, step) where parked;
+create index agent_approvals_trace on agent_approvals (trace_id, id);
+create index agent_approvals_waiting on agent_approvals (execution_id) where parked and status in ('pending', 'approved');
+comment on column agent_approvals.consumed_for is 'Execution and step.';
+
+-- A server, as a workspace declares it. Headers and environment hold references to secrets, never secrets.
+create table agent_mcp_servers (
+  id           uuid default agent_uuid7() primary key,
+  name         text not null unique check (name ~ '^[a-z0-9][a-z0-9-]{0,23}$'),
+  transport    text not null check (transport in ('http', 'stdio')),
+  url          text not null default '',
+  command      text[] not null default '{}'::text[],
+  headers      jsonb not null default '{}',
+  env          jsonb not null default '{}',
+  scope        text not null default 'internal' check (scope in ('internal', 'external', 'both')),
+  trust        text not null default 'approve' check (trust in ('auto', 'notify', 'approve')),
+  auto         text[] not null default '{}'::text[],
+  include      text[] not null default '{}'::text[],
+  exclude      text[] not null default '{}'::text[],
+  idempotent   text[] not null default '{}'::text[],
+  timeout_ms   int not null default 30000 check (timeout_ms > 0),
+  revision     int not null default 1,
+  source       text not null default '',
+  attempted_at timestamptz,
+  synced_at    timestamptz,
+  sync_error   text not null default '',
+  about        text not null default '',
+  created_at   timestamptz not null default clock_timestamp(),
+  updated_at   timestamptz not null default clock_timestamp(),
+  constraint agent_mcp_servers_check check ((transport = 'http') = (url <> '')),
+  constraint agent_mcp_servers_check1 check ((transport = 'stdio') = (cardinality(command) > 0))
+);
+comment on column agent_mcp_servers.auto is 'Patterns of tools that act without leave.';
+comment on column agent_mcp_servers.include is 'Patterns of tools to mount; empty: all.';
+comment on column agent_mcp_servers.idempotent is 'Patterns of tools that may be called again after a crash.';
+comment on column agent_mcp_servers.attempted_at is 'The last time its tools were asked for.';
+comment on column agent_mcp_servers.synced_at is 'The last time they were told.';
+comment on column agent_mcp_servers.sync_error is 'Why the last attempt failed.';
+comment on column agent_mcp_servers.about is 'What the server says it is: name, version, protocol.';
+
+-- A tool. pin is the hash of what was accepted; the skill of that name calls nothing else.
+create table agent_mcp_tools (
+  server     text not null references agent_mcp_servers(name) on delete cascade,
+  tool       text not null check (tool <> ''),
+  skill_name text not null unique,
+  state      text not null check (state in ('mounted', 'quarantined', 'gone', 'excluded', 'refused')),
+  reason     text not null default '',
+  pin        text not null default '',
+  definition jsonb not null default '{}',
+  seen_pin   text not null default '',
+  seen       jsonb not null default '{}',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
+  primary key (server, tool)
+);
+comment on column agent_mcp_tools.pin is 'Empty while nothing was ever accepted.';
+comment on column agent_mcp_tools.definition is 'What was accepted.';
+comment on column agent_mcp_tools.seen_pin is 'What the server shows now, where that is something else.';
+
+-- Skills that are offered to others over MCP: an admin's choice, gone with the skill.
+create table agent_mcp_offers (
+  skill_name text primary key references agent_skills(name) on delete cascade,
+  offered_by text not null check (offered_by <> ''),
+  created_at timestamptz not null default clock_timestamp()
+);
+
+-- Calls from outside that need an approval: the one open row of a call leads its second try to the execution of the
+-- first. collected_at is when somebody got the answer; after that the same call is a new one.
+create table agent_mcp_calls (
+  id             uuid default agent_uuid7() primary key,
+  skill_name     text not null,
+  skill_revision int not null,
+  arguments_hash text not null,
+  collected_at   timestamptz,
+  created_at     timestamptz not null default clock_timestamp()
+);
+create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
+create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash) where collected_at is null;
+
+-- Code
+
+create or replace function agent_approvals_fixed() returns trigger language plpgsql as $$
+begin
+  raise exception 'what approval % is about cannot be changed', old.id using errcode = 'LK003',
+    hint = 'Other arguments are another call, which asks anew.';
+end $$;
+
+create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p_by text, p_reason text) returns setof agent_approvals
+language plpgsql volatile as $$
+declare
+  a agent_approvals;
+begin
+  -- Who waits before the approval, because the end of an execution voids its approvals.
+  perform agent_wait_lock('approval', p_id::text);
+  perform 1 from agent_executions x
+    where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
+  update agent_approvals x
+     set status = case when p_approve then 'approved' else 'rejected' end, decided_by = p_by,
+         reason = coalesce(p_reason, ''), decided_at = clock_timestamp()
+   where x.id = p_id and x.status = 'pending' and x.expires_at > clock_timestamp()
+     and (not p_approve or exists (
+            select from agent_skills s where s.name = x.skill_name and s.revision = x.skill_revision))
+  returning x.* into a;
+  if not found then
+    return;
+  end if;
+  if a.parked then
+    perform deliver_agent_event('APPROVAL_DECIDED', a.id::text,
+      jsonb_build_object('status', a.status, 'by', a.decided_by, 'reason', a.reason), 'approval ' || a.id);
+    perform pg_notify('agent_wake', a.execution_id::text);
+  end if;
+  return next a;
+end $$;
+comment on function decide_agent_approval is
+  'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
+  'Who waits for it goes on.';
+
+create or replace function void_agent_approvals(p_execution_id uuid) returns void language plpgsql volatile as $$
+begin
+  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
+   where a.execution_id = p_execution_id and a.parked and a.status in ('pending', 'approved');
+end $$;
+
+create or replace function use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
+language plpgsql volatile as $$
+begin
+  update agent_approvals a
+     set status = 'consumed', consumed_at = clock_timestamp(), consumed_for = p_execution_id || ' ' || p_step
+   where a.id = p_id and (not a.parked or a.execution_id = p_execution_id)
+     and ((a.status = 'approved' and a.expires_at > clock_timestamp()
+           and exists (select from agent_skills s where s.name = a.skill_name and s.revision = a.skill_revision))
+          or (a.status = 'consumed' and a.consumed_for = p_execution_id || ' ' || p_step));
+  if not found then
+    raise exception 'approval % is not a live grant: used, rejected, expired, or its skill has changed', p_id
+      using errcode = 'LK003';
+  end if;
+  insert into agent_links (cause, kind, effect)
+  select 'approval ' || a.id, 'allowed', 'execution ' || p_execution_id from agent_approvals a
+   where a.id = p_id and a.execution_id is distinct from p_execution_id
+  on conflict do nothing;
+end $$;
+comment on function use_agent_approval is
+  'Use a grant for one step of one execution, in the transaction that writes the call''s intent; LK003 when it '
+  'is no live grant. The same step may ask again after a crash.';
+
+create or replace function agent_skill_streak(p_skill text, p_since timestamptz, p_enabled_at timestamptz, p_most int, out streak int, out more boolean)
+language plpgsql stable set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+declare
+  r record;
+  seen int := 0;
+begin
+  streak := 0;
+  more := false;
+  -- By name too, as the index has it: by id alone a skill that is seldom called would be looked for among all others.
+  for r in
+    select m.telling, m.status, m.created_at from agent_activity_measured m
+     where m.skill_name between p_skill and p_skill and m.id >= agent_uuid7_floor(greatest(p_since, p_enabled_at))
+     order by m.skill_name desc, m.id desc limit p_most
+  loop
+    seen := seen + 1;
+    continue when not r.telling or r.created_at <= p_enabled_at;
+    if r.status = 'success' then
+      return;
+    end if;
+    streak := streak + 1;
+  end loop;
+  more := seen = p_most;
+end $$;
+comment on function agent_skill_streak is
+  'Failures of a skill since its last success, since a moment and since it was enabled: among its newest p_most '
+  'rows, and more when none of those is a success.';
+
+create or replace function close_agent_approvals(p_skill text, p_revision int, p_reason text) returns int
+language plpgsql volatile as $$
+declare
+  a record;
+  n int := 0;
+begin
+  for a in
+    select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
+     where x.status in ('pending', 'approved') and not x.parked and x.skill_name = p_skill and x.skill_revision is distinct from p_revision
+    union all
+    select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
+     where x.parked and x.status in ('pending', 'approved') and x.skill_name = p_skill and x.skill_revision is distinct from p_revision
+     order by id
+  loop
+    -- As a decision does: who waits before the approval.
+    perform agent_wait_lock('approval', a.id::text);
+    perform 1 from agent_executions x
+      where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;
+    update agent_approvals x set status = 'expired', reason = p_reason where x.id = a.id and x.status in ('pending', 'approved');
+    continue when not found;
+    n := n + 1;
+    insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, input, finished_at, duration_ms)
+    values (a.trace_id, a.execution_id, 'note', 'operate', 'close_approval', 'skipped',
+            jsonb_build_object('approval_id', a.id, 'skill', p_skill, 'reason', p_reason), clock_timestamp(), 0);
+    if a.parked then
+      perform deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', p_reason),
+                                  'approval ' || a.id);
+      perform pg_notify('agent_wake', a.execution_id::text);
+    end if;
+  end loop;
+  return n;
+end $$;
+comment on function close_agent_approvals is
+  'Close the open approvals of a skill that are for another revision than p_revision (null: the skill is gone), '
+  'and let who waits for them go on. Answers how many.';
+
+create or replace function agent_skills_changed() returns trigger language plpgsql as $$
+begin
+  if tg_op = 'DELETE' then
+    perform close_agent_approvals(old.name, null, format('the skill %s was removed', old.name));
+  else
+    perform close_agent_approvals(new.name, new.revision,
+      format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision));
+  end if;
+  return null;
+end $$;
+
+create or replace trigger agent_approvals_fixed
+  before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash on agent_approvals
+  for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision, old.arguments, old.arguments_hash)
+                     is distinct from
+                     (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
+  execute function agent_approvals_fixed();
+
+create or replace trigger agent_skills_revise before update on agent_skills for each row
+  when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)
+        is distinct from (new.revision, new.description, new.source, new.enabled, new.disabled_by, new.disabled_reason))
+  execute function agent_revise_state();
+
+create or replace trigger agent_skills_changed after update of revision on agent_skills
+  for each row when (old.revision <> new.revision) execute function agent_skills_changed();
+
+create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function agent_skills_changed();

@@ -1,0 +1,239 @@
+-- Automations: what is started by a clock or by an event.
+--
+-- A run of an automation is recorded before it begins, so that an occurrence runs once, whichever process sees it first.
+
+create table agent_automations (
+  id              uuid default agent_uuid7() primary key,
+  name            text not null unique check (name <> ''),
+  description     text not null default '',
+  trigger         text not null default 'cron' check (trigger in ('cron', 'event', 'signal')),
+  cron            text not null default '',
+  timezone        text not null default 'UTC',
+  event           text not null default '',
+  condition       text not null default '',
+  signal          text not null default '',
+  armed           boolean not null default true,
+  skill_name      text not null default '',
+  arguments       jsonb not null default '{}',
+  prompt          text not null default '',
+  max_attempts    int not null default 3 check (max_attempts > 0),
+  enabled         boolean not null default true,
+  disabled_reason text not null default '',
+  disabled_by     text not null default '',
+  disabled_at     timestamptz,
+  paused_for      text not null default '',
+  proposed_by     text not null default '',
+  decided_by      text not null default '',
+  revision        int not null default 1,
+  next_run_at     timestamptz,
+  last_run_at     timestamptz,
+  last_trace_id   text not null default '',
+  source          text not null default '',
+  created_at      timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  flow            text not null default '',
+  agent           text not null default '',
+  constraint agent_automations_action check (((((skill_name <> ''))::int + ((prompt <> ''))::int) + ((flow <> ''))::int) = 1),
+  constraint agent_automations_check check (enabled = (disabled_by = '')),
+  constraint agent_automations_check2 check ((trigger <> 'event') OR (event <> '')),
+  constraint agent_automations_check3 check ((trigger = 'signal') = (signal <> '')),
+  constraint agent_automations_decided check ((proposed_by = '') OR (disabled_by = 'proposal') OR (decided_by <> ''))
+);
+create index agent_automations_due on agent_automations (next_run_at) where enabled;
+create index agent_automations_event on agent_automations (event) where enabled and trigger = 'event';
+create index agent_automations_skill on agent_automations (skill_name);
+comment on column agent_automations.condition is 'Over an event''s payload and the counters; empty: always.';
+comment on column agent_automations.signal is 'Over the counters; fires when it becomes true.';
+comment on column agent_automations.armed is 'The signal was false since it last fired.';
+comment on column agent_automations.skill_name is 'A skill with arguments, or.';
+comment on column agent_automations.prompt is 'A goal for the reasoning loop.';
+comment on column agent_automations.paused_for is
+  'The skill for which it is paused, whoever disabled that; empty when it is not paused.';
+comment on column agent_automations.proposed_by is 'The agent; empty for what people declared.';
+comment on column agent_automations.decided_by is 'Who accepted or refused the proposal.';
+comment on column agent_automations.flow is
+  'The flow that a run starts, with what caused it and the arguments as input.';
+comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
+
+-- One row per run. For a schedule its unique key is the claim that lets a time happen once; for an event the
+-- row is there as soon as the event is, and to claim it is to set its status.
+create table agent_automation_runs (
+  id            uuid default agent_uuid7() primary key,
+  automation_id uuid not null references agent_automations(id) on delete cascade,
+  cause         text not null default 'cron' check (cause in ('cron', 'event', 'signal', 'manual')),
+  scheduled_for timestamptz not null,
+  event_id      uuid,
+  payload       jsonb not null default '{}',
+  status        text not null default 'claimed' check (status in ('due', 'claimed', 'success', 'error', 'dead', 'skipped')),
+  attempt       int not null default 1,
+  retry_at      timestamptz,
+  execution_id  uuid,
+  trace_id      text not null default '',
+  error_message text,
+  output        jsonb,
+  created_at    timestamptz not null default clock_timestamp(),
+  claimed_at    timestamptz not null default clock_timestamp(),
+  finished_at   timestamptz,
+  constraint agent_automation_runs_automation_id_event_id_key unique (automation_id, event_id),
+  constraint agent_automation_runs_check check ((cause = 'event') = (event_id IS NOT NULL))
+);
+create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id'))) where status = 'skipped' and (output ? 'approval_id');
+create index agent_automation_runs_claimed on agent_automation_runs (execution_id) where status = 'claimed';
+create index agent_automation_runs_dead on agent_automation_runs (id) where status = 'dead';
+create index agent_automation_runs_due on agent_automation_runs (id) where status = 'due';
+create index agent_automation_runs_given_up on agent_automation_runs (automation_id, id) where status = 'dead';
+create index agent_automation_runs_history on agent_automation_runs (automation_id, id);
+create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
+create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for) where cause = 'cron';
+comment on column agent_automation_runs.payload is
+  'What caused it: {"event", "key", "data"}, or a signal''s counters.';
+comment on column agent_automation_runs.claimed_at is 'Of the last attempt.';
+
+create table agent_schedules (
+  name        text primary key,
+  flow        text not null,
+  surface     text not null,
+  cron        text not null,
+  timezone    text not null,
+  input       jsonb not null default '{}',
+  next_run_at timestamptz not null,
+  last_run_at timestamptz,
+  updated_at  timestamptz not null default clock_timestamp(),
+  agent       text not null default ''
+);
+create index agent_schedules_due on agent_schedules (next_run_at);
+comment on column agent_schedules.agent is 'Who acts in the executions that it starts. Empty: the default agent.';
+
+-- Code
+
+create or replace function agent_events_start_automations() returns trigger language plpgsql as $$
+declare
+  new agent_events;
+  names text[];
+  raiser constant text := coalesce(nullif(current_setting('lanekeeper.raised_by', true), ''),
+                                   'trace ' || nullif(current_setting('lanekeeper.trace_id', true), ''));
+  emitter record;
+  made int;
+  n int := 0;
+begin
+  if raiser is not null then                                 -- the end of an execution has it in its row
+    insert into agent_links (cause, kind, effect)
+    select raiser, 'raised', 'event ' || c.id from came c where c.execution_id is null on conflict do nothing;
+  end if;
+  if not exists (select from agent_automations a where a.enabled and a.trigger = 'event') then
+    return null;
+  end if;
+  for new in select c.* from came c order by c.id loop
+    -- EVENT_COMPLETED says by its key what happened, so that is a name too.
+    names := case when new.event = 'EVENT_COMPLETED' then array[new.event, new.key] else array[new.event] end;
+    continue when not exists (select from agent_automations a where a.enabled and a.trigger = 'event' and a.event = any (names));
+    select x.flow, x.trace_id into emitter from agent_executions x where x.id = new.execution_id;
+    continue when emitter.flow = 'automation';               -- else the end of a run would cause the next one, without end
+    with made_ as (
+    insert into agent_automation_runs (automation_id, cause, scheduled_for, event_id, payload, status, trace_id)
+    select a.id, 'event', new.created_at, new.id,
+           jsonb_build_object('event', new.event, 'key', new.key, 'data', new.data), 'due',
+           coalesce(nullif(current_setting('lanekeeper.trace_id', true), ''), emitter.trace_id, '')
+      from agent_automations a
+     where a.enabled and a.trigger = 'event' and a.event = any (names)
+       -- And the end of a flow that an automation started would start the next flow.
+       and (a.flow = '' or new.execution_id is null or not agent_from_automation(new.execution_id))
+     order by a.id
+    on conflict (automation_id, event_id) do nothing
+    returning id)
+    insert into agent_links (cause, kind, effect) select 'event ' || new.id, 'started', 'run ' || m.id from made_ m;
+    get diagnostics made = row_count;
+    n := n + made;
+  end loop;
+  if n > 0 then
+    perform pg_notify('agent_automations', '');
+  end if;
+  return null;
+end $$;
+comment on function agent_events_start_automations is
+  'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
+  'whoever raised it.';
+
+create or replace function agent_from_automation(p_id uuid) returns boolean language sql stable as $$
+  with recursive line as (
+    select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = p_id
+    union
+    select x.id, x.parent_id, x.dedupe_key from line l join agent_executions x on x.id = l.parent_id)
+  select exists (select from line l where l.dedupe_key like 'automation run %')
+$$;
+comment on function agent_from_automation is 'Whether an execution, or one above it, was started by an automation.';
+
+-- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
+-- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
+--
+-- Locks: a skill's row before its automations' rows. Inserting an automation, or giving it another skill, locks the
+-- skill, so either that sees that the skill is disabled, or the disabling sees the automation. Any other update reads
+-- the skill after it has locked the automation's row. A change of the skill locks the rows of all its automations
+-- before it looks which are enabled: an update that is under way is waited for, and seen.
+
+create or replace function pause_agent_automations() returns trigger language plpgsql as $$
+begin
+  perform from agent_automations a where a.skill_name = new.name order by a.id for update;
+  if new.enabled then
+    update agent_automations a
+       set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '', updated_at = clock_timestamp()
+     where a.skill_name = new.name and a.paused_for = new.name and not a.enabled;
+    if found then
+      perform pg_notify('agent_automations', '');   -- runs of theirs may be ready
+    end if;
+  else
+    update agent_automations a
+       set enabled = false, disabled_by = new.disabled_by, paused_for = new.name, disabled_at = clock_timestamp(), updated_at = clock_timestamp(),
+           disabled_reason = left(format('its skill %s is disabled: %s', new.name, new.disabled_reason), 2000)
+     where a.skill_name = new.name and (a.enabled or a.paused_for = new.name);
+  end if;
+  return null;
+end $$;
+comment on function pause_agent_automations is
+  'Pause the automations of a skill that was disabled, and resume exactly those when it is enabled. What an '
+  'admin disabled stays disabled.';
+
+create or replace function pause_agent_automation() returns trigger language plpgsql as $$
+declare
+  s record;
+begin
+  -- It was paused for a skill that it does not call any more.
+  if new.paused_for <> '' and new.paused_for <> new.skill_name and not new.enabled then
+    new.enabled := true;
+    new.disabled_by := '';
+    new.disabled_reason := '';
+    new.disabled_at := null;
+    new.paused_for := '';
+  end if;
+  if not new.enabled or new.skill_name = '' then
+    return new;
+  end if;
+  if tg_op = 'INSERT' or new.skill_name <> old.skill_name then
+    perform from agent_skills k where k.name = new.skill_name for share;
+  end if;
+  select k.disabled_by, k.disabled_reason into s from agent_skills k where k.name = new.skill_name and not k.enabled;
+  if found then
+    new.enabled := false;
+    new.disabled_by := s.disabled_by;
+    new.disabled_reason := left(format('its skill %s is disabled: %s', new.skill_name, s.disabled_reason), 2000);
+    new.disabled_at := clock_timestamp();
+    new.paused_for := new.skill_name;
+  end if;
+  return new;
+end $$;
+comment on function pause_agent_automation is
+  'Pause an automation that is put into service while its skill is disabled.';
+
+create or replace trigger agent_events_start_automations after insert on agent_events
+  referencing new table as came for each statement execute function agent_events_start_automations();
+
+create or replace trigger agent_automations_revise before update on agent_automations for each row
+  when ((to_jsonb(old) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[])
+        is distinct from (to_jsonb(new) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[]))
+  execute function agent_revise();
+
+create or replace trigger agent_skills_pause after insert or update of enabled, disabled_by on agent_skills
+  for each row execute function pause_agent_automations();
+
+create or replace trigger agent_automations_pause before insert or update of enabled, skill_name on agent_automations
+  for each row execute function pause_agent_automation();

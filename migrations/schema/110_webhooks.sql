@@ -1,0 +1,229 @@
+-- Webhooks, received and sent.
+--
+-- A delivery is stored before it is acknowledged, and is run once, however often it comes. What is sent stands in an outbox,
+-- which is written in the transaction of its cause.
+
+create table agent_webhook_endpoints (
+  id              uuid default agent_uuid7() primary key,
+  name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
+  description     text not null default '',
+  scheme          text not null check (scheme in ('standard', 'github', 'stripe', 'hmac', 'bearer')),
+  secrets         text[] not null check (cardinality(secrets) > 0),
+  settings        jsonb not null default '{}',
+  actions         jsonb not null check (jsonb_typeof(actions) = 'array'),
+  enabled         boolean not null default true,
+  disabled_reason text not null default '',
+  disabled_by     text not null default '',
+  disabled_at     timestamptz,
+  source          text not null default '',
+  created_at      timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  constraint agent_webhook_endpoints_check check (enabled = (disabled_by = ''))
+);
+
+create table agent_webhook_deliveries (
+  id              uuid default agent_uuid7() primary key,
+  endpoint        text not null,
+  delivery_id     text not null check ((delivery_id <> '') AND (octet_length(delivery_id) <= 512)),
+  trace_id        text not null check (trace_id <> ''),
+  last_trace_id   text not null,
+  execution_id    uuid,
+  status          text not null default 'received'
+                  check (status in ('received', 'running', 'failed', 'done', 'ignored', 'dead')),
+  attempts        int not null default 0,
+  replays         int not null default 0,
+  repeats         int not null default 0,
+  headers         jsonb not null default '{}',
+  body            bytea not null,
+  body_sha256     text not null,
+  traceparent     text not null default '',
+  outcome         jsonb,
+  error_message   text,
+  next_attempt_at timestamptz,
+  received_at     timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  finished_at     timestamptz,
+  conflicts       int not null default 0,
+  constraint agent_webhook_deliveries_once unique (endpoint, delivery_id)
+) with (fillfactor = 80);
+create index agent_webhook_deliveries_endpoint on agent_webhook_deliveries (endpoint, id);
+create index agent_webhook_deliveries_open on agent_webhook_deliveries (status, id) where status <> ALL (ARRAY['done', 'ignored']);
+create index agent_webhook_deliveries_sender on agent_webhook_deliveries (delivery_id);
+create index agent_webhook_deliveries_settled on agent_webhook_deliveries (status, id) where status in ('done', 'ignored');
+create index agent_webhook_deliveries_state on agent_webhook_deliveries (endpoint, status, id);
+comment on table agent_webhook_deliveries is
+  'What came, as it came, once per endpoint and delivery id. trace_id is that of the first handling, '
+  'last_trace_id and execution_id those of the newest: a replay is a new run of the same delivery.';
+comment on column agent_webhook_deliveries.repeats is 'How often it came again, and was acknowledged and not run.';
+comment on column agent_webhook_deliveries.traceparent is 'The sender''s trace (W3C), as a link.';
+comment on column agent_webhook_deliveries.conflicts is
+  'How often it came again with another body; the first of these are in agent_webhook_conflicts.';
+
+create table agent_webhook_conflicts (
+  id          uuid default agent_uuid7() primary key,
+  delivery    uuid not null references agent_webhook_deliveries(id) on delete cascade,
+  headers     jsonb not null default '{}',
+  body        bytea not null,
+  body_sha256 text not null,
+  received_at timestamptz not null default clock_timestamp(),
+  constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
+);
+comment on table agent_webhook_conflicts is
+  'Other bodies that came, signed, under the id of a delivery: as they came, a few for each delivery. None of '
+  'them was handled.';
+
+create table agent_webhook_targets (
+  id              uuid default agent_uuid7() primary key,
+  name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
+  description     text not null default '',
+  url             text not null check (url <> ''),
+  secrets         text[] not null check (cardinality(secrets) > 0),
+  events          text[] not null check (cardinality(events) > 0),
+  max_failures    int not null default 20 check (max_failures > 0),
+  enabled         boolean not null default true,
+  disabled_reason text not null default '',
+  disabled_by     text not null default '',
+  disabled_at     timestamptz,
+  failures        int not null default 0,
+  failing_since   timestamptz,
+  blocked_until   timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
+  source          text not null default '',
+  created_at      timestamptz not null default clock_timestamp(),
+  updated_at      timestamptz not null default clock_timestamp(),
+  constraint agent_webhook_targets_check check (enabled = (disabled_by = ''))
+);
+comment on column agent_webhook_targets.events is
+  'Types such as execution.failed, families such as execution.*, or *.';
+comment on column agent_webhook_targets.failures is 'Attempts that failed in a row, since failing_since.';
+comment on column agent_webhook_targets.blocked_until is
+  'It asked for a pause (Retry-After): nothing is sent before.';
+
+create table agent_webhook_outbox (
+  id              uuid default agent_uuid7() primary key,
+  target_id       uuid not null references agent_webhook_targets(id) on delete cascade,
+  event           text not null,
+  payload         jsonb not null,
+  trace_id        text not null check (trace_id <> ''),
+  status          text not null default 'pending' check (status in ('pending', 'sent', 'dead')),
+  attempts        int not null default 0,
+  leased          boolean not null default false,
+  next_attempt_at timestamptz not null default clock_timestamp(),
+  activity_id     uuid,
+  http_status     int not null default 0,
+  last_error      text not null default '',
+  created_at      timestamptz not null default clock_timestamp(),
+  finished_at     timestamptz
+) with (fillfactor = 80);
+create index agent_webhook_outbox_dead on agent_webhook_outbox (target_id, id) where status = 'dead';
+create index agent_webhook_outbox_due on agent_webhook_outbox (target_id, next_attempt_at) where status = 'pending';
+comment on column agent_webhook_outbox.id is 'The webhook-id, the same for every attempt.';
+comment on column agent_webhook_outbox.leased is 'An attempt is under way until next_attempt_at.';
+comment on column agent_webhook_outbox.activity_id is 'Of the attempt under way.';
+
+-- Code
+
+create or replace function agent_webhook_wanted(p_event text) returns boolean language plpgsql stable as $$
+begin
+  return exists (select from agent_webhook_targets t
+                  where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']);
+end $$;
+
+create or replace function emit_agent_webhook(p_event text, p_trace_id text, p_data jsonb) returns int
+language plpgsql volatile as $$
+declare
+  message jsonb := jsonb_build_object('type', p_event, 'data', p_data, 'timestamp',
+    to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'));
+  teller constant uuid := case when p_event like 'execution.%' then agent_uuid(p_data ->> 'id') else agent_uuid(p_data ->> 'execution_id') end;
+  n int;
+begin
+  if octet_length(message::text) > 20000 then
+    message := message || jsonb_build_object('data', jsonb_build_object(
+      'trace_id', p_trace_id, 'omitted', 'the data has more than 20 kB; ask for it by its id', 'id', p_data -> 'id'));
+  end if;
+  with told as (
+    insert into agent_webhook_outbox (target_id, event, payload, trace_id)
+    select t.id, p_event, message, coalesce(nullif(p_trace_id, ''), agent_trace_id('wh'))
+      from agent_webhook_targets t
+     where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']
+    returning id, trace_id)
+  insert into agent_links (cause, kind, effect)
+  select coalesce('execution ' || teller, 'trace ' || o.trace_id), 'told', 'outgoing ' || o.id from told o;
+  get diagnostics n = row_count;
+  if n > 0 then
+    perform pg_notify('agent_webhooks', '');
+  end if;
+  return n;
+end $$;
+comment on function emit_agent_webhook is
+  'Tell every target that wants this type of event, with this transaction. Answers how many there are.';
+
+create or replace function emit_agent_approval() returns trigger language plpgsql as $$
+declare
+  a jsonb;
+begin
+  if agent_webhook_wanted('approval.requested') then
+    a := to_jsonb(new);
+    perform emit_agent_webhook('approval.requested', a ->> 'trace_id', jsonb_build_object(
+      'id', a -> 'id', 'trace_id', a -> 'trace_id', 'execution_id', a -> 'execution_id', 'skill_name', a -> 'skill_name',
+      'expires_at', a -> 'expires_at'));
+  end if;
+  return null;
+end $$;
+
+create or replace function emit_agent_skill() returns trigger language plpgsql as $$
+begin
+  if agent_webhook_wanted('skill.disabled') then
+    perform emit_agent_webhook('skill.disabled', '', jsonb_build_object(
+      'id', new.id, 'name', new.name, 'disabled_by', new.disabled_by, 'disabled_reason', left(new.disabled_reason, 2000)));
+  end if;
+  return null;
+end $$;
+
+create or replace function emit_agent_objective() returns trigger language plpgsql as $$
+declare
+  o jsonb;
+begin
+  if agent_webhook_wanted('objective.completed') then
+    o := to_jsonb(new);
+    perform emit_agent_webhook('objective.completed', o ->> 'last_trace_id', jsonb_build_object(
+      'id', o -> 'id', 'name', o -> 'name', 'goal', left(o ->> 'goal', 2000), 'trace_id', o -> 'last_trace_id'));
+  end if;
+  return null;
+end $$;
+
+create or replace function emit_agent_webhook_dead() returns trigger language plpgsql as $$
+begin
+  if agent_webhook_wanted('webhook.dead') then
+    perform emit_agent_webhook('webhook.dead', new.last_trace_id, jsonb_build_object(
+      'id', new.id, 'endpoint', new.endpoint, 'delivery_id', new.delivery_id, 'trace_id', new.last_trace_id,
+      'attempts', new.attempts, 'error_message', left(new.error_message, 2000)));
+  end if;
+  return null;
+end $$;
+
+create or replace function close_agent_webhook(e agent_executions) returns void language plpgsql as $$
+begin
+  update agent_webhook_deliveries d
+     set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
+         error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
+   where d.id = case when e.input ->> 'delivery' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
+                     then (e.input ->> 'delivery')::uuid end
+     and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
+end $$;
+comment on function close_agent_webhook is
+  'A delivery whose execution was cancelled, or given up, is dead: it can be replayed, and is not lost from '
+  'sight.';
+
+create or replace trigger agent_approvals_emit after insert on agent_approvals
+  for each row when (new.status = 'pending') execute function emit_agent_approval();
+
+create or replace trigger agent_skills_emit after update of enabled on agent_skills
+  for each row when (old.enabled and not new.enabled) execute function emit_agent_skill();
+
+create or replace trigger agent_objectives_emit after update of status on agent_objectives
+  for each row when (old.status is distinct from new.status and new.status = 'completed')
+  execute function emit_agent_objective();
+
+create or replace trigger agent_webhook_deliveries_emit after update of status on agent_webhook_deliveries
+  for each row when (old.status is distinct from new.status and new.status = 'dead')
+  execute function emit_agent_webhook_dead();

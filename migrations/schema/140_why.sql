@@ -1,0 +1,617 @@
+-- Why: what caused what.
+--
+-- agent_links has a row for each cause that no other table has. The function why answers in words and references.
+
+create type agent_reason as (
+  at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb
+);
+
+create table agent_links (
+  cause  text not null,
+  kind   text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed')),
+  effect text not null,
+  at     timestamptz not null default clock_timestamp(),
+  primary key (cause, kind, effect)
+);
+create index agent_links_effect on agent_links (effect, kind);
+comment on table agent_links is 'What caused what, where no other table says it.';
+comment on column agent_links.cause is 'As why() has them: execution ID, trace ID, event ID, approval ID.';
+comment on column agent_links.effect is 'Event ID, execution ID, run ID, outgoing ID.';
+
+-- Code
+
+create or replace function link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
+  insert into agent_links (cause, kind, effect)
+  select 'event ' || p_event, 'woke', 'execution ' || x from unnest(p_executions) x where p_event is not null
+  on conflict do nothing
+$$;
+comment on function link_agent_wakes is
+  'Note the executions that an event resumed, where it was more than consumed_by can say.';
+
+-- The end of an execution answers whoever waits for it, however often.
+create or replace function agent_events_consumed() returns trigger language plpgsql as $$
+begin
+  perform link_agent_wakes(new.id, array[old.consumed_by, new.consumed_by]);
+  return null;
+end $$;
+
+create or replace function note_agent_hold(p_lane text, p_ended text, p_successor text default '') returns void
+language plpgsql volatile set enable_seqscan = off
+set jit = off as $$
+begin
+  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
+  select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), p_ended, p_successor
+    from agent_locks l where l.lane = p_lane and l.execution_id is not null
+  on conflict do nothing;
+end $$;
+comment on function note_agent_hold is
+  'Note who had a lane, whose row the caller has locked, before somebody else gets it or nobody.';
+
+create or replace function note_agent_claim(e agent_executions, p_how text) returns void
+language plpgsql volatile set enable_seqscan = off
+set jit = off as $$
+begin
+  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
+  values (e.id, e.claim, e.claimed_by, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''), p_how)
+  on conflict do nothing;
+end $$;
+comment on function note_agent_claim is 'Note that a claim ended without a wait or an end.';
+
+--
+-- Every read goes by an index, whatever the statistics say (a limit of 1 keeps the planner from reading all of a table that is small
+-- today), and every list has a bound, which is told where it is reached. The settings
+-- of why() hold for the functions that it calls; none of them is meant to be called otherwise.
+
+create or replace function agent_trace_forms(p_trace text) returns text[]
+language plpgsql immutable as $$
+declare
+  alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
+  surfaces constant text[] := array['hb', 'op', 'ch', 'wh', 'fl'];
+  said constant text := btrim(coalesce(p_trace, ''));
+  bits bytea;
+  word text := '';
+  value int;
+begin
+  if said ~* '^[0-9a-f]{32}$' then
+    bits := decode(said, 'hex');
+    for i in 0..25 loop
+      value := 0;
+      for j in 0..4 loop
+        value := value * 2 + case when i * 5 + j < 2 then 0
+          else (get_byte(bits, (i * 5 + j - 2) / 8) >> (7 - (i * 5 + j - 2) % 8)) & 1 end;
+      end loop;
+      word := word || substr(alphabet, value + 1, 1);
+    end loop;
+  elsif said ~* '^[0-9a-z]{26}$' then
+    word := upper(said);
+  elsif said ~* '^(hb|op|ch|wh|fl)_[0-9a-z]{26}$' then
+    return array[lower(left(said, 3)) || upper(substr(said, 4))];
+  else
+    return array[said];
+  end if;
+  return array(select s || '_' || word from unnest(surfaces) s);
+end $$;
+comment on function agent_trace_forms is
+  'The ids that a trace may be stored under: one for a whole id, one for each surface for a ULID alone or the '
+  '32 hex digits of tracing tools.';
+
+create or replace function agent_cause_of_execution(p_id uuid) returns agent_reason
+language plpgsql stable as $$
+declare
+  x agent_executions;
+  p record;
+  me constant text := 'execution ' || p_id;
+begin
+  select e.* into x from agent_executions e where e.id = p_id;
+  if x.id is null then
+    return null;
+  elsif x.forked_from is not null then
+    select e.trace_id, e.flow, e.status into p from agent_executions e where e.id = x.forked_from;
+    return (x.created_at, 'fork', format('%s was forked from one that is %s%s', x.flow, coalesce(p.status, 'no longer kept'),
+              ', at step ' || x.forked_step), 'execution ' || x.forked_from, me, p.trace_id, x.forked_from,
+            jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', p.status, 'flow', x.flow)))::agent_reason;
+  elsif x.parent_id is not null then
+    select e.trace_id, e.flow into p from agent_executions e where e.id = x.parent_id;
+    return (x.created_at, 'child', format('%s started %s', coalesce(p.flow, 'an execution that is no longer kept'), x.flow),
+            'execution ' || x.parent_id, me, p.trace_id, x.parent_id, jsonb_build_object('flow', x.flow, 'awaited', x.awaited))::agent_reason;
+  elsif x.flow = 'automation' and agent_uuid(x.input ->> 'run_id') is not null then
+    select a.name, a.max_attempts, l.attempt into p
+      from agent_automation_runs r join agent_automations a on a.id = r.automation_id
+      left join lateral (
+        select count(*) as attempt from agent_links o, agent_links m
+         where m.effect = me and m.kind = 'ran' and o.cause = m.cause and o.kind = 'ran' and o.at <= m.at) l on true
+     where r.id = agent_uuid(x.input ->> 'run_id');
+    return (x.created_at, 'automation', format('automation %s ran%s', coalesce(p.name, '(no longer kept)'),
+              case when p.attempt > 1 then format(', attempt %s of %s', p.attempt, p.max_attempts) else '' end), 'run ' || (x.input ->> 'run_id'), me, null, null,
+            jsonb_strip_nulls(jsonb_build_object('automation', p.name, 'attempt', nullif(p.attempt, 0), 'of', p.max_attempts)))::agent_reason;
+  elsif x.flow = 'webhook' and agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null and split_part(x.dedupe_key, ' ', 1) = 'webhook' then
+    select d.endpoint, d.delivery_id, d.received_at, d.attempts, d.repeats into p
+      from agent_webhook_deliveries d where d.id = agent_uuid(split_part(x.dedupe_key, ' ', 2));
+    return (coalesce(p.received_at, x.created_at), 'webhook', format('delivery %s came to endpoint %s%s', coalesce(p.delivery_id, '(no longer kept)'), p.endpoint,
+              case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin had it handled again' else '' end),
+            'delivery ' || split_part(x.dedupe_key, ' ', 2), me, null, null,
+            jsonb_build_object('endpoint', p.endpoint, 'delivery_id', p.delivery_id, 'attempts', p.attempts, 'repeats', p.repeats,
+                               'replay', split_part(x.dedupe_key, ' ', 3)))::agent_reason;
+  end if;
+  select s.name, substr(x.dedupe_key, length(s.name) + 2) as due into p from agent_schedules s
+   where s.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and s.flow = x.flow and s.name <> x.dedupe_key;
+  if found then
+    return (x.created_at, 'schedule', format('schedule %s was due at %s', p.name, p.due), 'schedule ' || p.name, me, null, null,
+            jsonb_build_object('due', p.due))::agent_reason;
+  end if;
+  return case when x.surface = 'chat'
+    then (x.created_at, 'message', format('somebody wrote in thread %s', x.thread_id), 'thread ' || coalesce(x.thread_id, ''), me, null, null, '{}')::agent_reason
+    when x.surface = 'operate' then (x.created_at, 'admin', 'an admin asked for it', 'admin', me, null, null, '{}')::agent_reason
+    else (x.created_at, 'outside', format('%s was started from outside: the API, the command line or code', x.flow), 'outside', me, null, null,
+          jsonb_strip_nulls(jsonb_build_object('key', x.dedupe_key)))::agent_reason end;
+end $$;
+
+create or replace function agent_cause_of_run(p_id uuid) returns agent_reason
+language plpgsql stable as $$
+declare
+  r record;
+  v record;
+  asker record;
+  me constant text := 'run ' || p_id;
+begin
+  select n.cause, n.event_id, n.created_at, n.scheduled_for, n.trace_id, a.name into r
+    from agent_automation_runs n join agent_automations a on a.id = n.automation_id where n.id = p_id;
+  if not found then
+    return null;
+  elsif r.cause = 'event' then
+    select e.event, e.key into v from agent_events e where e.id = r.event_id;
+    return (r.created_at, 'event', format('event %s %s started automation %s', v.event, v.key, r.name), 'event ' || r.event_id, me, null, null,
+            jsonb_build_object('event', v.event, 'key', v.key, 'automation', r.name))::agent_reason;
+  elsif r.cause = 'cron' then
+    return (r.created_at, 'schedule', format('automation %s was due at %s', r.name, to_char(r.scheduled_for at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')),
+            'schedule of ' || r.name, me, null, null, jsonb_build_object('automation', r.name, 'due', r.scheduled_for))::agent_reason;
+  elsif r.cause = 'signal' then
+    return (r.created_at, 'signal', format('the signal of automation %s became true', r.name), 'signal of ' || r.name, me, null, null,
+            jsonb_build_object('automation', r.name))::agent_reason;
+  end if;
+  select x.id, x.trace_id, x.flow into asker from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.cause, 11))
+   where l.effect = me and l.kind = 'started' limit 1;
+  if found then
+    return (r.created_at, 'asked', format('%s had automation %s run', asker.flow, r.name), 'execution ' || asker.id, me, asker.trace_id, asker.id,
+            jsonb_build_object('automation', r.name))::agent_reason;
+  end if;
+  return (r.created_at, 'admin', format('an admin had automation %s run', r.name), 'admin', me, null, null,
+          jsonb_build_object('automation', r.name))::agent_reason;
+end $$;
+
+create or replace function agent_cause_of_event(p_id uuid) returns agent_reason
+language plpgsql stable as $$
+declare
+  v record;
+  x record;
+  raiser text;
+  me constant text := 'event ' || p_id;
+begin
+  select e.event, e.key, e.external_id, e.execution_id, e.created_at, agent_uuid(e.data ->> 'message_id') as message into v
+    from agent_events e where e.id = p_id;
+  if not found then
+    return null;
+  elsif v.execution_id is not null then
+    select e.trace_id, e.flow, e.status into x from agent_executions e where e.id = v.execution_id;
+    return (v.created_at, 'end', format('%s ended %s', coalesce(x.flow, 'an execution that is no longer kept'), x.status), 'execution ' || v.execution_id, me,
+            x.trace_id, v.execution_id, jsonb_build_object('event', v.event, 'status', x.status))::agent_reason;
+  end if;
+  select l.cause into raiser from agent_links l where l.effect = me and l.kind = 'raised' limit 1;
+  if raiser like 'execution %' then
+    select e.id, e.trace_id, e.flow into x from agent_executions e where e.id = agent_uuid(substr(raiser, 11));
+    return (v.created_at, 'raised', format('%s raised event %s %s', coalesce(x.flow, 'an execution that is no longer kept'), v.event, v.key), raiser, me,
+            x.trace_id, x.id, jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
+  elsif raiser is not null then
+    return (v.created_at, 'raised', format('%s raised event %s %s', raiser, v.event, v.key), raiser, me, substr(raiser, 7), null,
+            jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
+  elsif v.external_id like 'approval %' then
+    return (v.created_at, 'approval', format('an approval was decided'), v.external_id, me, null, null, '{}')::agent_reason;
+  elsif v.message is not null then
+    return (v.created_at, 'message', format('somebody wrote in thread %s', v.key), 'thread ' || v.key, me, null, null, '{}')::agent_reason;
+  end if;
+  return (v.created_at, 'outside', format('event %s %s came from outside', v.event, v.key), 'outside', me, null, null,
+          jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
+end $$;
+
+create or replace function agent_cause(p_ref text) returns agent_reason
+language plpgsql stable as $$
+declare
+  id constant uuid := agent_uuid(split_part(p_ref, ' ', 2));
+begin
+  return case split_part(p_ref, ' ', 1)
+    when 'execution' then agent_cause_of_execution(id) when 'run' then agent_cause_of_run(id) when 'event' then agent_cause_of_event(id) end;
+end $$;
+comment on function agent_cause is
+  'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is '
+  'behind it.';
+
+create or replace function agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+declare
+  root uuid;
+  ref text;
+  c agent_reason;
+  chain agent_reason[];
+  told text[] := '{}';
+  inside boolean;
+  hops constant int := 32;
+begin
+  for root in
+    select x.id from agent_executions x left join agent_executions p on p.id = x.parent_id
+     where x.id = any (p_runs) and (x.parent_id is null or p.trace_id is distinct from p_trace) order by x.id limit p_most
+  loop
+    chain := '{}';
+    inside := false;
+    ref := 'execution ' || root;
+    for i in 1 .. hops + 1 loop
+      c := agent_cause(ref);
+      exit when c.from_ref is null;
+      if i > hops or exists (select from unnest(chain) e where e.to_ref = c.from_ref) then
+        chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
+        exit;
+      end if;
+      -- What the trace caused itself is told among what came of it.
+      inside := c.trace_id = p_trace;
+      exit when inside or c.to_ref = any (told);
+      chain := c || chain;
+      ref := c.from_ref;
+    end loop;
+    continue when inside;
+    return query select e.* from unnest(chain) e;
+    told := told || array(select e.to_ref from unnest(chain) e);
+  end loop;
+  -- Leave for a call that another execution had asked for.
+  return query
+  select l.at, 'allowed', format('an approval allowed %s a call, asked for by %s', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
+         coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by)
+    from agent_links l
+    join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
+    left join lateral (select n.* from agent_approvals n where n.id = agent_uuid(substr(l.cause, 10)) limit 1) a on true
+    left join agent_executions o on o.id = a.execution_id
+   where l.effect = any (select 'execution ' || r from unnest(p_runs) r) and l.kind = 'allowed'
+   order by l.at, l.cause limit p_most;
+end $$;
+
+create or replace function agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+declare
+  l record;
+  c agent_reason;
+begin
+  return query
+  select x.created_at, case when p.id is null then 'run' else 'child' end,
+         x.flow || case x.status
+           when 'pending' then ' waits to be started'
+           when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
+           when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
+                                      agent_words(x.updated_at, clock_timestamp()))
+           else format(' %s after %s', x.status, agent_words(x.created_at, x.completed_at)) end
+         || case x.status
+           when 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
+           when 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
+           when 'failed' then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
+           when 'timeout' then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
+           else '' end,
+         case when p.id is null then '' else 'execution ' || p.id end, 'execution ' || x.id, x.trace_id, x.id,
+         jsonb_strip_nulls(jsonb_build_object('flow', x.flow, 'status', x.status, 'agent', x.agent, 'surface', x.surface, 'claim', x.claim, 'waits', x.wait_number,
+           'thread', x.thread_id, 'completed_at', x.completed_at))
+    from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = p_trace
+   where x.id = any (p_runs) order by x.id limit p_most;
+  -- Automations that an execution carried out beside what it is for, as the heartbeat does.
+  for l in
+    select k.at, k.cause, k.effect, x.id, x.flow, x.trace_id from agent_links k join agent_executions x on x.id = agent_uuid(substr(k.effect, 11))
+     where k.effect = any (select 'execution ' || r from unnest(p_runs) r) and k.kind = 'ran' and x.flow <> 'automation' order by k.at, k.cause limit p_most
+  loop
+    c := agent_cause(l.cause);
+    return next (l.at, 'ran', format('%s carried out a run: %s', l.flow, coalesce(c.what, 'its automation is no longer kept')), l.cause, l.effect,
+                 coalesce((agent_cause(c.from_ref)).trace_id, l.trace_id), l.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref)))::agent_reason;
+  end loop;
+end $$;
+
+create or replace function agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+declare
+  w record;
+  c agent_reason;
+  h record;
+  mine text;
+begin
+  for w in
+    select t.*, x.flow, x.trace_id from (
+      (select k.execution_id, k.waited_for as kind, k.waited_key as key, k.waited_since as since, k.created_at as until, k.step,
+              agent_uuid(k.output ->> 'event_id') as event, coalesce(k.output ->> 'timed_out' = 'true', false) as late
+         from (select a.execution_id, a.waited_for, a.waited_key, a.waited_since, a.created_at, a.step, a.output from agent_checkpoints a
+                where a.execution_id = any (p_runs) limit 5000) k
+        where k.waited_for is not null order by k.waited_since, k.step limit p_most)
+      union all
+      (select e.id, e.waiting_for, e.waiting_key, e.updated_at, null, e.waiting_step, null, false
+         from agent_executions e where e.id = any (p_runs) and (e.status = 'waiting') is true order by e.id limit p_most)) t
+      join agent_executions x on x.id = t.execution_id
+     order by t.since, t.step limit p_most
+  loop
+    mine := 'execution ' || w.execution_id;
+    c := null;
+    if w.event is not null and w.kind not in ('agent', 'approval') then
+      c := agent_cause_of_event(w.event);
+    elsif w.kind = 'agent' then
+      select e.trace_id, e.id, e.flow as what into c.trace_id, c.execution_id, c.what from agent_executions e where e.id = agent_uuid(w.key);
+    elsif w.kind = 'approval' and w.until is not null then
+      select format('%s it', case when a.decided_by = '' then 'nobody decided' else a.decided_by || ' ' || a.status end) into c.what
+        from agent_approvals a where a.id = agent_uuid(w.key);
+    end if;
+    return next (w.since, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end,
+      w.flow || case when w.until is null then format(' has waited %s for ', agent_words(w.since, clock_timestamp()))
+                     else format(' waited %s for ', agent_words(w.since, w.until)) end
+             || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
+                  when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
+                  else 'a ' || w.kind end
+             || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end,
+      case when w.until is null then '' when w.late or w.kind = 'delay' then 'timer' when w.kind = 'agent' then 'execution ' || w.key
+           when w.kind in ('approval', 'lane') then w.kind || ' ' || w.key else 'event ' || w.event end,
+      mine, coalesce(c.trace_id, w.trace_id), w.execution_id,
+      jsonb_strip_nulls(jsonb_build_object('for', w.kind, 'key', w.key, 'step', w.step, 'until', w.until, 'raised_by', c.from_ref)))::agent_reason;
+    if w.kind = 'lane' then
+      -- Who had the lane meanwhile: holds of a lane follow one another, so those that end after the wait began are looked at until one began after it.
+      for h in
+        select o.*, x.flow, x.trace_id from (
+          (select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
+            where k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
+          union all
+          select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end from agent_locks l
+           where l.lane = w.key and l.execution_id is not null) o
+          left join agent_executions x on x.id = o.execution_id
+         where o.execution_id <> w.execution_id and o.held_from < coalesce(w.until, 'infinity') and coalesce(o.held_until, 'infinity') > w.since
+         order by o.held_from limit 20
+      loop
+        return next (h.held_from, 'blocked', format('%s had lane %s meanwhile%s', coalesce(h.flow, 'an execution that is no longer kept'), w.key,
+            case when h.held_until is null then ', and has it' else ', for ' || agent_words(h.held_from, h.held_until) end),
+          'execution ' || h.execution_id, mine, h.trace_id, h.execution_id,
+          jsonb_strip_nulls(jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)))::agent_reason;
+      end loop;
+    end if;
+  end loop;
+end $$;
+
+create or replace function agent_why_lanes(p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+begin
+  return query
+  select h.held_from, case when h.held_until is null then 'holds' else 'held' end,
+         format('%s %s lane %s %s', x.flow, case when h.held_until is null then 'holds' else 'held' end, h.lane,
+                case h.ended when 'released' then 'for ' || h.long when 'ended' then 'for ' || h.long || ', until it ended' when 'lent' then 'for ' || h.long || ', then lent it'
+                     when 'given back' then 'for ' || h.long || ', then gave it back' when 'handed back' then 'for ' || h.long || ', until its process shut down'
+                     when 'expired' then 'for ' || h.long || ', then its lease expired' when 'broken' then 'for ' || h.long || ', then an admin broke it'
+                     else 'since ' || h.long end),
+         'execution ' || h.execution_id, 'lane ' || h.lane, x.trace_id, h.execution_id,
+         jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
+    from (
+      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, agent_words(k.held_from, k.held_until) as long
+         from agent_lane_holds k where k.execution_id = any (p_runs) order by k.held_from, k.lane limit p_most)
+      union all
+      (select l.lane, l.execution_id, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, '',
+              agent_words(l.locked_at, coalesce(o.until, clock_timestamp()))
+         from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
+        where l.execution_id = any (p_runs) order by l.locked_at limit p_most)) h
+    join agent_executions x on x.id = h.execution_id
+   order by h.held_from, h.lane limit p_most;
+end $$;
+
+create or replace function agent_why_lost(p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+begin
+  return query
+  select c.at, 'lost', format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text), c.claim,
+           case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which got nowhere' else ', whose lease expired' end,
+           case when x.claim > c.claim + 1 then '; it went on elsewhere' when x.status in ('pending', 'running') then '; it is ready to go on' else '' end),
+         'worker ' || c.worker, 'execution ' || c.execution_id, x.trace_id, c.execution_id,
+         jsonb_build_object('claim', c.claim, 'how', c.how, 'worker', c.worker_name)
+    from agent_claims_lost c join agent_executions x on x.id = c.execution_id
+   where c.execution_id = any (p_runs) order by c.at, c.claim limit p_most;
+end $$;
+
+-- As before, and it says what a worker outside wanted to write, and how often.
+create or replace function agent_why_log(p_trace text, p_most int, p_rows int) returns table (part text, reason agent_reason)
+language plpgsql stable as $$
+begin
+  return query
+  with log as materialized (
+    select a.id, a.created_at, a.execution_id, a.kind, a.skill_name, a.status, a.error_class, a.error_message, a.step, a.model, a.token_usage, a.cost_usd,
+           case when a.error_class = 'stale' then a.input end as input
+      from agent_activity a where a.trace_id = p_trace order by a.created_at limit p_rows),
+  wrong as (
+    select 'trouble' as part, 1 as rank, l.created_at as at,
+           (l.created_at,
+            case when l.error_class = 'stale' then 'stale' else 'unknown' end,
+            case when l.error_class = 'stale'
+                 then format('a write under %s was refused: %s%s%s', coalesce('claim ' || (l.input ->> 'claim'), 'a void lock'), l.input ->> 'rejected_write',
+                        coalesce(' in step ' || nullif(l.input ->> 'step', ''), ''), coalesce(', and ' || (l.input ->> 'more') || ' more', ''))
+                 else format('nobody knows whether %s took effect: %s', l.skill_name, left(l.error_message, 300)) end,
+            case when l.execution_id is null then 'trace ' || p_trace else 'execution ' || l.execution_id end,
+            'step ' || case when l.error_class = 'stale' then coalesce(l.input ->> 'step', '') else l.step end,
+            p_trace, l.execution_id, jsonb_strip_nulls(jsonb_build_object('activity', l.id, 'skill', coalesce(l.input ->> 'rejected_write', l.skill_name),
+              'claim', l.input -> 'claim')))::agent_reason as reason
+      from log l where l.error_class = 'stale' and l.skill_name = 'stale_write' or l.status = 'unknown'
+     order by l.created_at, l.id limit p_most),
+  models as (
+    select m.model, count(*) as calls, min(m.created_at) as at, sum(agent_tokens(m.token_usage, 'prompt_tokens')) as prompt,
+           sum(agent_tokens(m.token_usage, 'completion_tokens')) as completion, sum(agent_tokens(m.token_usage, 'total_tokens')) as tokens, sum(nullif(m.cost_usd, 'NaN')) as usd
+      from log m where m.kind = 'model' group by m.model),
+  spent as (
+    select 'spend', 2, m.at,
+           (m.at, 'spend', format('%s: %s, %s tokens, $%s', coalesce(nullif(m.model, ''), 'a model without a name'),
+              case when m.calls = 1 then '1 call' else m.calls || ' calls' end, to_char(m.tokens, 'FM999,999,999,999,990'), m.usd),
+            'trace ' || p_trace, 'model ' || m.model, p_trace, null, jsonb_build_object('calls', m.calls, 'prompt_tokens', m.prompt,
+              'completion_tokens', m.completion, 'tokens', m.tokens, 'cost_usd', m.usd))::agent_reason
+      from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
+  beyond as (
+    select 'spend', 3, null::timestamptz,
+           (null, 'more', format('… and more than %s actions, which were not looked through', to_char(p_rows, 'FM999,999,990')), '', '', p_trace, null,
+            '{}')::agent_reason
+      from log having count(*) >= p_rows)
+  select u.part, u.reason from (select * from wrong union all select * from spent union all select * from beyond) u order by u.rank, u.at, (u.reason).to_ref;
+end $$;
+
+create or replace function agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+declare
+  mine constant text[] := array['trace ' || p_trace] || array(select 'execution ' || r from unnest(p_runs) r);
+  events uuid[];                    -- that the trace raised
+  ends uuid[];                      -- of its executions
+  made uuid[];                      -- runs of automations that it started
+begin
+  events := array(select agent_uuid(substr(l.effect, 7)) from agent_links l where l.cause = any (mine) and l.kind = 'raised' order by l.at, l.effect limit p_most);
+  ends := array(select v.id from agent_events v where v.external_id = any (select 'completed ' || r from unnest(p_runs) r) limit 1000);
+  return query
+  select v.created_at, 'raised', format('%s raised event %s %s', coalesce(x.flow, 'it'), v.event, v.key), l.cause, l.effect, p_trace, x.id,
+         jsonb_strip_nulls(jsonb_build_object('event', v.event, 'key', v.key, 'taken', v.consumed_by is not null))
+    from agent_events v join agent_links l on l.effect = 'event ' || v.id and l.kind = 'raised' and l.cause = any (mine)
+    left join agent_executions x on x.id = agent_uuid(substr(l.cause, 11))
+   where v.id = any (events);
+  -- Executions of other traces that an event of this one, or the end of one of its executions, resumed.
+  return query
+  select k.created_at, 'resumed', format('%s went on in another trace', x.flow),
+         case when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'execution ' || x.id, x.trace_id, x.id,
+         jsonb_build_object('flow', x.flow, 'step', k.step)
+    from agent_events v
+   cross join lateral (select v.consumed_by as id where v.consumed_by is not null
+                       union select agent_uuid(substr(l.effect, 11)) from agent_links l where l.cause = 'event ' || v.id and l.kind = 'woke') t
+    join agent_executions x on x.id = t.id and x.trace_id <> p_trace
+    join lateral (select c.step, c.created_at
+                    from (select a.step, a.created_at, a.output, a.waited_for from agent_checkpoints a where a.execution_id = x.id limit 5000) c
+                   where c.waited_for is not null and c.output ->> 'event_id' = v.id::text limit p_most) k on true
+   where v.id = any (events || ends) limit p_most + 1;
+  -- Runs of automations: by its events, by its ends, and those that it asked for.
+  made := array(select agent_uuid(substr(l.effect, 5)) from agent_links l
+                 where l.cause = any (select 'event ' || e from unnest(events || ends) e union all select m from unnest(mine) m) and l.kind = 'started'
+                 order by l.at, l.effect limit p_most + 1);
+  return query
+  select r.created_at, 'started', format('automation %s has a run, which is %s', a.name, r.status),
+         case when v.id is null then l.cause when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'run ' || r.id,
+         nullif(r.trace_id, ''), v.execution_id,
+         jsonb_strip_nulls(jsonb_build_object('automation', a.name, 'status', r.status, 'error', left(r.error_message, 300)))
+    from unnest(made) m (id)
+   cross join lateral (select n.* from agent_automation_runs n where n.id = m.id limit 1) r
+   cross join lateral (select n.name from agent_automations n where n.id = r.automation_id limit 1) a
+   cross join lateral (select n.cause from agent_links n where n.effect = 'run ' || r.id and n.kind = 'started' limit 1) l
+    left join lateral (select n.id, n.execution_id from agent_events n where n.id = r.event_id limit 1) v on true;
+  return query
+  select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
+         jsonb_build_object('status', x.status)
+    from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
+   where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
+  -- Executions of other traces that begin with it.
+  return query
+  (select x.created_at, 'forked', format('%s was forked, and is %s', x.flow, x.status), 'execution ' || x.forked_from, 'execution ' || x.id, x.trace_id, x.id,
+          jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', x.status))
+     from agent_executions x where x.forked_from = any (p_runs) limit p_most + 1)
+  union all
+  (select x.created_at, 'child', format('%s was started, and is %s', x.flow, x.status), 'execution ' || x.parent_id, 'execution ' || x.id, x.trace_id, x.id,
+          jsonb_build_object('status', x.status)
+     from agent_executions x where x.parent_id = any (p_runs) and x.trace_id <> p_trace limit p_most + 1);
+  -- What it said, told and asked for.
+  return query
+  (select min(m.created_at), 'said', format('%s said %s in thread %s', x.flow, case when count(*) = 1 then 'a message' else count(*) || ' messages' end, m.thread_id),
+          'execution ' || x.id, 'thread ' || m.thread_id, p_trace, x.id, jsonb_build_object('messages', count(*), 'failed', count(*) filter (where m.status = 'failed'))
+     from (select e.execution_id, e.thread_id, e.created_at, e.status from agent_messages e where e.execution_id = any (p_runs) and e.role = 'assistant' limit 5000) m
+     join agent_executions x on x.id = m.execution_id group by x.id, m.thread_id)
+  union all
+  (select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
+          l.cause, l.effect, p_trace, agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
+     from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
+    cross join lateral (select n.* from agent_webhook_outbox n where n.id = agent_uuid(substr(l.effect, 10)) limit 1) o
+    cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t);
+  return query
+  (select a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
+          coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id,
+          jsonb_strip_nulls(jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at))
+     from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most + 1)
+  union all
+  (select l.at, 'allowed', format('the approval allowed %s a call in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}'
+     from (select a.id from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most) a
+     join agent_links l on l.cause = 'approval ' || a.id and l.kind = 'allowed'
+     join agent_executions x on x.id = agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)
+  union all
+  (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'execution ' || r.execution_id, 'request ' || r.id, p_trace, r.execution_id,
+          jsonb_build_object('kind', r.kind, 'status', r.status)
+     from agent_requests r where r.execution_id = any (p_runs) order by r.created_at limit p_most + 1);
+end $$;
+
+create or replace function why(trace text, most int default 100)
+returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)
+language plpgsql stable
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
+#variable_conflict use_column
+declare
+  forms constant text[] := agent_trace_forms(trace);
+  most_ constant int := greatest(least(coalesce(most, 100), 1000), 1);
+  scan constant int := 1000;
+  mine text;
+  runs uuid[];
+  n bigint;
+  x record;
+begin
+  mine := coalesce((select e.trace_id from agent_executions e where e.trace_id = any (forms) limit 1),
+                   (select a.trace_id from agent_activity a where a.trace_id = any (forms) limit 1),
+                   (select substr(l.cause, 7) from agent_links l where l.cause = any (select 'trace ' || f from unnest(forms) f) limit 1));
+  if mine is null then
+    return;
+  end if;
+  runs := array(select e.id from agent_executions e where e.trace_id = mine order by e.id limit scan);
+  n := cardinality(runs);
+  if n = scan then
+    select count(*) into n from (select from agent_executions e where e.trace_id = mine limit 100000) t;
+  end if;
+  select e.flow, e.status, e.surface, e.created_at, e.completed_at into x from agent_executions e where e.id = runs[1];
+  seq := 0;
+  for part, at, kind, what, from_ref, to_ref, trace_id, execution_id, detail in
+    with log as materialized (select l.part, l.reason from agent_why_log(mine, most_ + 1, 10000) l),
+    told as (
+      select 0 as rank, 'trace' as part, r.*, 1 as place, 1 as all_ from (
+        select coalesce(x.created_at, (select min(b.created_at) from (select a.created_at from agent_activity a where a.trace_id = mine order by a.created_at limit 1) b)) as at,
+               'trace' as kind,
+               case when x.flow is null then 'what was done without an execution'
+                    else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
+                                coalesce(' after ' || agent_words(x.created_at, x.completed_at), ''),
+                                case when n > 1 then format('; %s executions', case when n = 100000 then '100,000 or more' else to_char(n, 'FM999,990') end) else '' end) end as what,
+               ''::text as from_ref, 'trace ' || mine as to_ref, mine as trace_id, runs[1] as execution_id,
+               jsonb_strip_nulls(jsonb_build_object('surface', x.surface, 'flow', x.flow, 'status', x.status, 'executions', n, 'completed_at', x.completed_at)) as detail) r
+      union all
+      select 1, 'because', r.*, b.n, count(*) over () from agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
+       cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
+      union all
+      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from agent_why_runs(mine, runs, most_ + 1) r
+      union all
+      select 3, 'waits', r.*, b.n, count(*) over () from agent_why_waits(runs, most_ + 1) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
+       cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
+      union all
+      select 4, 'lanes', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from agent_why_lanes(runs, most_ + 1) r
+      union all
+      select 5, 'trouble', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from (
+        select * from agent_why_lost(runs, most_ + 1)
+        union all select (l.reason).* from log l where l.part = 'trouble') r
+      union all
+      select 6, 'led to', r.*, row_number() over (order by r.at, r.kind, r.to_ref), count(*) over () from agent_why_effects(mine, runs, most_) r
+      union all
+      select 7, 'spend', r.*, row_number() over (order by r.at nulls last, r.to_ref), count(*) over ()
+        from (select (l.reason).* from log l where l.part = 'spend') r)
+    select t.part, case when isfinite(t.at) then t.at end, case when t.place <= most_ then t.kind else 'more' end,
+           case when t.place <= most_ then coalesce(left(t.what, 1000), '') when t.part = 'did' then '… and ' || to_char(t.all_ - most_, 'FM999,999,990') || ' more executions'
+                else '… and more than ' || to_char(most_, 'FM999,990') end,
+           case when t.place <= most_ then coalesce(left(t.from_ref, 300), '') else '' end,
+           case when t.place <= most_ then coalesce(left(t.to_ref, 300), '') else '' end, coalesce(t.trace_id, mine), t.execution_id,
+           case when t.place <= most_ then coalesce(t.detail, '{}') else '{}' end
+      from told t where t.place <= most_ + 1 order by t.rank, t.place
+  loop
+    seq := seq + 1;
+    return next;
+  end loop;
+end $$;
+comment on function why is
+  'Why a trace is what it is, to be read from top to bottom: because (what caused it, from the first cause '
+  'down), did (its executions), waits and what ended them, lanes, trouble (lost workers, refused writes, calls '
+  'of which nobody knows the end), led to (what it caused elsewhere), spend. trace is the id in any form. '
+  'from_ref caused to_ref; trace_id and execution_id are those of the other end, where there is one. Of each '
+  'part at most so many rows; a row of kind more says what was left out. No rows: there is no such trace.';
+
+create or replace trigger agent_events_consumed after update of consumed_by on agent_events
+  for each row when (old.consumed_by <> new.consumed_by) execute function agent_events_consumed();

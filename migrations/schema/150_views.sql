@@ -1,0 +1,213 @@
+-- Views: what people and other programs read.
+
+-- Code
+
+create or replace view agent_objective_progress as
+  select o.id, o.name, o.status, o.round,
+         count(*) filter (where s.status in ('pending', 'done', 'failed')) as total,
+         count(*) filter (where s.status = 'done') as done,
+         count(*) filter (where s.status = 'failed') as failed,
+         count(*) filter (where s.status = 'pending') as pending,
+         coalesce(round((count(*) filter (where s.status = 'done'))::numeric
+                        / nullif(count(*) filter (where s.status in ('pending', 'done', 'failed')), 0), 3), 0) as progress
+    from agent_objectives o left join agent_objective_steps s on s.objective_id = o.id
+   group by o.id;
+
+-- Views anyone can read.
+
+create or replace view agent_locks_live as
+  select l.lane, l.locked_by, l.execution_id,
+         coalesce(e.trace_id, substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
+         l.fencing_token, clock_timestamp() - l.locked_at as held_for,
+         case when not l.parked then l.expires_at - clock_timestamp() end as expires_in,
+         l.parked
+    from agent_locks l left join agent_executions e on e.id = l.execution_id
+   where l.locked_by <> '' and l.expires_at > clock_timestamp()
+  union all
+  select 'execution:' || e.id, w.id::text, e.id, e.trace_id, e.claim,
+         clock_timestamp() - e.updated_at, w.expires_at - clock_timestamp(), false
+    from agent_executions e join agent_workers w on w.id = e.claimed_by
+   where e.claimed_by is not null and w.expires_at > clock_timestamp();
+comment on view agent_locks_live is
+  'Every lane that is held now, and every execution that is run now, with its holder and the time left (null '
+  'when parked).';
+
+create or replace view agent_executions_by_status as
+  with live as (
+    select e.status, count(*) as count, avg(extract(epoch from clock_timestamp() - e.created_at)) as age
+      from agent_executions e where e.status in ('pending', 'running', 'waiting') group by e.status)
+  select s.status, coalesce(l.count, 0) as count, coalesce(l.age, 0)::numeric(14, 1) as avg_age_seconds
+    from unnest(array['pending', 'running', 'waiting']) s (status) left join live l on l.status = s.status;
+
+create or replace view agent_executions_waiting as
+  select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.waiting_data,
+         clock_timestamp() - e.updated_at as waiting_time
+    from agent_executions e where e.status = 'waiting' order by e.waiting_until;
+
+create or replace view agent_executions_stuck as
+  select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
+    from agent_executions e
+   where e.status = 'waiting' and e.waiting_until < clock_timestamp()
+     and e.updated_at < clock_timestamp() - interval '1 hour';
+
+-- Spend ---------------------------------------------------------------------------------------------
+
+create or replace view agent_spend as
+  select s.skill, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
+         sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
+         sum(s.tokens)::bigint as tokens, sum(s.cost_usd) as cost_usd, sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd) as unknown_usd
+    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
+            from agent_activity_counts c where c.span = 'day' and c.kind = 'charge'
+          union all
+          select u.skill, u.surface, u.model, u.hour, u.calls, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd
+            from uncounted_agent_charges(2000000000) u) s
+   group by 1, 2, 3, 4;
+comment on view agent_spend is
+  'Model calls, tokens and money by the skill that they led to (empty: none, it is the surface''s), surface, '
+  'model and day (UTC): of the counts, so that what retention took away is in it, and of the rows that are not '
+  'counted yet. A usage or a cost that is no number counts for nothing. unknown_* is the part that no provider '
+  'reported.';
+
+-- A call that was refused because a setting is missing says nothing about its skill.
+create or replace view agent_skill_calls as
+  select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at
+    from agent_activity a
+   where a.kind = 'call' and a.status in ('success', 'error')
+     and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
+                               'disabled', 'on_trial', 'yielded', 'budget', 'configuration');
+
+create or replace view agent_skill_health as
+  select s.name as skill, coalesce(f.calls, 0) as calls,
+         case when f.calls > 0 then round((f.calls - f.failed)::numeric / f.calls, 3) end as success_rate,
+         coalesce(f.streak, 0) as streak, f.p50_ms, f.p95_ms,
+         case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
+         s.disabled_by, s.disabled_reason, s.disabled_at
+    from agent_skills s left join agent_skill_figures() f on f.skill = s.name;
+comment on view agent_skill_health is
+  'The last 7 days of each skill: calls, success rate, failures in a row, p50 and p95, state. Where there are '
+  'very many calls, p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
+
+create or replace view agent_thread_locks as
+  select substr(l.lane, 8) as thread_id, l.execution_id as active_execution_id, s.at as execution_locked_at,
+         floor(extract(epoch from clock_timestamp() - s.at) / 60)::int as lock_minutes,
+         coalesce(t.participant, '') as participant_name, l.parked, l.expires_at <= clock_timestamp() as stale,
+         l.locked_by as holder,
+         (select count(*) from agent_messages m where m.thread_id = substr(l.lane, 8) and m.status = 'queued') as queued
+    from agent_locks l
+    cross join lateral (select case when l.parked then l.locked_at
+                                    else l.expires_at - make_interval(secs => l.ttl_seconds) end as at) s
+    left join agent_threads t on t.id = substr(l.lane, 8)
+   where l.lane like 'thread:%' and l.locked_by <> '';
+comment on view agent_thread_locks is
+  'Who holds which thread, since its last sign of life. Stale: nothing was sent for the time of the lease, and '
+  'the next who wants the thread gets it. A parked one belongs to a waiting execution and does not expire.';
+
+create or replace view agent_budget_today as
+  select x.scope, x.tokens, x.cost_usd, x.reserved_tokens, x.reserved_usd, x.unsettled, x.unknown_tokens, x.unknown_usd
+    from agent_budgets x, to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') as today
+   where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
+   order by x.scope;
+comment on view agent_budget_today is
+  'What was spent today (UTC), in all and by surface, how much of that is unknown, and what is set aside for '
+  'model calls under way.';
+
+create or replace view agent_activity_measured as
+  select a.id, a.skill_name, a.created_at, a.status,
+         date_trunc('hour', a.created_at at time zone 'UTC') at time zone 'UTC' as hour, a.kind,
+         agent_count_key(case a.kind
+           when 'model' then coalesce(nullif(a.purpose, ''), a.skill_name) else a.skill_name end) as skill,
+         agent_count_key(a.surface) as surface, agent_count_key(a.model) as model,
+         a.kind = 'call' and a.status in ('success', 'error')
+           and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled',
+                                     'interrupted', 'stall', 'disabled', 'on_trial', 'yielded', 'budget',
+                                     'configuration') as telling,
+         case a.kind when 'model'
+           then agent_count_tokens(a.token_usage ->> 'prompt_tokens') else 0 end as prompt_tokens,
+         case a.kind when 'model'
+           then agent_count_tokens(a.token_usage ->> 'completion_tokens') else 0 end as completion_tokens,
+         case a.kind when 'model' then agent_count_tokens(a.token_usage ->> 'total_tokens') else 0 end as tokens,
+         case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd,
+         case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
+         a.trace_id, a.led_to,
+         case a.kind when 'model'
+           then least(agent_tokens(a.token_usage, 'unknown_tokens'), 1000000000000) else 0 end as unknown_tokens,
+         case a.kind when 'model' then agent_usd(a.token_usage, 'unknown_usd') else 0 end as unknown_usd
+    from agent_activity a;
+comment on view agent_activity_measured is
+  'What each row of the log counts for. telling: it says something about its skill, as in agent_skill_calls.';
+
+-- Whole months of activity -------------------------------------------------------------------------
+
+create or replace view agent_activity_partitions as
+  select format('%I.%I', n.nspname, c.relname) as partition,
+         substring(b.bounds from '^FOR VALUES FROM \(''([0-9a-f-]{36})''\)')::uuid as lower_id,
+         substring(b.bounds from ' TO \(''([0-9a-f-]{36})''\)$')::uuid as upper_id,
+         i.inhdetachpending as leaving
+    from pg_inherits i join pg_class c on c.oid = i.inhrelid join pg_namespace n on n.oid = c.relnamespace
+   cross join lateral (select pg_get_expr(c.relpartbound, c.oid) as bounds) b
+   where i.inhparent = 'agent_activity'::regclass;
+comment on view agent_activity_partitions is
+  'The partitions of the activity log, with the ids that they hold. leaving: one is being detached, and is not '
+  'read any more.';
+
+create or replace view agent_spend_by_purpose as
+  select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
+         sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
+         sum(s.tokens)::bigint as tokens, sum(s.cost_usd) as cost_usd, sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd) as unknown_usd
+    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
+            from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
+          union all
+          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd
+            from uncounted_agent_activity(2000000000) u
+           cross join lateral (select n.unknown_tokens, n.unknown_usd from agent_activity_measured n where n.id = u.id offset 0) m
+           where u.kind = 'model') s
+   group by 1, 2, 3, 4;
+comment on view agent_spend_by_purpose is
+  'The same sums as agent_spend, by what the model was called for: a phase, a turn, an automation.';
+
+create or replace view agent_slowest_skills as
+  select s.* from agent_slowest_skills_since(clock_timestamp() - interval '7 days') s;
+comment on view agent_slowest_skills is 'agent_slowest_skills_since, the last 7 days.';
+
+create or replace view agent_failing_skills as
+  select f.* from agent_failing_skills_since(clock_timestamp() - interval '7 days') f;
+comment on view agent_failing_skills is 'agent_failing_skills_since, the last 7 days.';
+
+-- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
+create or replace view agent_audit as
+  select a.id, a.created_at as at, a.finished_at,
+         case
+           when a.agent = 'admin' or a.kind = 'note' and (a.skill_name in ('break_lane', 'decide_approval') or a.execution_id is null and a.surface = 'operate' and a.skill_name <> 'mcp_sync')
+             then coalesce(nullif(a.input ->> 'by', ''), 'admin')
+           when a.skill_name in ('webhook_refused', 'webhook_conflict') then 'sender'
+           else a.agent end as actor,
+         a.kind, a.skill_name as act,
+         case when a.kind = 'model' then '' else agent_audit_object(a.input) end as object,
+         coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
+                  case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
+                  'for ' || nullif(a.purpose, ''), 'part of ' || p.skill_name, o.what, '') as reason,
+         coalesce(o.what, '') as origin,
+         case
+           when a.surface = 'operate' and a.skill_name not in ('mcp_sync', 'close_approval') or a.agent = 'admin' then 'admin'
+           when t.participant <> '' then format('%s in thread %s', t.participant, t.id)
+           when t.id is not null then format('visitor in thread %s', t.id)
+           when a.surface = 'chat' then 'visitor'
+           when a.surface = 'webhook' then format('sender to %s', coalesce(nullif(a.input ->> 'endpoint', ''), nullif(o.endpoint, ''), 'a webhook'))
+           else a.agent end as on_behalf_of,
+         a.status, a.error_class, coalesce(a.error_message, '') as error_message, a.model,
+         agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
+         a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane
+    from agent_activity a
+    left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
+    left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
+    left join lateral (select u.skill_name from agent_activity u where u.id = a.parent_id offset 0) p on true
+    left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from agent_cause_of_execution(a.execution_id) c
+                        where a.execution_id is not null and c.what is not null offset 0) o on true;
+comment on view agent_audit is
+  'Who did what, to which object, when, why, on whose behalf, with what result: every row of the log. Give it a '
+  'range of ids, a trace or a skill (act), by which there are indexes. reason is what an admin gave, what a '
+  'model was called for, or what the act is part of; cause_id the model call that asked for it; origin what '
+  'began the run.';
+
+-- The log takes rows at once.
+select ensure_agent_activity_partitions();
