@@ -109,7 +109,9 @@ func fit(width int, heading []string, rows [][]string) [][]string {
 	for i, title := range heading {
 		widths[i] = utf8.RuneCountInString(title)
 		for _, row := range rows {
-			widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
+			if i < len(row) {
+				widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
+			}
 		}
 		total += widths[i] + columnGap
 	}
@@ -132,7 +134,7 @@ func fit(width int, heading []string, rows [][]string) [][]string {
 	for n, row := range rows {
 		shown[n] = slices.Clone(row)
 		for i, cell := range row {
-			if r := []rune(cell); len(r) > widths[i] {
+			if r := []rune(cell); i < len(widths) && len(r) > widths[i] {
 				shown[n][i] = string(r[:widths[i]-1]) + "…"
 			}
 		}

@@ -97,7 +97,7 @@ func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
 	g, reply := gated()
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return reply })
 	request := says("any news?")
-	request.MaxTokens = 3 // bounds what the model says
+	request.MaxCompletionTokens = 3 // bounds what the model says
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), request)
 	if err != nil {
 		t.Fatal(err)
