@@ -19,12 +19,12 @@ const (
 	lockPatience = "2s"
 	// lockTries is how often it does so before it gives up: some minutes.
 	lockTries = 60
-	// unhurried lifts the limits that the database, or the role, sets for the time of everybody's statements: what a file does takes as long as the
-	// tables are large, and would be cut off at the same place each time. Those that this server knows, for a transaction or for the session.
+	// unhurried lifts the statement and transaction timeouts that this server knows, for the transaction or the session. A
+	// large table needs longer, and would be cut off at the same place each time.
 	unhurried = `
 		select set_config(s.name, '0', $1) from pg_settings s
 		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
-	// letPass is how long those who stood behind it may pass between two tries.
+	// letPass is the pause between two tries; queued statements run meanwhile.
 	letPass = time.Second
 	// askEvery is the pause of a process that waits for another one to have migrated.
 	askEvery = 200 * time.Millisecond
@@ -79,7 +79,7 @@ func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 		if _, err := tx.Exec(ctx, unhurried, true); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // which refuse what is no error, for developers
+		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // they turn warnings into errors
 			return err
 		}
 		if s.version == baseline { // its first file is code, too

@@ -12,16 +12,20 @@ import (
 	"sync"
 )
 
-// codeMark divides a file of schema/: the tables above it are made once, the code below it is applied again when it changes.
+// codeMark divides a file of schema/. The tables above it are made once. The code below it is applied again when it changes.
 const codeMark = "\n-- Code\n"
 
-// comments are the statements above the mark that are applied again, too.
-var comments = regexp.MustCompile(`(?ms)^comment on .*?';\n`)
+var (
+	// comments are the statements above the mark that are applied again, too.
+	comments = regexp.MustCompile(`(?ms)^comment on .*?';\n`)
+	// remarks are lines for readers. They may change after a release, so the baseline's hash leaves them out.
+	remarks = regexp.MustCompile(`(?m)^\s*--.*\n`)
+)
 
 // noun is one file of schema/.
 type noun struct {
 	name   string // 030_executions
-	tables string // without comments
+	tables string // without comments and remarks
 	code   string // and comments
 }
 
@@ -49,7 +53,8 @@ func load(version fs.FS) (text, error) {
 	err := each(version, "schema/*.sql", func(name, sql string) error {
 		tables, code, _ := strings.Cut(sql, codeMark)
 		about := strings.Join(comments.FindAllString(tables, -1), "")
-		t.nouns = append(t.nouns, noun{strings.TrimSuffix(name, ".sql"), comments.ReplaceAllString(tables, ""), about + code})
+		tables = remarks.ReplaceAllString(comments.ReplaceAllString(tables, ""), "")
+		t.nouns = append(t.nouns, noun{strings.TrimSuffix(name, ".sql"), tables, about + code})
 		return nil
 	})
 	if err != nil {
@@ -113,7 +118,7 @@ func (t text) version() int {
 	return t.changes[len(t.changes)-1].version
 }
 
-// hash is different for any two texts that differ.
+// hash names the text. Remarks and the bridge are not in it.
 func (t text) hash() string {
 	var all strings.Builder
 	all.WriteString(t.tables())

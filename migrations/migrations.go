@@ -1,26 +1,26 @@
 // Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside them in
 // the schema "river".
 //
-// schema/ has a file for each noun, in the order in which they are read. A file opens with what the noun promises. Its tables
-// follow: they are the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all
-// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has changed. A change of a table
-// is a file of changes/, numbered, which is applied once and never edited after its release.
+// schema/ has a file for each noun, in reading order. A file opens with what the noun promises. Its tables follow: they are
+// the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all comments are
+// repeatable: each has one body in one place, and the code of a file is applied again when it has changed. A change of a
+// table is a numbered file of changes/. It is applied once and never edited after its release.
 //
 // Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others wait
 // for it and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing else.
-// It works through a transaction pooler, and the server frees it when the process dies. The baseline is one transaction. Each
-// change is one transaction with its row in agent_migrations, and the last one applies the code, too. So a death leaves a
-// whole version or the next one.
+// It works through a transaction pooler, and the server frees it when the process dies. The baseline is one transaction with
+// its code. Each change is one transaction with its row in agent_migrations. Changed code joins the last of them, or is a
+// transaction of its own. So a death leaves whole steps, and the next Up does the rest.
 //
-// Up may be called while processes serve, of this version or the one before. A statement never waits for a lock for longer
-// than two seconds, because all later ones stand behind it: it gives up, lets them pass, and tries again. What a change may do
-// is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each file to it. A file whose
-// first line is `-- outside a transaction` builds indexes concurrently, statement by statement. An index that a death left
-// half built is removed and built again.
+// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for two seconds at
+// most, because all later ones stand behind it. Then it gives up, lets them pass, and tries again. What a change may do is the
+// rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each file to it. A file whose first
+// line is `-- outside a transaction` builds indexes concurrently, statement by statement. An index that a death left half
+// built is removed and built again.
 //
 // A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql, in one
-// transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables
-// or changes differ from this binary's (ErrChanged).
+// transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables or
+// changes differ from this binary's (ErrChanged).
 package migrations
 
 import (
@@ -120,10 +120,9 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 	return applied, nil
 }
 
-// alone takes the lock under which one process migrates, or waits for it. An index that is built concurrently waits for
-// all who have a snapshot. So the lock is asked for again and again, since a session that stands in a queue has one, and
-// by the simple protocol, since that of the other's last statement lives on in its portal. The session does nothing else
-// while migrations run, for however long: the server must not end it, or its transaction, for that.
+// alone takes the lock under which one process migrates, or waits for it. A session that stands in a queue holds a snapshot,
+// which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which leaves no portal
+// with a snapshot behind. The session is idle in its transaction while migrations run, so its time limits are lifted.
 func alone(ctx context.Context, lock pgx.Tx) error {
 	if _, err := lock.Exec(ctx, unhurried, true); err != nil {
 		return fmt.Errorf("lock migrations: %w", err)

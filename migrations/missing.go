@@ -70,7 +70,8 @@ func (t text) begin(bridged bool) []step {
 	return append([]step{first}, t.goOn(t.changes, nil)...)
 }
 
-// goOn applies changes, and the changed code with the last one.
+// goOn returns the steps for changes. Changed code joins the last one, or gets a step of its own: when there is no change, or
+// when the last one runs outside a transaction.
 func (t text) goOn(changes []change, code []noun) []step {
 	var steps []step
 	for _, c := range changes {
