@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -144,6 +145,9 @@ func (c *cli) sayError(err error) {
 
 // advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.
 func advised(err error) error {
+	if _, known := errors.AsType[*hinted](err); errors.Is(err, agents.ErrNotFound) && !known {
+		return hint(err, "see agent agents ls")
+	}
 	what, todo := postgres.Trouble(err)
 	switch postgres.Code(err) {
 	case codeNUL:

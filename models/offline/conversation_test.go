@@ -102,7 +102,7 @@ func TestAskedWhoItIsItAnswersWithTheIdentityOfItsPrompt(t *testing.T) {
 	for _, prompt := range []string{
 		"Who are you?", "what is your name", "What's your name?", "¿Quién eres?", "¿Cómo te llamas?", "Wer bist du?", "Wie heißt du?",
 	} {
-		for system, want := range map[string]string{name: "shop.", name + instructions: "shop: You are Mia, the clerk of a book shop."} {
+		for system, want := range map[string]string{name: "I am shop.", name + "\n\n# Instructions\n\nAnswer briefly.\n": "I am shop.", name + instructions: "I am Mia, the clerk of a book shop."} {
 			if calls, text := talkAs(t, system, nil, prompt, caretaker()); text != want || len(calls) > 0 {
 				t.Errorf("%q: says %q, want %q; calls %q", prompt, text, want, calls)
 			}

@@ -1,6 +1,7 @@
 package offline
 
 import (
+	"cmp"
 	"encoding/json"
 	"regexp"
 	"strings"
@@ -21,11 +22,11 @@ type situation struct {
 	steps    []step
 	format   *openai.ChatCompletionResponseFormat
 	document string // the id of the last document that was attached
-	identity string // the agent's name, and the first sentence of its instructions
+	identity string // "I am", and the name in the instructions' first sentence or else the agent's name
 }
 
-// named matches the agent's name in a system message, and the first sentence of its instructions.
-var named = regexp.MustCompile(`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\n(.+?)(?:[.!?](?:\s|$)|\n|$))?`)
+// named matches the agent's name in a system message, and what its instructions say first when they begin with "You are".
+var named = regexp.MustCompile(`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\nYou are (.+?)(?:[.!?](?:\s|$)|\n|$))?`)
 
 // tool is something that can be called.
 type tool struct {
@@ -60,7 +61,7 @@ func understand(req openai.ChatCompletionRequest) situation {
 			last = i
 		}
 		if found := named.FindStringSubmatch(content(m)); m.Role == openai.ChatMessageRoleSystem && found != nil {
-			s.identity = strings.TrimSuffix(clip(found[1]+": "+found[2], maxAbout), ": ") + "."
+			s.identity = "I am " + clip(cmp.Or(found[2], found[1]), maxAbout) + "."
 		}
 	}
 	s.made = calls(req.Messages[last+1:])
