@@ -2,6 +2,7 @@ package documents
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 
@@ -36,6 +37,25 @@ func Attach(ctx context.Context, tx pgx.Tx, p threads.Principal, thread, id stri
 	rows, err = tx.Query(ctx, `
 		update agent_documents set thread_id = @thread, expires_at = null where id = @id returning `+columns, to)
 	return one(rows, err, "attach document")
+}
+
+// AddOnce is [Add] for a document of a thread. It returns the document that the thread already has from the same
+// uploader, with the same name and content.
+func AddOnce(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
+	sum := sha256.Sum256(u.Content)
+	rows, err := tx.Query(ctx, `
+		select `+columns+` from agent_documents
+		 where thread_id = @thread and sha256 = @sum and name = @name and owner_kind = @kind and owner = @owner
+		   and visitor = @proof order by id limit 1`,
+		postgres.Strict{
+			"thread": postgres.Text(u.ThreadID), "sum": sum[:], "name": CleanName(u.Name), "kind": string(u.By.Kind),
+			"owner": postgres.Text(u.By.Owner), "proof": u.By.Proof,
+		})
+	d, err := one(rows, err, "find document")
+	if errors.Is(err, ErrNotFound) {
+		return Add(ctx, tx, u)
+	}
+	return d, err
 }
 
 // Continues begins the last line of what a model is shown of a document that is longer.

@@ -113,6 +113,14 @@ func letInCLI(ctx context.Context, s *session, thread string) error {
 	return err
 }
 
+// fileIDs are the files of the next message.
+func (v *visitor) fileIDs() (files []chat.File) {
+	for _, id := range v.files {
+		files = append(files, chat.File{ID: id})
+	}
+	return files
+}
+
 // turn takes one turn. The answer is shown as it comes, or with --json as one document.
 func (v *visitor) turn(ctx context.Context, text string) error {
 	out := &printer{to: v.out}
@@ -122,7 +130,7 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 	}
 	got, err := v.chat.Say(ctx, chat.Ask{
 		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
-		Files: [][]string{v.files},
+		Files: [][]chat.File{v.fileIDs()},
 	}, show)
 	v.files = nil
 	if got.ThreadID != "" {

@@ -44,7 +44,7 @@ type Ask struct {
 	Key         string            // makes the message count once; "" for none
 	Hash        string            // of what must be the same when the key comes again
 	TraceID     trace.ID
-	Files       [][]string      // ids of documents, of each of Texts
+	Files       [][]File        // of each of Texts
 	Seen        int64           // a place in the thread: the visitor has seen what flows said up to it
 	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone

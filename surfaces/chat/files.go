@@ -94,42 +94,18 @@ func refusedFile(err error) error {
 	return r
 }
 
-// filesIn are the ids of the files that a content names. whole is false when one of them has none.
-func filesIn(raw json.RawMessage) (ids []string, whole bool) {
-	var parts []struct {
-		Type   string `json:"type"`
-		FileID string `json:"file_id"`
-		File   struct {
-			FileID string `json:"file_id"`
-		} `json:"file"`
-	}
-	if json.Unmarshal(raw, &parts) != nil {
-		return nil, true // a text
-	}
-	whole = true
-	for _, p := range parts {
-		if p.Type != "file" && p.Type != "input_file" {
-			continue
-		}
-		id := p.FileID + p.File.FileID
-		if whole = whole && id != ""; id != "" {
-			ids = append(ids, id)
-		}
-	}
-	return ids, whole
-}
-
 // longDocument reports a document in the conversation of which the model was shown the beginning alone.
 func (p past) longDocument() bool {
 	return slices.ContainsFunc(p.messages, func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
 }
 
-// attachFiles gives the files of the messages to their thread, and adds to each message what a model reads of them.
+// attachFiles gives the files of the messages to their thread, stores those that the request holds, and adds to each
+// message what a model reads of them.
 func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []string, err error) {
 	texts = slices.Clone(a.Texts)
 	for i, files := range a.Files {
-		for _, id := range files {
-			d, err := documents.Attach(ctx, tx, a.principal(), a.thread, id)
+		for _, f := range files {
+			d, err := c.attachFile(ctx, tx, a, f)
 			if err != nil {
 				return nil, nil, refusedFile(err)
 			}
@@ -142,4 +118,15 @@ func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []
 		}
 	}
 	return texts, ids, nil
+}
+
+// attachFile is the document of a file, which belongs to the thread from then on.
+func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a Ask, f File) (documents.Document, error) {
+	if f.ID != "" {
+		return documents.Attach(ctx, tx, a.principal(), a.thread, f.ID)
+	}
+	return documents.AddOnce(ctx, tx, documents.Upload{
+		Name: f.Name, ContentType: f.ContentType, Content: f.Content, ThreadID: a.thread, TraceID: string(a.TraceID),
+		By: a.principal(), MaxBytes: c.DocumentBytes,
+	})
 }

@@ -59,7 +59,7 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 type line struct {
 	Line
 	at    int
-	files []string
+	files []filePart
 	wrong string // why it cannot be taken; "" when it can
 }
 
@@ -126,16 +126,17 @@ func (c *Chat) newOnes(a *Ask, talk []line) error {
 		if m.wrong != "" {
 			return bad(param, "unsupported_content", "%s", m.wrong)
 		}
-		if len(m.files) > mostFiles {
-			return bad(param, "too_many_files", "A message has at most %d files.", mostFiles)
-		}
 		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
 			return bad(param, "empty_message", "A message must not be empty.")
 		}
 		if size += len(m.Text); size > c.MaxMessage {
 			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
 		}
-		a.Texts, a.Files, a.Images = append(a.Texts, m.Text), append(a.Files, m.files), append(a.Images, m.Images)
+		files, err := c.readFiles(m.files, param)
+		if err != nil {
+			return err
+		}
+		a.Texts, a.Files, a.Images = append(a.Texts, m.Text), append(a.Files, files), append(a.Images, m.Images)
 	}
 	return nil
 }

@@ -24,6 +24,10 @@ type wirePart struct {
 	Image   json.RawMessage `json:"image_url"`
 	FileID  string          `json:"file_id"`
 	Detail  string          `json:"detail"`
+
+	Data     string   `json:"file_data"`
+	Filename string   `json:"filename"`
+	File     filePart `json:"file"`
 }
 
 // image reads an image of a request. The error is what is wrong with it, for the client.

@@ -178,12 +178,12 @@ func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).S
 // blank reports a text of which nothing is stored: NUL is left out.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
-// spokenContent is what a message has: its texts, its images, the ids of its files, and what is wrong with the first
-// that cannot be taken.
+// spokenContent is what a message has: its texts, its images, its files, and what is wrong with the first that cannot
+// be taken.
 type spokenContent struct {
 	words  string
 	images []threads.Image
-	files  []string
+	files  []filePart
 	wrong  string
 }
 
@@ -201,7 +201,10 @@ func content(raw json.RawMessage) (c spokenContent, err error) {
 		switch p.Type {
 		case "text", "input_text", "output_text", "refusal":
 			texts = append(texts, p.Text+p.Refusal)
-		case "file", "input_file": // see filesIn
+		case "file", "input_file":
+			file := p.file()
+			c.wrong = cmp.Or(c.wrong, file.check())
+			c.files = append(c.files, file)
 		case "image_url", "input_image":
 			image, err := p.image()
 			if err != nil {
@@ -210,15 +213,11 @@ func content(raw json.RawMessage) (c spokenContent, err error) {
 			}
 			c.images = append(c.images, image)
 		default:
-			c.wrong = cmp.Or(c.wrong, "Only text, images and the ids of files are understood: audio is not.")
+			c.wrong = cmp.Or(c.wrong, "Only text, images and files are understood: audio is not.")
 		}
 	}
 	if len(c.images) > threads.MostImages {
 		c.wrong = cmp.Or(c.wrong, fmt.Sprintf("A message has at most %d images.", threads.MostImages))
-	}
-	var named bool
-	if c.files, named = filesIn(raw); !named {
-		c.wrong = cmp.Or(c.wrong, "A file is named by its id, which POST /v1/files gives.")
 	}
 	c.words = strings.Join(texts, "\n")
 	return c, nil

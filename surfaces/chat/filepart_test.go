@@ -1,0 +1,107 @@
+package chat_test
+
+import (
+	"encoding/base64"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	gopenai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+// holding is a completion's body with a file in it.
+func holding(data, more string) string {
+	return `{"model":"agent","messages":[{"role":"user","content":[{"type":"file","file":{"file_data":"` + data +
+		`","filename":"../orders.csv"` + more + `}}]}]}`
+}
+
+func inBase64(content string) string { return base64.StdEncoding.EncodeToString([]byte(content)) }
+
+// stored lists the documents of threads, with the uploader of each.
+func (w *world) stored(t *testing.T) string {
+	t.Helper()
+	return value[string](t, w.pool, `
+		select coalesce(string_agg(concat_ws(' ', name, content_type, owner_kind, owner, convert_from(content, 'UTF8')), '; ' order by id), '')
+		  from agent_documents where thread_id is not null`)
+}
+
+// A file that a message holds is a document as one that was uploaded before.
+func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Again one."), modeltest.Text("Two."))
+	p := w.process(t)
+	url := "data:text/plain;base64," + inBase64("id,total")
+	for range 2 { // the second is no retry: its equal content is the same document
+		if r, body := p.post(t, holding(url, ""), inThread("s")...); r.StatusCode != http.StatusOK {
+			t.Fatal(body)
+		}
+	}
+	if got, want := w.stored(t), "orders.csv text/csv key site id,total"; got != want {
+		t.Errorf("stored: %s, want %s", got, want)
+	}
+	if said := w.transcript(t, "s"); !strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) || !strings.Contains(said[0], "id,total") {
+		t.Errorf("the model was shown %q", said[0])
+	}
+	id := p.upload(t, "note.txt", "by its id")
+	_, body := p.respond(t, "POST", "", fmt.Sprintf(`{"model":"agent","input":[{"role":"user","content":[
+		{"type":"input_file","file_id":%q},{"type":"input_file","filename":"a.txt","file_data":%q}]}]}`, id, inBase64("inside")), inThread("r")...)
+	if !strings.Contains(body, "Two.") {
+		t.Fatal(body)
+	}
+	if said := w.transcript(t, "r"); !strings.Contains(said[0], "by its id") || !strings.Contains(said[0], "inside") {
+		t.Errorf("the model was shown %q", said[0])
+	}
+	other := p.official("shop")
+	_, err := other.Chat.Completions.New(t.Context(), withFile(value[string](t, w.pool, `select id::text from agent_documents where name = 'a.txt'`)))
+	refusal(t, err, http.StatusNotFound, "file_not_found")
+}
+
+func TestARequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	g, held := gated()
+	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply { return held })
+	p := w.process(t)
+	body := holding(inBase64("once"), "")
+	p.gaveUp(t, g, body, inThread("s")...)
+	close(g.pieces)
+	if _, err := p.sendIn(t.Context(), body, append(inThread("s"), countHeader, "1")...); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := w.stored(t), "orders.csv text/csv key site once"; got != want {
+		t.Errorf("stored: %s, want %s", got, want)
+	}
+	if n := len(w.transcript(t, "s")); n != 2 {
+		t.Errorf("the thread has %d messages", n)
+	}
+}
+
+func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, func(c *chat.Chat) { c.DocumentBytes = 10 })
+	for name, c := range map[string]struct {
+		data, more string
+		status     int
+		code       string
+	}{
+		"no base64":  {"data:text/plain;base64,###", "", http.StatusBadRequest, "invalid_file"},
+		"plain data": {"data:text/plain,abc", "", http.StatusBadRequest, "invalid_file"},
+		"no content": {"data:text/plain;base64,", "", http.StatusBadRequest, "invalid_file"},
+		"too large":  {inBase64("eleven byte"), "", http.StatusRequestEntityTooLarge, "file_too_large"},
+		"no file":    {"", "", http.StatusBadRequest, "unsupported_content"},
+		"two files":  {inBase64("x"), `,"file_id":"x"`, http.StatusBadRequest, "unsupported_content"},
+	} {
+		r, body := p.post(t, holding(c.data, c.more))
+		if f := failureOf(t, body); r.StatusCode != c.status || f.Code != c.code {
+			t.Errorf("%s: %d %s", name, r.StatusCode, body)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 || w.stored(t) != "" {
+		t.Errorf("%d threads, and the documents %s", n, w.stored(t))
+	}
+}
