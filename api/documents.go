@@ -2,9 +2,7 @@ package api
 
 import (
 	"encoding/json"
-	"mime"
 	"net/http"
-	"strconv"
 
 	"github.com/jackc/pgx/v5"
 
@@ -111,7 +109,7 @@ func (s *server) getDocument(r request) (answer, error) {
 	return answer{body: d}, err
 }
 
-// sendDocument sends the content. A browser saves it, whatever its type.
+// sendDocument sends the content.
 func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 	id, err := uuidIn(r, "a document")
 	if err != nil {
@@ -125,10 +123,7 @@ func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 	if err != nil {
 		return err
 	}
-	w.Header().Set("Content-Type", d.ContentType)
-	w.Header().Set("Content-Length", strconv.Itoa(len(content)))
-	w.Header().Set("Content-Disposition", mime.FormatMediaType("attachment", map[string]string{"filename": d.Name}))
-	if _, err := w.Write(content); err != nil {
+	if err := documents.Send(w, d, content); err != nil {
 		s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r.Request), "error", err)
 	}
 	return nil

@@ -16,9 +16,7 @@ import (
 // copied, so that each goes with its own. [ErrNotFound]: there is none, or it is somebody else's.
 func Attach(ctx context.Context, tx pgx.Tx, p threads.Principal, thread, id string) (Document, error) {
 	rows, err := tx.Query(ctx, `
-		select `+columns+` from agent_documents
-		 where id::text = @id and owner_kind = @kind and owner = @owner and visitor = @proof for update`,
-		postgres.Strict{"id": postgres.Text(id), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof})
+		select `+columns+` from agent_documents where id = agent_uuid(@id) and `+owned+` for update`, of(p, id))
 	d, err := one(rows, err, "attach document")
 	if err != nil || d.ThreadID != nil && *d.ThreadID == thread {
 		return d, err

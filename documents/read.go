@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"mime"
+	"net/http"
+	"strconv"
 
 	"github.com/jackc/pgx/v5"
 
@@ -45,4 +48,17 @@ func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int
 		p.Next = end
 	}
 	return p, nil
+}
+
+// Send answers a request with a document. A browser saves it, whatever its type.
+func Send(w http.ResponseWriter, d Document, content []byte) error {
+	h := w.Header()
+	h.Set("Content-Type", d.ContentType)
+	h.Set("Content-Length", strconv.Itoa(len(content)))
+	h.Set("Content-Disposition", mime.FormatMediaType("attachment", map[string]string{"filename": d.Name}))
+	h.Set("X-Content-Type-Options", "nosniff")
+	if _, err := w.Write(content); err != nil {
+		return fmt.Errorf("send document: %w", err)
+	}
+	return nil
 }

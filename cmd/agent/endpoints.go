@@ -110,6 +110,21 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead, Handler: a.chat.FilesHandler(),
 			About: "OpenAI's upload of a file, which a message then names by its id. It goes after a day unless a message uses it.",
 		}, {
+			Method: "GET", Path: "/v1/files", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.FileListHandler(), About: "The caller's files.",
+			Query: map[string]string{
+				"after": "The id that the page follows", "limit": "How many, at most 10000", "order": "desc, or asc", "purpose": "user_data",
+			},
+		}, {
+			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.FileHandler(), About: "A file of the caller.",
+		}, {
+			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream", OpenAIErrors: true,
+			Handler: a.chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
+		}, {
+			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.DeleteFileHandler(), About: "Delete a file that no message and no flow uses; else 409.",
+		}, {
 			Method: "GET", Path: "/v1/models", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
 		}, {

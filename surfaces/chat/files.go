@@ -2,7 +2,6 @@ package chat
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"net/http"
 	"slices"
@@ -20,17 +19,6 @@ const (
 	mostFiles   = 10   // of one message
 	mostExcerpt = 4000 // bytes of a text document that a model is shown with the message
 )
-
-// file is OpenAI's file object.
-type file struct {
-	ID       string `json:"id"`
-	Object   string `json:"object"`
-	Bytes    int64  `json:"bytes"`
-	Created  int64  `json:"created_at"`
-	Filename string `json:"filename"`
-	Purpose  string `json:"purpose"`
-	Status   string `json:"status"`
-}
 
 // FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
 func (c *Chat) FilesHandler() http.Handler { return c.handler(c.upload) }
@@ -74,8 +62,9 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if made {
 		w.Header().Set(visitorHeader, secret)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	return json.NewEncoder(w).Encode(file{d.ID, "file", d.Size, d.CreatedAt.Unix(), d.Name, form.Fields["purpose"], "processed"})
+	answer := fileOf(d)
+	answer.Purpose = form.Fields["purpose"]
+	return writeFile(w, answer)
 }
 
 // refusedFile turns an error of a document into what a visitor may know of it.
@@ -86,6 +75,8 @@ func refusedFile(err error) error {
 		r.Status, r.Code = http.StatusRequestEntityTooLarge, "file_too_large"
 	case errors.Is(err, documents.ErrTooMany):
 		r.Status, r.Code = http.StatusConflict, "too_many_files"
+	case errors.Is(err, documents.ErrInUse):
+		r.Status, r.Code, r.Param = http.StatusConflict, "file_in_use", "file_id"
 	case errors.Is(err, documents.ErrNotFound):
 		return unknown("file_not_found", "There is no such file.")
 	case !errors.Is(err, documents.ErrForm) && !errors.Is(err, documents.ErrEmpty):

@@ -227,3 +227,46 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 		t.Errorf("document_read was offered: %v", offered)
 	}
 }
+
+// A visitor sees and deletes files of its own alone. One that a message uses stays.
+func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Thank you."))
+	p := w.process(t)
+	used, unused := p.upload(t, "used.txt", "a"), p.upload(t, "unused.txt", "bc")
+	client, other := p.official("site"), p.official("shop")
+	if _, err := client.Chat.Completions.New(t.Context(), withFile(used)); err != nil {
+		t.Fatal(err)
+	}
+	list, err := client.Files.List(t.Context(), openai.FileListParams{Limit: openai.Int(1)})
+	if err != nil || len(list.Data) != 1 || list.Data[0].ID != unused || !list.HasMore || list.Data[0].ExpiresAt == 0 {
+		t.Fatalf("%+v, %v", list, err)
+	}
+	next, err := list.GetNextPage()
+	if err != nil || len(next.Data) != 1 || next.Data[0].ID != used || next.HasMore || next.Data[0].ExpiresAt != 0 {
+		t.Errorf("%+v, %v", next, err)
+	}
+	if r, body := p.get(t, "/v1/files/"+unused+"/content"); body != "bc" || !strings.HasPrefix(r.Header.Get("Content-Disposition"), "attachment") {
+		t.Errorf("%s, %v", body, r.Header)
+	}
+	none, err := other.Files.List(t.Context(), openai.FileListParams{})
+	if err != nil || len(none.Data) != 0 {
+		t.Errorf("another key lists %+v, %v", none, err)
+	}
+	_, err = other.Files.Get(t.Context(), unused)
+	refusal(t, err, 404, "file_not_found")
+	_, err = other.Files.Content(t.Context(), unused)
+	refusal(t, err, 404, "file_not_found")
+	_, err = other.Files.Delete(t.Context(), unused)
+	refusal(t, err, 404, "file_not_found")
+	_, err = client.Files.Delete(t.Context(), used)
+	refusal(t, err, 409, "file_in_use")
+	if got, err := client.Files.Delete(t.Context(), unused); err != nil || !got.Deleted || got.ID != unused {
+		t.Errorf("%+v, %v", got, err)
+	}
+	_, err = client.Files.Get(t.Context(), unused)
+	refusal(t, err, 404, "file_not_found")
+	if got, err := client.Files.Get(t.Context(), used); err != nil || got.Filename != "used.txt" || got.Purpose != "user_data" {
+		t.Errorf("%+v, %v", got, err)
+	}
+}

@@ -157,6 +157,10 @@ func (p *process) serve(t *testing.T) {
 	mux.Handle("GET /v1/responses/{id}/input_items", p.chat.InputItemsHandler())
 	mux.Handle("DELETE /v1/responses/{id}", p.chat.DeleteResponseHandler())
 	mux.Handle("POST /v1/files", p.chat.FilesHandler())
+	mux.Handle("GET /v1/files", p.chat.FileListHandler())
+	mux.Handle("GET /v1/files/{id}", p.chat.FileHandler())
+	mux.Handle("GET /v1/files/{id}/content", p.chat.FileContentHandler())
+	mux.Handle("DELETE /v1/files/{id}", p.chat.DeleteFileHandler())
 	mux.Handle("GET /v1/models", p.chat.ModelsHandler())
 	mux.Handle("GET /v1/models/{id}", p.chat.ModelHandler())
 	guarded := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
