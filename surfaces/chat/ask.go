@@ -366,11 +366,15 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	if err != nil {
 		return nil, err
 	}
-	texts, ids, err := c.attachFiles(ctx, tx, a)
+	texts, docs, err := c.attachFiles(ctx, tx, a)
 	if err != nil {
 		return nil, err
 	}
-	if err := asked.answer(ctx, c, tx, x, ids); err != nil {
+	images, err := c.imagesWith(ctx, tx, a, docs)
+	if err != nil {
+		return nil, err
+	}
+	if err := asked.answer(ctx, c, tx, x, idsOf(docs)); err != nil {
 		return nil, err
 	}
 	var drafts []threads.Draft
@@ -380,10 +384,7 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 	for i, words := range texts {
 		d := threads.Draft{
 			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
-			Status: threads.Received, Follows: i > 0,
-		}
-		if i < len(a.Images) {
-			d.Images = a.Images[i]
+			Status: threads.Received, Follows: i > 0, Images: images[i],
 		}
 		drafts = append(drafts, d)
 	}

@@ -51,6 +51,7 @@
 // POST /v1/files stores a document of the visitor (package documents). A message that names its id shows the model the
 // document's name, type and size, and the beginning of its text. The document then belongs to the message's thread, by
 // the same transaction. That transaction also stores a file that the message itself holds (file_data).
+// A file that is an image is shown as an image to a model that takes images.
 //
 // A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
 // anything in a request, a message or a model's answer. A skill that needs approval parks the turn.

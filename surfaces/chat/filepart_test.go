@@ -7,9 +7,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/openai/openai-go/v3/option"
 	gopenai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -103,5 +105,45 @@ func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
 	}
 	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 || w.stored(t) != "" {
 		t.Errorf("%d threads, and the documents %s", n, w.stored(t))
+	}
+}
+
+func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("A dot."), modeltest.Text("A name."))
+	p := w.process(t)
+	if _, body := p.post(t, holding(pixel("one"), ""), inThread("s")...); !strings.Contains(body, "A dot.") {
+		t.Fatal(body)
+	}
+	large := p.upload(t, "large.png", "\x89PNG\r\n\x1a\n"+strings.Repeat("x", 5<<20))
+	client := p.official("site", option.WithHeader("X-Thread-Id", "s"))
+	if _, err := client.Chat.Completions.New(t.Context(), withFile(large)); err != nil {
+		t.Fatal(err)
+	}
+	for i, r := range w.model.Requests() { // the second is of the same conversation, and its own image is too large
+		if n := strings.Count(r.Body, `"image_url"`); n != 2 || !strings.Contains(r.Body, pixel("one")) { // the type and the field
+			t.Errorf("request %d has %d mentions of images: %.2000s", i, n, r.Body)
+		}
+	}
+	if said := w.transcript(t, "s"); !strings.Contains(said[0], "orders.csv\", image/png") || !strings.Contains(said[2], "5.0 MB") {
+		t.Errorf("the thread: %q", said)
+	}
+}
+
+func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("A name."))
+	p := w.process(t, func(c *chat.Chat) {
+		client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "deepseek-chat"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Loop.Model = client
+	})
+	if _, body := p.post(t, holding(pixel("one"), "")); !strings.Contains(body, "A name.") {
+		t.Fatal(body)
+	}
+	if sent := w.model.Requests()[0].Body; strings.Contains(sent, "image_url") || !strings.Contains(sent, "image/png, 11 B") {
+		t.Errorf("the model was asked %s", sent)
 	}
 }

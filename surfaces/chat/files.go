@@ -18,6 +18,8 @@ import (
 const (
 	mostFiles   = 10   // of one message
 	mostExcerpt = 4000 // bytes of a text document that a model is shown with the message
+
+	mostImageBytes = 2 * threads.MostImageSize // of the images among the files of a request
 )
 
 // FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
@@ -91,9 +93,9 @@ func (p past) longDocument() bool {
 }
 
 // attachFiles gives the files of the messages to their thread, stores those that the request holds, and adds to each
-// message what a model reads of them.
-func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []string, err error) {
-	texts = slices.Clone(a.Texts)
+// message what a model reads of them. docs are the documents of each message.
+func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts []string, docs [][]documents.Document, err error) {
+	texts, docs = slices.Clone(a.Texts), make([][]documents.Document, len(a.Texts))
 	for i, files := range a.Files {
 		for _, f := range files {
 			d, err := c.attachFile(ctx, tx, a, f)
@@ -105,10 +107,44 @@ func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts, ids []
 				return nil, nil, err
 			}
 			texts[i] = strings.TrimSpace(texts[i] + "\n\n" + shown)
-			ids = append(ids, d.ID)
+			docs[i] = append(docs[i], d)
 		}
 	}
-	return texts, ids, nil
+	return texts, docs, nil
+}
+
+// idsOf are the ids of the documents of messages.
+func idsOf(docs [][]documents.Document) (ids []string) {
+	for _, d := range slices.Concat(docs...) {
+		ids = append(ids, d.ID)
+	}
+	return ids
+}
+
+// imagesWith are the images of each message, with those among its files, for a model that takes images. Of an image
+// above the bounds the model reads name and type alone.
+func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a Ask, docs [][]documents.Document) ([][]threads.Image, error) {
+	images := make([][]threads.Image, len(a.Texts))
+	copy(images, a.Images)
+	if !c.takesImages(a) {
+		return images, nil
+	}
+	left := int64(mostImageBytes)
+	for i, list := range docs {
+		for _, d := range list {
+			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MostImages ||
+				d.Size > min(left, threads.MostImageSize) {
+				continue
+			}
+			data, err := documents.Content(ctx, tx, d.ID)
+			if err != nil {
+				return nil, err
+			}
+			left -= d.Size
+			images[i] = append(slices.Clip(images[i]), threads.Image{MediaType: d.ContentType, Data: data})
+		}
+	}
+	return images, nil
 }
 
 // attachFile is the document of a file, which belongs to the thread from then on.

@@ -82,12 +82,20 @@ func imageInside(rest, detail string) (threads.Image, error) {
 	switch {
 	case len(data) > threads.MostImageSize:
 		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MostImageSize)
-	case !slices.Contains([]string{"image/png", "image/jpeg", "image/gif", "image/webp"}, found):
+	case !slices.Contains(imageTypes(), found):
 		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
 	case kind != found && (kind != "image/jpg" || found != "image/jpeg"):
 		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", clip(kind, 40), found)
 	}
 	return threads.Image{MediaType: found, Data: data, Detail: detail}, nil
+}
+
+// imageTypes are the media types of images that models take.
+func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }
+
+// takesImages reports an agent whose model takes images.
+func (c *Chat) takesImages(a Ask) bool {
+	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
 }
 
 // seen refuses images that the agent's model does not take.
@@ -96,8 +104,7 @@ func (c *Chat) seen(a Ask) error {
 		func(l Line) bool { return len(l.Images) > 0 }) {
 		return nil
 	}
-	model := cmp.Or(a.agent.Model, c.Loop.Model.Model())
-	if c.Loop.Model.TakesImages(model) {
+	if c.takesImages(a) {
 		return nil
 	}
 	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",

@@ -59,12 +59,12 @@ func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executi
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
 		return x, created, err
 	}
-	texts, ids, err := c.attachFiles(ctx, tx, a)
+	texts, docs, err := c.attachFiles(ctx, tx, a)
 	if err != nil {
 		return x, false, err
 	}
 	data := map[string]any{"participant": a.Participant}
-	if len(ids) > 0 {
+	if ids := idsOf(docs); len(ids) > 0 {
 		data["documents"] = ids
 	}
 	_, err = threads.Receive(ctx, c.Engine, tx, threads.Incoming{

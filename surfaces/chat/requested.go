@@ -71,11 +71,11 @@ func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
 		return x, created, err
 	}
-	texts, ids, err := c.attachFiles(ctx, tx, a)
+	texts, docs, err := c.attachFiles(ctx, tx, a)
 	if err != nil {
 		return x, false, err
 	}
-	if err := r.answer(ctx, c, tx, x, ids); err != nil { // before the thread's row, which lanes precede
+	if err := r.answer(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row, which lanes precede
 		return x, false, err
 	}
 	drafts := make([]threads.Draft, len(texts))
