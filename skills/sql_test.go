@@ -264,7 +264,7 @@ func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`, nil, nil)
+	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`, map[string]any{"statement_timeout_ms": 30000}, nil)
 	runtime.ReadMemStats(&after)
 	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge || !strings.Contains(err.Error(), "30000") {
 		t.Errorf("got %v", err)

@@ -255,27 +255,38 @@ func (l *load) storm() {
 	}
 }
 
-// deliver posts a webhook and notes what was answered.
+// deliver posts a webhook, again as long as it is refused for others that are under way, and notes what was answered.
 func (l *load) deliver(n int, kind string) {
+	for !l.delivered(n, kind) {
+		time.Sleep(2 * time.Second) // as the answer says
+	}
+}
+
+// delivered posts a webhook once. It reports false for one that was refused as too many.
+func (l *load) delivered(n int, kind string) bool {
 	id := fmt.Sprintf("msg_%d", n)
 	body := fmt.Appendf(nil, `{"type": %q, "n": %d}`, kind, n)
 	header, err := signature.Sign([]string{"whsec_" + shopKey}, id, time.Now(), body)
 	if err != nil {
 		l.t.Error(err)
-		return
+		return true
 	}
 	req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/webhooks/shop", bytes.NewReader(body))
 	if err != nil {
 		l.t.Error(err)
-		return
+		return true
 	}
 	req.Header = header
 	req.Header.Set("Content-Type", "application/json")
 	status, raw := l.do(req)
+	if status == http.StatusTooManyRequests {
+		return false
+	}
 	if status != http.StatusAccepted && status != http.StatusOK {
 		l.t.Errorf("delivery %d: %d %s", n, status, raw)
 	}
 	l.note(`insert into soak.deliveries (id, n, type, status) values ($1, $2, $3, $4)`, id, n, kind, status)
+	return true
 }
 
 // noteLanes keeps what processes logged about lanes.
