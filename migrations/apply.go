@@ -154,7 +154,7 @@ func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	return s.record(ctx, pool)
 }
 
-// alongside lends fn a session without limits of time, which is closed afterwards. Behind a pooler a session is not ours, so its limits stay.
+// alongside lends fn a session without time limits and closes it afterwards. A pooler's session is shared, so its limits stay.
 func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
 	conn, err := pool.Acquire(ctx)
 	if err != nil {

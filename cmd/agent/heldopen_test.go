@@ -35,8 +35,8 @@ func (h *hall) heldOpen(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request from many connections until stop is called, which returns the answers by status, and one of
-// 503: one that names what is held, not the database as a whole, when there was one.
+// flood repeats a request from many connections until stop is called. stop returns the answers by status, and one answer
+// with 503. It prefers an answer that names the held row to one that names the database.
 func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup

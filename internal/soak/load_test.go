@@ -255,14 +255,14 @@ func (l *load) storm() {
 	}
 }
 
-// deliver posts a webhook, again as long as it is refused for others that are under way, and notes what was answered.
+// deliver posts a webhook and records the answer. It repeats a delivery that was refused with 429.
 func (l *load) deliver(n int, kind string) {
 	for !l.delivered(n, kind) {
 		time.Sleep(2 * time.Second) // as the answer says
 	}
 }
 
-// delivered posts a webhook once. It reports false for one that was refused as too many.
+// delivered posts a webhook once. It reports false when the answer is 429.
 func (l *load) delivered(n int, kind string) bool {
 	id := fmt.Sprintf("msg_%d", n)
 	body := fmt.Appendf(nil, `{"type": %q, "n": %d}`, kind, n)
