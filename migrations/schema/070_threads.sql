@@ -65,6 +65,7 @@ create table agent_documents (
   constraint agent_documents_check2 check ((expires_at IS NULL) OR ((thread_id IS NULL) AND (execution_id IS NULL)))
 );
 alter table agent_documents alter column content set storage external;
+create index agent_documents_own on agent_documents (owner_kind, owner, visitor, id);
 create index agent_documents_execution on agent_documents (execution_id, id) where execution_id is not null;
 create index agent_documents_expiry on agent_documents (expires_at) where expires_at is not null;
 create index agent_documents_free on agent_documents (id) where thread_id is null and execution_id is null and owner_kind = 'admin';
