@@ -17,7 +17,7 @@ import (
 )
 
 // TestTheDatabaseRestarts while a heartbeat is under way: the process stays up, and goes on when the
-// database is back.
+// database is back. The lease outlasts the outage, however slow the machine is.
 func TestTheDatabaseRestarts(t *testing.T) {
 	t.Parallel()
 	for name, immediate := range map[string]bool{"fast": false, "immediate": true} {
@@ -28,7 +28,7 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			migrate(t, own.URL())
 			s := newSceneOn(t, own.URL())
 			held := s.holdSkill("look", 1)
-			a := s.serve("")
+			a := s.serve("", "AGENT_WORKER_LEASE=5m")
 			id := s.begin()
 			held.wait()
 			before := s.look()

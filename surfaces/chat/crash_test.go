@@ -3,6 +3,8 @@ package chat_test
 import (
 	"context"
 	"fmt"
+	"io"
+	"net/http"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -14,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
 // loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table.
@@ -155,4 +158,74 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	if diff := cmp.Diff(want, w.transcript(t, "q")); diff != "" {
 		t.Errorf("thread (-want +got):\n%s", diff)
 	}
+}
+
+// TestAStreamOfAnAnswerThatIsRecordedIsNotRestarted loses the first process between the answer and the end of the turn.
+// What the second one has to say is then all recorded, also the words beside the tool call, and a client that streams
+// meanwhile gets it whole.
+func TestAStreamOfAnAnswerThatIsRecordedIsNotRestarted(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Let me look.").AndCall("weather", `{}`), modeltest.Text("Nine, and it is sunny."))
+	first, _ := w.silent(t)
+	loseAt(t, w.pool, "agent_checkpoints", 1)
+	exec(t, w.pool, `drop trigger test_lose on agent_checkpoints`)
+	exec(t, w.pool, `create trigger test_lose after insert on agent_checkpoints for each row
+	  when (new.step = 'answer') execute function test_lose()`)
+	exec(t, w.pool, `
+		create function test_wait() returns trigger language plpgsql as $$
+		begin
+		  if new.claim = 1 then
+		    raise exception 'the first process does not get this far' using errcode = 'admin_shutdown';
+		  end if;
+		  perform pg_advisory_xact_lock(42);
+		  return new;
+		end $$`)
+	exec(t, w.pool, `create trigger test_wait before update on agent_executions for each row
+	  when (new.status = 'completed') execute function test_wait()`)
+	gate, err := w.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	exec(t, gate, `select pg_advisory_xact_lock(42)`)
+	var group errgroup.Group
+	group.Go(func() error {
+		_, err := first.client(inThread("s")...).CreateChatCompletion(t.Context(), says("When?"))
+		return err
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, w.pool, `select exists (select from agent_checkpoints where step = 'answer')`)
+	}, "the answer is recorded")
+	second, keeper := w.silent(t)
+	stream := second.attach(t, value[string](t, w.pool, `select id::text from agent_executions`))
+	second.run(t, keeper)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 42 and not granted)`)
+	}, "the second process is about to end the turn")
+	if err := gate.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	body, err := io.ReadAll(stream)
+	if text := contentOf(t, string(body)); err != nil || text != "Let me look.\n\nNine, and it is sunny." {
+		t.Errorf("streamed: %s, %v", body, err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// attach streams a turn: its head has arrived.
+func (p *process) attach(t *testing.T, id string) io.Reader {
+	t.Helper()
+	url := p.url + "/v1/chat/completions/" + chat.CompletionID(id) + "?stream=true"
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = response.Body.Close() })
+	return response.Body
 }

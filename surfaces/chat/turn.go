@@ -307,22 +307,11 @@ func (t *turn) reply(
 	if _, err := t.hold(ctx, "send"); err != nil {
 		return answer{}, err
 	}
-	words := clean(said)
-	refused := (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == t.opening
-	unformed := !refused && t.in.Form != nil && o.Ended != reason.Answered
-	if most := t.in.MaxTokens * bytesPerToken; t.in.Form != nil && !unformed && most > 0 && len(words) > most {
-		words, unformed = longForm, !refused
-	}
-	if !refused && !unformed {
-		var full bool
-		if words, full = t.feed.conclude(words); full {
-			finish = openai.FinishReasonLength
-		}
-	}
 	return executions.StepTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (answer, error) {
+		a := t.conclude(said, finish, o) // not in a replay: the recorded answer has all that was said, the feed has not
 		m, err := threads.Post(ctx, tx, threads.Draft{
-			ThreadID: t.in.Thread, Role: threads.Assistant, Content: withoutOpening(words, t.opening), Channel: channel, ExecutionID: t.exec.ID,
-			TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number,
+			ThreadID: t.in.Thread, Role: threads.Assistant, Content: withoutOpening(a.Text, t.opening),
+			Channel: channel, ExecutionID: t.exec.ID, TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number,
 		})
 		if err != nil {
 			return answer{}, err
@@ -335,14 +324,31 @@ func (t *turn) reply(
 				return answer{}, err
 			}
 		}
-		return answer{
-			Text: words, Finish: finish, Ended: o.Ended, Seq: *m.Seq, Refused: refused, Unformed: unformed,
-			Until: o.Until, Usage: openai.Usage{
-				PromptTokens: o.Usage.PromptTokens, CompletionTokens: o.Usage.CompletionTokens,
-				TotalTokens: o.Usage.TotalTokens,
-			},
-		}, nil
+		a.Seq = *m.Seq
+		return a, nil
 	})
+}
+
+// conclude is the answer that the turn ends with. Its text is all that was said.
+func (t *turn) conclude(said string, finish openai.FinishReason, o reason.Outcome) answer {
+	a := answer{
+		Text: clean(said), Finish: finish, Ended: o.Ended, Until: o.Until, Usage: openai.Usage{
+			PromptTokens: o.Usage.PromptTokens, CompletionTokens: o.Usage.CompletionTokens,
+			TotalTokens: o.Usage.TotalTokens,
+		},
+	}
+	a.Refused = (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.look(false).text == t.opening
+	a.Unformed = !a.Refused && t.in.Form != nil && o.Ended != reason.Answered
+	if most := t.in.MaxTokens * bytesPerToken; t.in.Form != nil && !a.Unformed && most > 0 && len(a.Text) > most {
+		a.Text, a.Unformed = longForm, !a.Refused
+	}
+	if !a.Refused && !a.Unformed {
+		var full bool
+		if a.Text, full = t.feed.conclude(a.Text); full {
+			a.Finish = openai.FinishReasonLength
+		}
+	}
+	return a
 }
 
 // longForm is said instead of an answer in a form that would have to be cut.
