@@ -1,18 +1,20 @@
--- Types and ids.
+-- Types and ids: what every table is made of, and the rules that every function keeps.
 --
 -- Ids are time-ordered uuids (version 7), so an index on an id is an index on time. A trace id is a prefix that names the
 -- surface and a ULID, such as hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE.
 --
--- The files of this folder are the schema, in the order in which they are read; migrations.go says how they are applied. Rules
--- that every function keeps, each broken once by a plausible implementation:
---   1. A token is drawn under the row lock, as greatest(old + 1, microseconds of the clock).
---   2. Lock the row, then read clock_timestamp(), in the next statement.
---   3. A protected write takes FOR KEY SHARE on the row that has its token: takeovers change the key and wait; renewals do
---      not, and pass.
---   4. A try never waits. A try that fails never writes.
---   5. Lock order: executions by id, then lanes by name, then budgets.
--- They need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they would
--- have answered.
+-- The files of this folder are the schema, in reading order; migrations.go says how they are applied. Every function keeps
+-- these rules. Each was broken once by a plausible implementation.
+--
+-- 1. A token is drawn under the row lock, as greatest(old + 1, microseconds of the clock).
+-- 2. Lock the row, then read clock_timestamp(), in the next statement.
+-- 3. A protected write takes FOR KEY SHARE on the row that has its token. Takeovers change the key, so they wait for the
+--    write. Renewals do not change it, so they pass.
+-- 4. A try never waits. A try that fails never writes.
+-- 5. Lock order: executions by id, then lanes by name, then budgets.
+--
+-- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they
+-- would have answered.
 
 -- Code
 

@@ -1,4 +1,4 @@
--- Waits and events.
+-- Waits and events: how an execution pauses, and what ends the pause.
 --
 -- An execution that waits is a row, and needs no process. Every wait has a number. Event, timer and cancel compete for it under
 -- the row's lock, so exactly one wins. An event that comes before its wait is kept (agent_events). Wait and event take one

@@ -1,4 +1,4 @@
--- Webhooks, received and sent.
+-- Webhooks: deliveries that come in, and messages that go out.
 --
 -- A delivery is stored before it is acknowledged, and is run once, however often it comes. What is sent stands in an outbox,
 -- which is written in the transaction of its cause.

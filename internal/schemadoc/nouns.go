@@ -1,0 +1,82 @@
+// Package schemadoc writes docs/schema.md and docs/schema.svg. The chapters are the files of migrations/schema, in
+// their order. A chapter has the head of the file, then its tables, types, views and functions. A migrated database
+// describes them. The test of package migrations compares both documents, and writes them with -update.
+package schemadoc
+
+import (
+	"fmt"
+	"io/fs"
+	"path"
+	"regexp"
+	"strings"
+)
+
+// Noun is one file of migrations/schema, and a chapter of the page.
+type Noun struct {
+	File   string // 020_lanes.sql
+	Title  string // Lanes
+	Essay  string // the head of the file, as Markdown
+	Tables []*Relation
+	Views  []*Relation
+	Types  []*Relation
+	Closed []Closed
+	Calls  []Function
+}
+
+var (
+	// made finds what a file makes in the schema of the tables.
+	made = regexp.MustCompile(`(?m)^create (?:or replace )?(?:table|view|type|domain|function) ([a-z0-9_]+)\b[^.]`)
+	// opening is the first line of a file: "Lanes: the right to act".
+	opening = regexp.MustCompile(`^([A-Z][a-z ]+)([:.,])`)
+)
+
+// readNouns reads the files, and which of them makes each name at which place.
+func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
+	paths, err := fs.Glob(files, "schema/*.sql")
+	if err != nil {
+		return nil, nil, fmt.Errorf("list the schema: %w", err)
+	}
+	var nouns []*Noun
+	places := map[string]place{}
+	for i, p := range paths {
+		text, err := fs.ReadFile(files, p)
+		if err != nil {
+			return nil, nil, fmt.Errorf("read the schema: %w", err)
+		}
+		n := &Noun{File: path.Base(p), Essay: head(string(text))}
+		first := opening.FindStringSubmatch(n.Essay)
+		if first == nil {
+			return nil, nil, fmt.Errorf("%s does not open with its noun, as in `-- Lanes: the right to act.`", n.File)
+		}
+		n.Title, n.Essay = first[1], essay(strings.TrimPrefix(n.Essay, first[0]))
+		for j, m := range made.FindAllStringSubmatch(string(text), -1) {
+			if _, known := places[m[1]]; !known {
+				places[m[1]] = place{i, j}
+			}
+		}
+		nouns = append(nouns, n)
+	}
+	return nouns, places, nil
+}
+
+// place is where a name is made: the file's number, and the number of the statement in it.
+type place struct{ file, statement int }
+
+// essay is what follows the noun: a sentence of its own.
+func essay(text string) string {
+	text = strings.TrimSpace(text)
+	return strings.ToUpper(text[:1]) + text[1:]
+}
+
+// head is the comment that a file opens with, without its marks.
+func head(text string) string {
+	var lines []string
+	for line := range strings.Lines(text) {
+		line = strings.TrimRight(line, "\n")
+		if !strings.HasPrefix(line, "--") {
+			break
+		}
+		lines = append(lines, strings.TrimPrefix(strings.TrimPrefix(line, "--"), " "))
+	}
+	return strings.Join(lines, "\n")
+}

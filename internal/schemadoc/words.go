@@ -1,0 +1,106 @@
+package schemadoc
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// contract are patterns of the functions that other programs call, as long as the internal ones stand beside them.
+var contract = []string{
+	"(try_)?acquire_agent_lock", "release_agent_lock", "renew_agent_locks?", "await_agent_lock",
+	"leave_agent_lock_queue", "is_agent_lock_held", "fence_agent_.*",
+	"deliver_agent_event", "raise_agent_event", "cancel_agent_execution",
+	"lock_agent_execution", "beat_agent_locks", "checkpoint_agent_execution", "unlock_agent_execution",
+	"agent_lock_claim", "record_stale_agent_write",
+	"why", "set_agent_retention", "void_agent_leases",
+}
+
+// plain are names of columns that say it all.
+var plain = strings.Fields(`id name description created_at updated_at trace_id execution_id thread_id title reason
+	skill_name skill_revision version revision error_message enabled url`)
+
+// refersTo says what a column names where no foreign key does: by table and column, or by column alone.
+var refersTo = map[string]string{
+	"execution_id": "agent_executions", "lender": "agent_executions", "borrower": "agent_executions",
+	"consumed_by": "agent_executions", "forked_from": "agent_executions",
+	"thread_id": "agent_threads", "activity_id": "agent_activity", "cause_id": "agent_activity",
+	"event_id": "agent_events", "skill_id": "agent_skills", "claimed_by": "agent_workers", "worker": "agent_workers",
+	"agent_executions.parent_id": "agent_executions", "agent_activity.parent_id": "agent_activity",
+	"agent_lock_waiters.lane": "agent_locks", "agent_lane_holds.lane": "agent_locks",
+	"agent_approvals.skill_name": "agent_skills", "agent_mcp_tools.skill_name": "agent_skills",
+	"agent_mcp_calls.skill_name": "agent_skills", "agent_automations.skill_name": "agent_skills",
+	"agent_webhook_deliveries.endpoint": "agent_webhook_endpoints",
+	"agent_prompts.tools":               "agent_prompt_parts", "agent_prompts.messages": "agent_prompt_parts",
+}
+
+// reference is a table that a column names.
+type reference struct {
+	columns []string
+	target  string
+	firm    bool // a foreign key
+	text    string
+}
+
+// references are what the columns of a table name: foreign keys first, then by refersTo.
+func (r *Relation) references() []reference {
+	var all []reference
+	var held []string
+	for _, c := range r.Constraints {
+		if c.Kind == "f" {
+			all = append(all, reference{c.Columns, c.Target, true, c.Text})
+			held = append(held, c.Columns...)
+		}
+	}
+	for _, c := range r.Columns {
+		target := refersTo[r.Name+"."+c.Name]
+		if target == "" {
+			target = refersTo[c.Name]
+		}
+		if target != "" && !slices.Contains(held, c.Name) {
+			all = append(all, reference{columns: []string{c.Name}, target: target})
+		}
+	}
+	return all
+}
+
+// key are the columns of the primary key.
+func (r *Relation) key() []string {
+	for _, c := range r.Constraints {
+		if c.Kind == "p" {
+			return c.Columns
+		}
+	}
+	return nil
+}
+
+// Missing lists what has to be commented and is not.
+func Missing(nouns []*Noun) []string {
+	var all []string
+	for _, n := range nouns {
+		for _, r := range slices.Concat(n.Tables, n.Views, n.Types) {
+			if r.Comment == "" {
+				all = append(all, r.Name)
+			}
+			if r.Kind == "v" || r.Kind == "c" {
+				continue
+			}
+			for _, c := range r.Columns {
+				if c.Comment == "" && !slices.Contains(plain, c.Name) {
+					all = append(all, fmt.Sprintf("%s.%s", r.Name, c.Name))
+				}
+			}
+		}
+		for _, f := range n.Calls {
+			if f.Comment == "" {
+				all = append(all, f.Name+"()")
+			}
+		}
+		for _, c := range n.Closed {
+			if c.Comment == "" {
+				all = append(all, c.Name)
+			}
+		}
+	}
+	return all
+}
