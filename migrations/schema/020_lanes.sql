@@ -13,6 +13,7 @@ create type agent_lock_answer as (
   was_holder    text,                               -- whose lease had ended without a release; '' when it was free
   was_until     timestamptz                         -- when that ended
 );
+comment on type agent_lock_answer is 'The answer to a request for a lane: its new lease, or who holds it.';
 
 create table agent_locks (
   lane          text primary key,
@@ -29,13 +30,21 @@ create table agent_locks (
 create index agent_locks_execution on agent_locks (execution_id) where execution_id is not null;
 create index agent_locks_held on agent_locks (lane) where locked_by <> '';
 create index agent_locks_threads on agent_locks (lane) where (lane ~~ 'thread:%') and locked_by <> '' and (NOT parked);
-comment on column agent_locks.locked_by is ''''' when free.';
-comment on column agent_locks.parked is 'Kept by a waiting execution: does not expire.';
-comment on column agent_locks.execution_id is 'From the owner, where an execution holds it.';
+comment on table agent_locks is
+  'Every lane that has been held, with its holder. A lane without a row was never held, or long ago.';
+comment on column agent_locks.lane is 'The name of the lane, such as thread:ID. Any text names a lane.';
+comment on column agent_locks.locked_by is 'The owner that holds the lane. Empty: the lane is free.';
+comment on column agent_locks.fencing_token is
+  'Grows whenever the holder changes. A protected write names the token, and an older one is refused.';
+comment on column agent_locks.locked_at is 'When the holder acquired the lane.';
+comment on column agent_locks.expires_at is
+  'When the lease ends without a renewal. After that the lane is lost, even when nobody has taken it.';
+comment on column agent_locks.ttl_seconds is 'How long a renewal lasts.';
+comment on column agent_locks.parked is 'A waiting execution keeps the lane. It does not expire.';
+comment on column agent_locks.execution_id is
+  'The execution that holds the lane, taken from the name of the owner. Null: another owner.';
 comment on column agent_locks.waited_until is 'Not used: agent_lock_wanted says whether somebody waits.';
 
--- Who waits for a lane, in the order in which they came. A waiter that stops refreshing its row is
--- forgotten after a few seconds; until then nobody may overtake it.
 create table agent_lock_waiters (
   lane           text not null,
   owner          text not null,
@@ -46,9 +55,16 @@ create table agent_lock_waiters (
   primary key (lane, owner)
 );
 create index agent_lock_waiters_queue on agent_lock_waiters (lane, ticket);
-comment on column agent_lock_waiters.since is 'When the waiter came; expires_at moves on while it waits.';
+comment on table agent_lock_waiters is
+  'The queue of each lane. A waiter renews its row. One that stops is forgotten after seconds; until then nobody '
+  'overtakes it.';
+comment on column agent_lock_waiters.lane is 'The lane that is waited for.';
+comment on column agent_lock_waiters.owner is 'The waiter, by the name that it would hold the lane under.';
+comment on column agent_lock_waiters.ticket is 'The order of the queue: the lowest ticket is served first.';
+comment on column agent_lock_waiters.expires_at is 'When the waiter is forgotten, unless it renews its row.';
+comment on column agent_lock_waiters.since is 'When the waiter joined the queue.';
 comment on column agent_lock_waiters.handed_seconds is
-  'A release may hand the lane to this waiter, who wants a lease of so many seconds; 0: it is to be notified.';
+  'The lease that a release may hand to this waiter, in seconds. 0: the waiter is notified instead.';
 
 create table agent_lock_loans (
   lane        text not null references agent_locks(lane) on delete cascade,
@@ -60,7 +76,14 @@ create table agent_lock_loans (
   primary key (lane, depth)
 );
 create index agent_lock_loans_lender on agent_lock_loans (lender);
-comment on column agent_lock_loans.ttl_seconds is 'The lender''s.';
+comment on table agent_lock_loans is
+  'Lanes that a parent has lent to a child. A child may lend on, so the loans of a lane are a stack.';
+comment on column agent_lock_loans.lane is 'The lane that is lent.';
+comment on column agent_lock_loans.depth is 'The place in the stack; the highest is the present loan.';
+comment on column agent_lock_loans.lender is 'The execution that gets the lane back.';
+comment on column agent_lock_loans.borrower is 'The execution that has the lane meanwhile.';
+comment on column agent_lock_loans.ttl_seconds is 'The lease that the lender had, in seconds.';
+comment on column agent_lock_loans.lent_at is 'When the loan began.';
 
 create table agent_lane_holds (
   lane          text not null,
@@ -73,11 +96,15 @@ create table agent_lane_holds (
   primary key (lane, held_until, fencing_token)
 );
 create index agent_lane_holds_execution on agent_lane_holds (execution_id, held_from);
-comment on table agent_lane_holds is
-  'Lanes that executions had, written when that ends. ended: the execution with it; lent to a child, given back '
-  'by one; handed back with the run by a process that shuts down; expired, broken by an admin, or released.';
-comment on column agent_lane_holds.fencing_token is 'The last one.';
-comment on column agent_lane_holds.successor is 'Whose the lane was next, where that is known at the same time.';
+comment on table agent_lane_holds is 'Lanes that executions have held. A row is written when the holding ends.';
+comment on column agent_lane_holds.lane is 'The lane that was held.';
+comment on column agent_lane_holds.fencing_token is 'The token at the end of the holding.';
+comment on column agent_lane_holds.held_from is 'When the holding began.';
+comment on column agent_lane_holds.held_until is 'When it ended.';
+comment on column agent_lane_holds.ended is
+  'How it ended. ended: with the execution. lent, given back: to a child, by a child. handed back: by a process that '
+  'shuts down. expired: the lease ran out. broken: by an admin.';
+comment on column agent_lane_holds.successor is 'The next holder, where it is known at the same time.';
 
 create table agent_workers (
   id           uuid default agent_uuid7() primary key,
@@ -92,8 +119,18 @@ create table agent_workers (
   claim        bigint
 ) with (fillfactor = 50);
 create index agent_workers_expiry on agent_workers (expires_at);
+comment on table agent_workers is
+  'Processes that run executions, and locks of workers outside. Each row is a lease on all claims that name it.';
+comment on column agent_workers.kind is 'process: a process of this program. outside: a lock on one execution.';
+comment on column agent_workers.ttl_seconds is 'How long a renewal lasts.';
+comment on column agent_workers.started_at is 'When the worker registered.';
+comment on column agent_workers.expires_at is
+  'When the lease ends without a renewal. The next sweep then takes its claims away.';
 comment on column agent_workers.lock_id is
-  'The secret of a run lock: whoever knows it may write as the run. Never listed, never logged.';
+  'The secret of an outside lock: its bearer may write as the run. It is never listed and never logged.';
+comment on column agent_workers.owner is 'The name that an outside worker gave itself.';
+comment on column agent_workers.execution_id is 'The execution that an outside lock is on.';
+comment on column agent_workers.claim is 'The claim of that lock.';
 
 -- Code
 
@@ -181,6 +218,8 @@ create or replace function leave_agent_lock_queue(p_lane text, p_locked_by text)
 language sql volatile as $$
   delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by
 $$;
+comment on function leave_agent_lock_queue is
+  'Leave the queue of a lane. The next waiter is served as if this one had never come.';
 
 create or replace function renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
@@ -318,6 +357,7 @@ create or replace function is_agent_lock_held(p_lane text) returns boolean
 language sql volatile as $$
   select exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
 $$;
+comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
 
 create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint) returns void
 language plpgsql volatile

@@ -73,17 +73,57 @@ create index agent_executions_thread on agent_executions (thread_id) where threa
 create index agent_executions_waiting_until on agent_executions (waiting_until) where status = 'waiting';
 create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
 alter index agent_executions_pkey set (deduplicate_items=off);
-comment on column agent_executions.awaited is 'Its parent waits for it: it is cancelled with the parent.';
-comment on column agent_executions.claimed_by is 'The worker that runs it; null means ready.';
-comment on column agent_executions.claim is 'The fencing token of the run: every durable write carries it.';
+comment on table agent_executions is
+  'One row for each run. It is the state machine, and what a process needs to go on with the run.';
+comment on column agent_executions.surface is 'Where the run came from: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_executions.agent is 'The agent that acts in it.';
+comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
+comment on column agent_executions.parent_id is 'The execution that started it.';
+comment on column agent_executions.awaited is 'The parent waits for it. A cancel of the parent cancels it too.';
+comment on column agent_executions.queue is 'interactive or background. Each has workers of its own.';
+comment on column agent_executions.priority is '1 to 4. A lower number is claimed first.';
+comment on column agent_executions.status is
+  'pending, running, waiting, or an end: completed, failed, timeout, cancelled.';
+comment on column agent_executions.claimed_by is
+  'The worker that runs it. Null: no worker has it, and a pending or running one is ready.';
+comment on column agent_executions.claim is
+  'The fencing token of the run. Every durable write carries it, and a write with an older one is refused.';
+comment on column agent_executions.input is 'The input of the flow.';
+comment on column agent_executions.variables is 'Variables of the flow, kept over waits and restarts.';
+comment on column agent_executions.waiting_for is
+  'The kind of wait, such as event, response, agent, delay, approval or lane. Null: it does not wait.';
+comment on column agent_executions.waiting_key is 'The key, thread, execution or request that the wait is for.';
+comment on column agent_executions.waiting_until is 'When the wait times out.';
+comment on column agent_executions.waiting_data is 'Details of the wait.';
+comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
+comment on column agent_executions.wait_number is
+  'Counts the waits. An outcome names the number, so it ends one wait at most.';
+comment on column agent_executions.wake is 'Counts how often the run became ready again.';
+comment on column agent_executions.hinted_at is
+  'When other processes were last told that the run is ready. Nothing is decided by it.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
-comment on column agent_executions.inherits is 'May borrow the lanes of its parent, which waits for it.';
+comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
+comment on column agent_executions.on_lost is
+  'The effect of a lost claim. resume: run it again. fail: end it. hand_on: another outside worker may lock it.';
+comment on column agent_executions.progress_seconds is
+  'How long the run may record no step before its claim is taken away. 0: without bound.';
+comment on column agent_executions.result_type is 'success, failure, timeout or cancelled, set with the end.';
+comment on column agent_executions.result_summary is 'The outcome in a sentence.';
+comment on column agent_executions.result is 'The outcome as data.';
+comment on column agent_executions.failed_step is 'The step that failed.';
+comment on column agent_executions.cancelled_by is 'The person or program that cancelled it.';
+comment on column agent_executions.cancel_reason is 'The reason that was given for the cancel.';
+comment on column agent_executions.dedupe_key is 'A start with a key that is there already begins nothing.';
+comment on column agent_executions.started_at is 'When it was first claimed.';
+comment on column agent_executions.completed_at is 'When it ended.';
+comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
 comment on column agent_executions.forked_from is
-  'The execution whose recorded steps, up to forked_step, this one began with.';
+  'The execution whose recorded steps before forked_step this one began with.';
+comment on column agent_executions.forked_step is 'The first step that the fork does again.';
 comment on column agent_executions.outside is
-  'Run by a worker outside, under a lock: no process of this program claims it.';
+  'A worker outside runs it, under a lock. No process of this program claims it.';
 comment on column agent_executions.flow_version is
-  'The version of a flow of agent_flows that the execution runs; set when it begins.';
+  'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
 
 create table agent_claims_lost (
   execution_id uuid not null,
@@ -94,9 +134,13 @@ create table agent_claims_lost (
   at           timestamptz not null default clock_timestamp(),
   primary key (execution_id, claim)
 );
-comment on table agent_claims_lost is
-  'Claims that ended without a wait or an end: the worker''s lease expired, it got nowhere, or it gave its run '
-  'back.';
+comment on table agent_claims_lost is 'Claims that ended without a wait or an end of the run.';
+comment on column agent_claims_lost.claim is 'The claim that ended.';
+comment on column agent_claims_lost.worker is 'The worker that had it.';
+comment on column agent_claims_lost.worker_name is 'Its name.';
+comment on column agent_claims_lost.how is
+  'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
+comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
   execution_id  uuid primary key,
@@ -104,8 +148,10 @@ create table agent_cancel_requests (
   cancel_reason text not null default '',
   requested_at  timestamptz not null default clock_timestamp()
 );
-comment on table agent_cancel_requests is
-  'Executions that are to be cancelled as soon as no transaction has them locked.';
+comment on table agent_cancel_requests is 'Executions to cancel as soon as no transaction has them locked.';
+comment on column agent_cancel_requests.cancelled_by is 'The person or program that asked for the cancel.';
+comment on column agent_cancel_requests.cancel_reason is 'The reason that was given.';
+comment on column agent_cancel_requests.requested_at is 'When the cancel was asked for.';
 
 create table agent_status_changes (
   execution_id uuid not null,
@@ -116,14 +162,18 @@ create table agent_status_changes (
   primary key (execution_id, n)
 );
 comment on table agent_status_changes is
-  'Every status that an execution for workers outside has had: who follows one misses none, however quickly '
-  'they follow one another.';
+  'Every status of executions for outside workers, in order. A follower misses none, however fast they come.';
+comment on column agent_status_changes.n is 'The number of the change, from 1.';
+comment on column agent_status_changes.status is 'The new status.';
+comment on column agent_status_changes.waiting_for is 'The kind of wait, where it waits.';
+comment on column agent_status_changes.at is 'When the status changed.';
 
--- The ends that somebody waits for and has not been told of. An end writes the row in its own transaction, so that it never waits
--- for who waits; who tells them deletes it.
 create table agent_untold_ends (
   execution_id uuid primary key
 );
+comment on table agent_untold_ends is
+  'Ends that a parent waits for and has not been told of. The end writes the row, so it waits for no lock of a '
+  'parent. The parent''s resumption deletes it.';
 
 create table agent_limits (
   kind    text not null check (kind in ('flow', 'surface')),
@@ -132,8 +182,9 @@ create table agent_limits (
   primary key (kind, name)
 );
 comment on table agent_limits is
-  'How many executions of a flow, or of a surface, may be claimed at once; 0 stops them. The others stay in the '
-  'queue.';
+  'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
+comment on column agent_limits.kind is 'The limit is on a flow or on a surface.';
+comment on column agent_limits.running is 'The limit. 0 stops them.';
 
 create table agent_pauses (
   id            bigint generated always as identity primary key,
@@ -147,8 +198,12 @@ create table agent_pauses (
 );
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on table agent_pauses is
-  'When autonomous work was paused, by whom and why. The one row without resumed_at is the pause that is on.';
-comment on column agent_pauses.resumed_at is 'Null: the agent is paused.';
+  'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
+comment on column agent_pauses.paused_at is 'When the pause began.';
+comment on column agent_pauses.paused_by is 'The person or program that paused.';
+comment on column agent_pauses.resumed_at is 'When it ended. Null: the agent is paused.';
+comment on column agent_pauses.resumed_by is 'The person or program that resumed.';
+comment on column agent_pauses.resume_reason is 'The reason that was given for that.';
 
 create table agent_flows (
   name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
@@ -161,8 +216,12 @@ create table agent_flows (
   primary key (name, version)
 );
 create unique index agent_flows_current on agent_flows (name) where current;
-comment on column agent_flows.digest is 'Of the definition.';
-comment on column agent_flows.current is 'What a new execution begins with; none: the flow was removed.';
+comment on table agent_flows is 'Versions of flows that are data. A version is never changed.';
+comment on column agent_flows.digest is 'SHA-256 of the definition.';
+comment on column agent_flows.definition is 'The flow, as the interpreter reads it.';
+comment on column agent_flows.source is 'The declaring side, such as workspace.';
+comment on column agent_flows.current is
+  'New executions begin with this version. No current version: the flow was removed.';
 
 create table agent_idempotency (
   scope       text not null check (scope <> ''),
@@ -180,10 +239,22 @@ create table agent_idempotency (
   constraint agent_idempotency_check check ((state = 'running') = (status = 0))
 );
 create index agent_idempotency_expired on agent_idempotency (expires_at);
-comment on column agent_idempotency.scope is 'Method and route, and who calls.';
-comment on column agent_idempotency.fingerprint is 'SHA-256 of path, query and body: the same request or not.';
-comment on column agent_idempotency.attempt is 'Of who handles it; void once another took over.';
-comment on column agent_idempotency.lease_until is 'Of the attempt; over when its process died.';
+comment on table agent_idempotency is
+  'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
+comment on column agent_idempotency.scope is 'The method and route, and the caller.';
+comment on column agent_idempotency.key is 'The Idempotency-Key.';
+comment on column agent_idempotency.fingerprint is
+  'SHA-256 of path, query and body. Another request under the same key is refused.';
+comment on column agent_idempotency.attempt is
+  'The attempt that handles the request. It is void once another has taken over.';
+comment on column agent_idempotency.state is
+  'running: under way. answered: the answer is kept. unkept: it was answered, but the answer is not kept.';
+comment on column agent_idempotency.lease_until is
+  'When the attempt is over, unless it ends before. Its process may have died.';
+comment on column agent_idempotency.status is 'The HTTP status of the answer.';
+comment on column agent_idempotency.header is 'The headers of the answer.';
+comment on column agent_idempotency.body is 'The body of the answer.';
+comment on column agent_idempotency.expires_at is 'When the row goes.';
 
 -- Code
 

@@ -18,11 +18,18 @@ create table agent_checkpoints (
   primary key (execution_id, step)
 );
 alter index agent_checkpoints_pkey set (deduplicate_items=off);
+comment on table agent_checkpoints is
+  'One row for each finished step. A run that goes on elsewhere reads them instead of doing the steps again.';
+comment on column agent_checkpoints.step is 'The name of the step, unique in its execution.';
+comment on column agent_checkpoints.claim is 'The claim that recorded it.';
+comment on column agent_checkpoints.fingerprint is
+  'Hash of the input that the step named. A run that comes to the step with another one fails, and repeats nothing.';
 comment on column agent_checkpoints.failed is
-  'The step ended with an error, which is a result too; output describes it.';
-comment on column agent_checkpoints.waited_for is
-  'The kind of wait whose outcome this is; null for all other steps, and for waits that ended before version '
-  '25.';
+  'The step ended with an error, which is a result too. output describes it.';
+comment on column agent_checkpoints.output is 'The result of the step.';
+comment on column agent_checkpoints.waited_for is 'The kind of wait that the step is the outcome of. Null: not a wait.';
+comment on column agent_checkpoints.waited_key is 'The key of that wait.';
+comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- Code
 

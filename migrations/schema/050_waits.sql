@@ -19,6 +19,13 @@ create table agent_events (
 create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off) where consumed_by is null and execution_id is null;
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
+comment on table agent_events is
+  'Events, in order. One that nobody waits for is kept for the first wait that asks for it.';
+comment on column agent_events.event is 'The kind of event, such as MESSAGE_RECEIVED or AGENT_COMPLETED.';
+comment on column agent_events.key is 'The subject of the event. Kind and key together find the waits that it ends.';
+comment on column agent_events.data is 'The content, which becomes the outcome of the wait.';
+comment on column agent_events.external_id is
+  'The id that the sender gave it. A second delivery with the id counts for nothing.';
 comment on column agent_events.execution_id is 'The execution that emitted it.';
 comment on column agent_events.consumed_by is 'The execution whose wait took it.';
 
@@ -46,15 +53,18 @@ create index agent_requests_kind on agent_requests (kind, id);
 create index agent_requests_pending on agent_requests (id) where status = 'pending';
 create index agent_requests_thread on agent_requests (thread_id, id) where thread_id is not null;
 comment on table agent_requests is
-  'What was asked of people: documents, a signature, a test. Its id is the key of the event that answers it. '
-  'Closed: the execution ended before it was answered.';
-comment on column agent_requests.items is 'The documents asked for.';
-comment on column agent_requests.received is 'Document: its url.';
-comment on column agent_requests.unexpected is 'Documents that came and were not asked for.';
-comment on column agent_requests.answer is 'The data of the outcome; null as long as something is missing.';
+  'Documents, signatures and tests that people are asked for. The id is the key of the event that answers it.';
+comment on column agent_requests.kind is 'The thing that is asked for.';
+comment on column agent_requests.details is 'Details for the people who answer.';
+comment on column agent_requests.items is 'The names of the documents asked for.';
+comment on column agent_requests.received is 'The documents that have come: name and URL.';
+comment on column agent_requests.unexpected is 'Documents that have come and were not asked for.';
+comment on column agent_requests.answer is 'The data of the outcome. Null: something is missing.';
 comment on column agent_requests.event_id is 'The event that completed it.';
+comment on column agent_requests.status is 'pending: open. completed: answered. closed: the execution ended first.';
+comment on column agent_requests.completed_at is 'When it was answered or closed.';
 comment on column agent_requests.documents is
-  'Of each document that came: {document, url}, and of a stored one id, name, content_type, size.';
+  'The documents that have come, each with {document, url}; a stored one also with id, name, content_type, size.';
 
 -- Code
 
