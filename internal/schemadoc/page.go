@@ -176,7 +176,7 @@ func (r *Relation) keys(b *strings.Builder) {
 }
 
 func whenGone(text string) string {
-	if strings.Contains(text, "ON DELETE CASCADE") {
+	if strings.Contains(text, "on delete cascade") {
 		return " and goes with it"
 	}
 	return ""

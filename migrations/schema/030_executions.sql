@@ -172,8 +172,8 @@ create table agent_untold_ends (
   execution_id uuid primary key
 );
 comment on table agent_untold_ends is
-  'Ends that a parent waits for and has not been told of. The end writes the row, so it waits for no lock of a '
-  'parent. The parent''s resumption deletes it.';
+  'Ends that a parent waits for and has not been told of. The end only writes the row, so it waits for no lock of a '
+  'parent. The process that resumes the parent deletes it.';
 
 create table agent_limits (
   kind    text not null check (kind in ('flow', 'surface')),

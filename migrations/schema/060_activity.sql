@@ -42,17 +42,37 @@ create index agent_activity_execution on agent_activity (execution_id, id);
 create index agent_activity_skill on agent_activity (skill_name, id);
 create index agent_activity_spend on agent_activity ((((created_at AT TIME ZONE 'UTC'))::date)) where kind = 'model';
 create index agent_activity_trace on agent_activity (trace_id, created_at);
+comment on table agent_activity is
+  'One row for each action: a call of a skill, a call of a model, a phase of a turn, or a note.';
 comment on column agent_activity.conversation_id is 'The trace id under its older name.';
+comment on column agent_activity.parent_id is 'The action that this one is a part of.';
+comment on column agent_activity.claim is 'The claim of the execution that wrote the row.';
+comment on column agent_activity.step is 'The step of the execution.';
+comment on column agent_activity.kind is
+  'call: of a skill. model: of a model. phase: a part of a turn. note: something that happened.';
+comment on column agent_activity.agent is 'The agent that acted, or admin.';
+comment on column agent_activity.surface is 'Where the work came from: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_activity.skill_name is 'The skill, or the name of the phase or note.';
+comment on column agent_activity.skill_id is 'The skill, where there is one of the name.';
 comment on column agent_activity.purpose is
-  'On behalf of what a model was called: a phase, a skill, a turn. Spend is counted there.';
+  'The phase, skill or turn that a model was called for. Spend is counted there.';
+comment on column agent_activity.status is
+  'running: under way. unknown: it may have taken effect, and nobody can tell.';
+comment on column agent_activity.input is 'The arguments, redacted.';
+comment on column agent_activity.output is 'The result, redacted.';
+comment on column agent_activity.error_class is 'The kind of error, such as timeout or invalid_params. Empty: none.';
+comment on column agent_activity.model is 'The model of a model call.';
 comment on column agent_activity.token_usage is
-  '{prompt_tokens, completion_tokens, total_tokens}; on model calls only, so that sums count once. '
-  'unknown_tokens of total_tokens, and unknown_usd of cost_usd, are what the provider may have billed and did '
-  'not report, at its worst case.';
+  '{prompt_tokens, completion_tokens, total_tokens}; on model calls only, so that sums count once. unknown_tokens of '
+  'total_tokens, and unknown_usd of cost_usd, are the worst case of calls whose usage no provider reported.';
+comment on column agent_activity.cost_usd is 'The price of a model call in US dollars.';
+comment on column agent_activity.duration_ms is 'How long it took.';
+comment on column agent_activity.idempotency_key is 'The key that the call sent, so that a retry takes effect once.';
+comment on column agent_activity.lane is 'The lane that the action was about.';
+comment on column agent_activity.finished_at is 'When it ended.';
 comment on column agent_activity.led_to is
-  'Of a model call: how often its answer calls each skill, {"fetch": 25}. Calls of what is no skill are not in '
-  'it.';
-comment on column agent_activity.cause_id is 'The model call whose answer asked for this, where it was one.';
+  'On a model call: how often its answer calls each skill, {"fetch": 25}. Calls of unknown names are left out.';
+comment on column agent_activity.cause_id is 'The model call whose answer asked for this action.';
 
 create table agent_activity_open (
   activity_id  uuid primary key,
@@ -64,15 +84,26 @@ create table agent_activity_open (
 );
 create index agent_activity_open_execution on agent_activity_open (execution_id);
 create unique index agent_activity_open_step on agent_activity_open (execution_id, claim, step) where step <> '';
+comment on table agent_activity_open is
+  'Actions under way. The rows are few, so the end of an action is found without the log''s indexes.';
+comment on column agent_activity_open.activity_id is 'The row of the log.';
+comment on column agent_activity_open.claim is 'The claim that began it.';
+comment on column agent_activity_open.step is 'The step that it belongs to.';
+comment on column agent_activity_open.kind is 'As in the log.';
+comment on column agent_activity_open.started_at is 'When it began.';
 
--- Partitions that are on their way out, so that a table that somebody else detached is never dropped.
 create table agent_activity_retired (
   partition  text primary key,
   lower_id   uuid not null,
   upper_id   uuid not null,
   decided_at timestamptz not null default clock_timestamp()
 );
-comment on column agent_activity_retired.partition is 'With its schema.';
+comment on table agent_activity_retired is
+  'Partitions of the log that retention is removing. A table that somebody else detached is never dropped.';
+comment on column agent_activity_retired.partition is 'The table, with its schema.';
+comment on column agent_activity_retired.lower_id is 'The first id of its range.';
+comment on column agent_activity_retired.upper_id is 'The end of its range.';
+comment on column agent_activity_retired.decided_at is 'When its removal began.';
 
 create table agent_activity_counts (
   span              text not null check (span in ('hour', 'day')),
@@ -101,17 +132,32 @@ create table agent_activity_counts (
 ) with (fillfactor = 80);
 create index agent_activity_counts_skill on agent_activity_counts (skill, span, start);
 comment on table agent_activity_counts is
-  'The activity log, counted by hour, and once more by day. Rows since agent_activity_counted.counted_upto and '
-  'those in agent_activity_uncounted are not in it yet.';
-comment on column agent_activity_counts.start is 'Of the hour or the day, UTC.';
-comment on column agent_activity_counts.skill is 'What a model was called for; else the skill''s name.';
-comment on column agent_activity_counts.calls is 'All that have ended, however.';
+  'The log, counted by hour and once more by day. Rows since counted_upto of agent_activity_counted, and those of '
+  'agent_activity_uncounted, are still missing.';
+comment on column agent_activity_counts.span is 'The length of the count.';
+comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
+comment on column agent_activity_counts.kind is 'As in the log; charge: money, by the skill that a model call led to.';
+comment on column agent_activity_counts.skill is 'The skill. For a model call: its purpose.';
+comment on column agent_activity_counts.surface is 'As in the log.';
+comment on column agent_activity_counts.model is 'As in the log.';
+comment on column agent_activity_counts.calls is 'Actions that have ended, in any way.';
+comment on column agent_activity_counts.successes is 'Those that succeeded.';
+comment on column agent_activity_counts.errors is 'Those that failed.';
+comment on column agent_activity_counts.pending_approval is 'Those that waited for an approval.';
+comment on column agent_activity_counts.skipped is 'Those that were skipped.';
+comment on column agent_activity_counts.unknown is 'Those whose effect is unknown.';
 comment on column agent_activity_counts.worked is
-  'Successes and errors that agent_skill_calls has: what a skill''s health goes by.';
+  'Successes and errors that count for the health of the skill (agent_skill_calls).';
+comment on column agent_activity_counts.failed is 'The errors among them.';
+comment on column agent_activity_counts.prompt_tokens is 'Sum over model calls.';
+comment on column agent_activity_counts.completion_tokens is 'Sum over model calls.';
+comment on column agent_activity_counts.tokens is 'Sum over model calls.';
+comment on column agent_activity_counts.cost_usd is 'Sum over model calls.';
+comment on column agent_activity_counts.duration_ms is 'Sum of the durations.';
+comment on column agent_activity_counts.unknown_tokens is 'The part of tokens that no provider reported.';
 comment on column agent_activity_counts.unknown_usd is 'The part of cost_usd that no provider reported.';
 comment on column agent_activity_counts.slowest is
-  'The slowest call that agent_skill_calls has: 13 digits of milliseconds, then its trace. Empty when there is '
-  'none.';
+  'The slowest call that counts for the health of the skill: 13 digits of milliseconds, then its trace. Empty: none.';
 
 create table agent_activity_counted (
   single        boolean default true primary key check (single),
@@ -120,14 +166,21 @@ create table agent_activity_counted (
   candidate_xid xid8,
   looked        uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
 );
-comment on column agent_activity_counted.candidate is 'Ids below it are counted next,.';
-comment on column agent_activity_counted.candidate_xid is 'When no transaction below this one is under way.';
+comment on table agent_activity_counted is 'How far the counts have come. One row.';
+comment on column agent_activity_counted.single is 'Always true: there is one row.';
+comment on column agent_activity_counted.counted_upto is 'Ids below it are counted.';
+comment on column agent_activity_counted.candidate is 'Ids below it are counted next, once candidate_xid allows it.';
+comment on column agent_activity_counted.candidate_xid is
+  'The count goes on when no transaction below this one is under way.';
+comment on column agent_activity_counted.looked is 'How far the last pass over agent_activity_uncounted came.';
 
 create table agent_activity_uncounted (
   activity_id uuid primary key
 );
 comment on table agent_activity_uncounted is
-  'Rows that are counted by themselves: they came with an old id, or had not ended when their time was counted.';
+  'Rows of the log that are counted one by one: they came with an old id, or had not ended when their time was '
+  'counted.';
+comment on column agent_activity_uncounted.activity_id is 'The row of the log.';
 
 create table agent_activity_durations (
   day    date not null,
@@ -137,11 +190,12 @@ create table agent_activity_durations (
   primary key (day, skill, bucket)
 ) with (fillfactor = 80);
 comment on table agent_activity_durations is
-  'How long the calls of agent_skill_calls took. A bucket is 5 per cent wide, so a percentile is right to 2.5 '
-  'per cent.';
-comment on column agent_activity_durations.day is 'UTC.';
+  'How long calls took, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
+comment on column agent_activity_durations.day is 'The day, UTC.';
+comment on column agent_activity_durations.skill is 'The skill.';
 comment on column agent_activity_durations.bucket is
   'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
+comment on column agent_activity_durations.calls is 'Calls with such a duration.';
 
 create table agent_prompts (
   activity_id uuid primary key,
@@ -152,12 +206,11 @@ create table agent_prompts (
 );
 comment on table agent_prompts is 'The prompt of each model call, as digests of agent_prompt_parts.';
 comment on column agent_prompts.activity_id is 'The row of the model call in agent_activity.';
-comment on column agent_prompts.tools is 'The part with the definitions of the tools; null when none was offered.';
+comment on column agent_prompts.tools is 'The part with the tool definitions. Null: no tool was offered.';
 comment on column agent_prompts.messages is
   'The parts with the messages, in their order: the system message, the history, the turn.';
 comment on column agent_prompts.options is
-  'What the request said besides, where it said so: effort, temperature, max_tokens, schema (its name), '
-  'response_format.';
+  'Other options of the request: effort, temperature, max_tokens, schema (its name), response_format.';
 
 create table agent_prompt_parts (
   digest    bytea primary key check (length(digest) = 32),
@@ -167,15 +220,12 @@ create table agent_prompt_parts (
 );
 create index agent_prompt_parts_use on agent_prompt_parts (used_on);
 comment on table agent_prompt_parts is
-  'What prompts are made of: the tools of a model call, or one message. Redacted.';
+  'The parts of prompts, redacted. A part is one message, or the tools of a call. It is stored once.';
 comment on column agent_prompt_parts.digest is 'SHA-256 of body.';
 comment on column agent_prompt_parts.body is
-  'JSON as chat completions has it: the list of tools, or a message. Text, because jsonb would order its '
-  'members anew.';
-comment on column agent_prompt_parts.truncated is
-  'Whether body was cut, because the part was larger than a part may be.';
-comment on column agent_prompt_parts.used_on is
-  'The last day (UTC) on which a prompt was recorded that has the part.';
+  'JSON as chat completions has it. It is text, because jsonb would reorder its members.';
+comment on column agent_prompt_parts.truncated is 'The body was cut, because it was larger than a part may be.';
+comment on column agent_prompt_parts.used_on is 'The last day (UTC) on which a recorded prompt had the part.';
 
 create table agent_trace_links (
   trace_id    text not null,
@@ -185,9 +235,8 @@ create table agent_trace_links (
 );
 create index agent_trace_links_age on agent_trace_links (created_at);
 comment on table agent_trace_links is
-  'Spans of other systems that asked for a trace of ours. They are not trusted: each is a link, and the trace '
-  'id stays ours.';
-comment on column agent_trace_links.traceparent is 'Of the W3C header, as it came.';
+  'Spans of other systems that asked for a trace of ours. They are links only; they are not trusted.';
+comment on column agent_trace_links.traceparent is 'The W3C header, as it came.';
 
 create table agent_span_export (
   single       boolean default true primary key check (single),
@@ -198,11 +247,14 @@ create table agent_span_export (
   updated_at   timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_span_export is
-  'How far spans have been sent. One process at a time sends; it moves sent_upto when the receiver has taken '
-  'what was before it.';
-comment on column agent_span_export.sent_upto is 'Activities and ends of executions with ids up to it are sent,.';
-comment on column agent_span_export.pending is 'But for these activities, which had not ended.';
-comment on column agent_span_export.sender is 'The process that sends, until.';
+  'How far spans have been exported. One row. One process at a time sends, and moves sent_upto after the receiver''s '
+  'answer.';
+comment on column agent_span_export.single is 'Always true: there is one row.';
+comment on column agent_span_export.sent_upto is
+  'Activities and ends of executions with ids up to it are sent, except pending.';
+comment on column agent_span_export.pending is 'Activities up to sent_upto that had not ended.';
+comment on column agent_span_export.sender is 'The process that sends now.';
+comment on column agent_span_export.sender_until is 'When its right to send ends.';
 
 insert into agent_activity_counted default values;
 

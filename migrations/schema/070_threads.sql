@@ -27,21 +27,24 @@ create index agent_threads_name on agent_threads (name, id) where name <> '';
 create index agent_threads_of_agent on agent_threads (agent, updated_at, id) where agent <> 'agent' and agent <> 'visitor_chat';
 create index agent_threads_owner on agent_threads (owner, updated_at, id);
 create index agent_threads_recent on agent_threads (updated_at, id);
-comment on column agent_threads.channel is 'Where it was begun.';
+comment on table agent_threads is 'Conversations. The lane thread:ID says who may speak.';
+comment on column agent_threads.channel is 'The channel that the thread was begun on.';
+comment on column agent_threads.agent is 'The agent that answers.';
 comment on column agent_threads.owner is
-  'The chat key, flow, endpoint or channel that began the thread. For an admin''s thread: the chat key that it '
-  'was opened to, or admin.';
-comment on column agent_threads.participant is 'Who the agent talks with, for people.';
-comment on column agent_threads.summary is 'Of the turns up to summary_through.';
-comment on column agent_threads.target is 'Of channel webhook: where its messages go by default.';
+  'The chat key, flow, endpoint or channel that began the thread. An admin''s thread: the chat key it was opened to, '
+  'or admin.';
+comment on column agent_threads.participant is 'The other side of the conversation, as people know it.';
+comment on column agent_threads.next_seq is 'The number of the next message.';
+comment on column agent_threads.summary is 'A summary of the turns up to summary_through.';
+comment on column agent_threads.summary_through is 'The last message that the summary covers.';
+comment on column agent_threads.target is 'On channel webhook: the default target of its messages.';
 comment on column agent_threads.idle_seconds is
-  'How long its lane lasts without a send. What holds it keeps the time it was taken or renewed with.';
+  'The lease of the thread''s lane. A holder keeps the lease that it acquired or renewed with.';
 comment on column agent_threads.watched_until is
-  'Somebody looks at this thread until then: a message notifies on agent_messages.';
+  'Until then a message notifies on channel agent_messages, because somebody watches.';
 comment on column agent_threads.owner_kind is
-  'What began the thread: key, visitor, flow, webhook, channel or admin. Empty: an earlier release began it.';
-comment on column agent_threads.visitor is
-  'Of owner_kind visitor: SHA-256 of the secret of the visitor, in hexadecimal.';
+  'The kind of owner: key, visitor, flow, webhook, channel or admin. Empty: a release without kinds began it.';
+comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of the visitor''s secret, in hexadecimal.';
 comment on column agent_threads.name is 'The public name, scoped by the owner. Empty: the id is the name.';
 
 create table agent_documents (
@@ -75,15 +78,18 @@ comment on table agent_documents is 'Files that admins and visitors gave to the 
 comment on column agent_documents.name is 'The file name, without folders and control characters.';
 comment on column agent_documents.content_type is
   'The media type, found from content and name. What the client claimed is only a hint.';
+comment on column agent_documents.size is 'In bytes.';
+comment on column agent_documents.sha256 is 'Of the content.';
 comment on column agent_documents.is_text is 'The content is UTF-8 text, which models and flows can read.';
+comment on column agent_documents.content is 'The bytes of the file.';
 comment on column agent_documents.thread_id is
-  'The thread whose visitors, flows and models see the document. It goes with the thread.';
-comment on column agent_documents.execution_id is 'The execution that sees the document. It goes with the execution.';
+  'The thread whose visitors, flows and models see the document. The document goes with the thread.';
+comment on column agent_documents.execution_id is
+  'The execution that sees the document. The document goes with the execution.';
 comment on column agent_documents.trace_id is 'The trace of the upload.';
-comment on column agent_documents.owner_kind is
-  'Who uploaded it: admin, key or visitor, as owner_kind of agent_threads.';
-comment on column agent_documents.owner is 'The chat key, or admin.';
-comment on column agent_documents.visitor is 'Of a visitor: SHA-256 of the secret, in hexadecimal.';
+comment on column agent_documents.owner_kind is 'The kind of uploader, as in agent_threads.';
+comment on column agent_documents.owner is 'The chat key of the uploader, or admin.';
+comment on column agent_documents.visitor is 'For a visitor: SHA-256 of the secret, in hexadecimal.';
 comment on column agent_documents.expires_at is 'When an upload goes that no message has used. Null: it stays.';
 
 create table agent_thread_access (
@@ -107,15 +113,20 @@ create index agent_thread_access_joined on agent_thread_access (joined_with) whe
 create unique index agent_thread_access_name on agent_thread_access (kind, owner, visitor, name) where kind <> 'token';
 create index agent_thread_access_thread on agent_thread_access (thread_id, id);
 comment on table agent_thread_access is
-  'Who besides the owner may read and speak in a thread. A row names a participant, or it is a join token: who '
-  'presents the token becomes one.';
-comment on column agent_thread_access.name is 'What the participant calls the thread. Unique for a participant.';
+  'Participants besides the owner, and join tokens. Whoever presents a token becomes a participant.';
+comment on column agent_thread_access.kind is 'token: a join token. Else the kind of participant.';
+comment on column agent_thread_access.owner is 'As in agent_threads.';
+comment on column agent_thread_access.visitor is 'As in agent_threads.';
+comment on column agent_thread_access.name is 'The participant''s name for the thread. Unique for a participant.';
 comment on column agent_thread_access.token_digest is 'SHA-256 of a join token.';
 comment on column agent_thread_access.reusable is
-  'The token lets any number of visitors in until its end. Otherwise it lets in one.';
+  'Any number of visitors may join by the token until it ends. Otherwise one may.';
 comment on column agent_thread_access.execution_id is 'The token ends with this execution.';
+comment on column agent_thread_access.expires_at is 'When the token ends.';
+comment on column agent_thread_access.used_at is 'When the token was first used.';
 comment on column agent_thread_access.joined_with is
-  'The token that let the participant in. Revoking the token ends the access.';
+  'The token that the participant joined by. Revoking the token ends the access.';
+comment on column agent_thread_access.created_by is 'The person or program that granted it.';
 
 create table agent_messages (
   id              uuid default agent_uuid7() primary key,
@@ -154,16 +165,26 @@ create index agent_messages_failed on agent_messages (id) where status = 'failed
 create index agent_messages_queued on agent_messages (thread_id, id) include (execution_id) where status = 'queued';
 create index agent_messages_sending on agent_messages (thread_id, seq) where status = 'sending';
 create index agent_messages_turns on agent_messages (thread_id, turn, seq);
-comment on column agent_messages.seq is 'Null: not sent yet.';
-comment on column agent_messages.turn is 'The seq of the message that began the exchange this one belongs to.';
-comment on column agent_messages.interrupted is 'The speaker was cut short.';
-comment on column agent_messages.tokens is 'An estimate.';
-comment on column agent_messages.target is 'Of channel webhook: the name of an outgoing target.';
-comment on column agent_messages.dedupe_key is 'Makes a send from outside count once.';
-comment on column agent_messages.next_attempt_at is 'While sending; null: one before it has to be settled first.';
+comment on table agent_messages is
+  'Messages of threads. A message gets its number when it is delivered to the thread, in the order of the thread.';
+comment on column agent_messages.seq is 'The place in the thread. Null: not in the thread yet.';
+comment on column agent_messages.turn is 'The seq of the message that began the exchange.';
+comment on column agent_messages.role is 'The speaker.';
+comment on column agent_messages.content is 'The text.';
+comment on column agent_messages.channel is 'The channel that it came by or goes to.';
+comment on column agent_messages.status is
+  'queued: waits for the lane. sending: on its way out by its channel. sent: in the thread. delivered: the channel '
+  'confirmed it. received: a visitor wrote it. failed: given up. withdrawn: taken back before it was sent.';
+comment on column agent_messages.interrupted is 'The answer was cut short.';
+comment on column agent_messages.tokens is 'An estimate of its length for a model.';
+comment on column agent_messages.attempts is 'How often it was sent to its channel.';
+comment on column agent_messages.sent_at is 'When it joined the thread.';
+comment on column agent_messages.target is 'On channel webhook: the name of an outgoing target.';
+comment on column agent_messages.dedupe_key is 'A send with a key that is there already adds nothing.';
+comment on column agent_messages.next_attempt_at is
+  'When a message that is being sent is tried again. Null: an earlier one comes first.';
+comment on column agent_messages.delivered_at is 'When the channel confirmed it.';
 
--- What a turn under way has said so far: for those who look on from another process, for the turn itself when it
--- goes on elsewhere, and for who interrupts it. settled is how much of it will not change any more, in characters.
 create table agent_message_drafts (
   execution_id uuid primary key,
   claim        bigint not null,
@@ -171,6 +192,12 @@ create table agent_message_drafts (
   settled      int not null default 0,
   updated_at   timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
+comment on table agent_message_drafts is
+  'The answer of a turn under way. Other processes show it; the turn goes on with it elsewhere; an interruption cuts '
+  'it.';
+comment on column agent_message_drafts.claim is 'The claim that writes it.';
+comment on column agent_message_drafts.content is 'The text so far.';
+comment on column agent_message_drafts.settled is 'How many characters of it will not change.';
 
 create table agent_message_images (
   message_id uuid not null references agent_messages(id) on delete cascade,
@@ -186,12 +213,12 @@ create table agent_message_images (
 alter table agent_message_images alter column data set storage external;
 comment on table agent_message_images is 'Images of messages, in their order. They go with their message.';
 comment on column agent_message_images.message_id is 'The message that the image came with.';
-comment on column agent_message_images.place is 'Where the image stands among those of its message, from 1.';
+comment on column agent_message_images.place is 'The order of the images of a message, from 1.';
 comment on column agent_message_images.url is
   'Where the model''s server finds the image. The runtime never fetches it.';
 comment on column agent_message_images.media_type is 'The format of data.';
-comment on column agent_message_images.data is 'The image itself, when the client has sent it.';
-comment on column agent_message_images.detail is 'How closely the model shall look, as the client says.';
+comment on column agent_message_images.data is 'The image, where the client sent it.';
+comment on column agent_message_images.detail is 'How closely the model is to look, as the client says.';
 
 create table agent_chat_requests (
   id           uuid default agent_uuid7() primary key,
@@ -213,11 +240,13 @@ comment on column agent_chat_requests.fingerprint is
   'SHA-256 of the caller, the thread as the caller names it, and the body.';
 comment on column agent_chat_requests.execution_id is 'The turn that the request began.';
 comment on column agent_chat_requests.connection is
-  'Trace of the request that is shown the answer, the latest retry.';
+  'The trace of the request that is shown the answer, the latest retry.';
 comment on column agent_chat_requests.worker is 'The process that has the connection. It dies with it.';
 comment on column agent_chat_requests.attempt is 'As the client counts: 0 is the first.';
 comment on column agent_chat_requests.state is
   'open: the connection stands. left: it ended before the answer was sent. delivered: the answer was sent.';
+comment on column agent_chat_requests.changed_at is 'When state or connection changed.';
+comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 

@@ -17,8 +17,10 @@ create table agent_agents (
 );
 create unique index agent_agents_current on agent_agents (name) where current;
 comment on table agent_agents is 'Versions of declared agents. A turn records the version that it began with.';
-comment on column agent_agents.digest is 'Of the definition.';
+comment on column agent_agents.digest is 'SHA-256 of the definition.';
+comment on column agent_agents.definition is 'The agent, as the workspace declares it.';
 comment on column agent_agents.is_default is 'It acts where nobody names an agent. At most one current agent has it.';
+comment on column agent_agents.source is 'The declaring side, such as workspace.';
 comment on column agent_agents.current is 'New turns begin with this version. None: the agent was removed.';
 
 create table agent_memory (
@@ -40,10 +42,14 @@ create index agent_memory_expiry on agent_memory (expires_at) where expires_at i
 create index agent_memory_key on agent_memory (key text_pattern_ops);
 create index agent_memory_recent on agent_memory (updated_at);
 create index agent_memory_search on agent_memory using gin (search);
-comment on column agent_memory.owner is 'The agent whose own memory it is; empty: the shared one.';
+comment on table agent_memory is 'What agents remember: a value for each owner, category and key.';
+comment on column agent_memory.category is 'A group of keys.';
+comment on column agent_memory.key is 'The name of the memory.';
+comment on column agent_memory.value is 'The memory.';
+comment on column agent_memory.expires_at is 'When it is forgotten. Null: never.';
+comment on column agent_memory.search is 'The words of key and value, for full-text search.';
+comment on column agent_memory.owner is 'The agent whose own memory it is. Empty: all agents share it.';
 
--- What somebody wanted to keep, and did not, because the key had been written by others meanwhile and nobody was there any more to
--- decide. An admin decides: their value stays (kept), or this one replaces it (taken).
 create table agent_memory_conflicts (
   id             uuid default agent_uuid7() primary key,
   category       text not null,
@@ -69,14 +75,23 @@ create index agent_memory_conflicts_decided on agent_memory_conflicts (decided_a
 create index agent_memory_conflicts_key on agent_memory_conflicts (category, key, id);
 create index agent_memory_conflicts_status on agent_memory_conflicts (status, id);
 comment on table agent_memory_conflicts is
-  'Memories that were not written because the key had changed since their writer read it. Decided ones go after '
-  '90 days.';
-comment on column agent_memory_conflicts.value is 'What was to be kept.';
-comment on column agent_memory_conflicts.ttl_seconds is '0: for ever.';
-comment on column agent_memory_conflicts.if_revision is 'What its writer had read; 0: nothing.';
-comment on column agent_memory_conflicts.found_revision is 'What was there instead; 0: nothing.';
-comment on column agent_memory_conflicts.trace_id is 'Of the writer.';
-comment on column agent_memory_conflicts.owner is 'As that of agent_memory.';
+  'Memories that were not written, because another writer had changed the key and the first could not be asked. An '
+  'admin decides. Decided rows go after 90 days.';
+comment on column agent_memory_conflicts.category is 'As in agent_memory.';
+comment on column agent_memory_conflicts.key is 'As in agent_memory.';
+comment on column agent_memory_conflicts.value is 'The value that was not written.';
+comment on column agent_memory_conflicts.ttl_seconds is 'Its lifetime. 0: for ever.';
+comment on column agent_memory_conflicts.if_revision is 'The revision that the writer had read. 0: none.';
+comment on column agent_memory_conflicts.found_revision is 'The revision that was there instead. 0: none.';
+comment on column agent_memory_conflicts.found_value is 'The value that was there.';
+comment on column agent_memory_conflicts.found_trace_id is 'The trace that had written it.';
+comment on column agent_memory_conflicts.trace_id is 'The trace of the writer.';
+comment on column agent_memory_conflicts.status is
+  'open, or the decision. kept: the present value stayed. taken: this value replaced it.';
+comment on column agent_memory_conflicts.decided_by is 'The person who decided.';
+comment on column agent_memory_conflicts.decided_reason is 'The reason that was given.';
+comment on column agent_memory_conflicts.decided_at is 'When it was decided.';
+comment on column agent_memory_conflicts.owner is 'As in agent_memory.';
 
 create table agent_memory_forgotten (
   category     text not null,
@@ -88,9 +103,11 @@ create table agent_memory_forgotten (
 );
 create index agent_memory_forgotten_at on agent_memory_forgotten (forgotten_at);
 comment on table agent_memory_forgotten is
-  'The last revision of keys that are gone, for 90 days, so that their revisions are not given out again. No '
-  'values are kept.';
-comment on column agent_memory_forgotten.owner is 'As that of agent_memory.';
+  'The last revision of keys that are gone, for 90 days. A new memory of the key goes on from it. No value is kept.';
+comment on column agent_memory_forgotten.category is 'As in agent_memory.';
+comment on column agent_memory_forgotten.key is 'As in agent_memory.';
+comment on column agent_memory_forgotten.forgotten_at is 'When the key went.';
+comment on column agent_memory_forgotten.owner is 'As in agent_memory.';
 
 create table agent_memory_embeddings (
   memory_id  uuid not null references agent_memory(id) on delete cascade,
@@ -150,14 +167,27 @@ create table agent_objectives (
 create index agent_objectives_due on agent_objectives (due_at) where status = 'active';
 create index agent_objectives_proposed on agent_objectives (id) where status = 'proposed';
 create index agent_objectives_status on agent_objectives (status, id);
-comment on column agent_objectives.review_every is 'Null: done when its steps are.';
-comment on column agent_objectives.round is 'Of a recurring objective.';
-comment on column agent_objectives.note is 'The agent''s last word on its progress.';
-comment on column agent_objectives.proposed_by is 'The agent; empty for what people declared.';
-comment on column agent_objectives.decided_by is 'Who accepted or rejected the proposal.';
+comment on table agent_objectives is 'What an agent is to reach. People declare objectives, or an agent proposes one.';
+comment on column agent_objectives.goal is 'The objective, for the model.';
+comment on column agent_objectives.success_criteria is 'How its end is recognised.';
+comment on column agent_objectives.status is
+  'proposed: waits for a decision. active: the heartbeat works on it. The others are decided or ended.';
+comment on column agent_objectives.priority is 'A lower number comes first.';
+comment on column agent_objectives.review_every is
+  'The pause between rounds of a recurring objective. Null: it is done when its steps are.';
+comment on column agent_objectives.due_at is 'When the heartbeat looks at it next.';
+comment on column agent_objectives.round is 'The round of a recurring objective.';
+comment on column agent_objectives.note is 'The agent''s last remark on the progress.';
+comment on column agent_objectives.proposed_by is 'The agent that proposed it. Empty: people declared it.';
+comment on column agent_objectives.proposed_trace is 'The trace of the proposal.';
+comment on column agent_objectives.decided_by is 'The person who accepted or rejected the proposal.';
+comment on column agent_objectives.decided_reason is 'The reason that was given.';
+comment on column agent_objectives.decided_at is 'When it was decided.';
+comment on column agent_objectives.last_trace_id is 'The trace that last worked on it.';
+comment on column agent_objectives.source is 'The declaring side: workspace, builtin, or empty for the API.';
 comment on column agent_objectives.idle_runs is
-  'Runs in a row that changed none of its steps. due_at is put off longer after each; a change of the objective '
-  'or of a step ends that.';
+  'Runs in a row that changed none of its steps. Each puts due_at off for longer. A change of the objective or of a '
+  'step resets it.';
 comment on column agent_objectives.agent is 'The agent whose heartbeat works on it. Empty: the default agent.';
 
 create table agent_objective_steps (
@@ -174,9 +204,14 @@ create table agent_objective_steps (
   updated_at   timestamptz not null default clock_timestamp(),
   constraint agent_objective_steps_objective_id_position_key unique (objective_id, "position")
 );
-comment on column agent_objective_steps.started_at is 'Of this round; nothing older is evidence.';
+comment on table agent_objective_steps is 'The steps of an objective.';
+comment on column agent_objective_steps.objective_id is 'The objective.';
+comment on column agent_objective_steps.position is 'The order of the steps.';
+comment on column agent_objective_steps.status is 'In the present round.';
+comment on column agent_objective_steps.result is 'The outcome of the last round that did it.';
+comment on column agent_objective_steps.attempts is 'How often it was tried in this round.';
+comment on column agent_objective_steps.started_at is 'When the round began. Older actions are no evidence.';
 
--- Why a step counts as done: a successful action of the agent, which proves one step only, or an admin's word.
 create table agent_objective_evidence (
   id          uuid default agent_uuid7() primary key,
   step_id     uuid not null references agent_objective_steps(id) on delete cascade,
@@ -190,22 +225,27 @@ create table agent_objective_evidence (
   constraint agent_objective_evidence_check1 check ((given_by = '') = (reason = ''))
 );
 create index agent_objective_evidence_step on agent_objective_evidence (step_id, created_at);
+comment on table agent_objective_evidence is
+  'Why a step counts as done: a successful action, which proves one step only, or the word of an admin.';
+comment on column agent_objective_evidence.step_id is 'The step.';
+comment on column agent_objective_evidence.activity_id is 'The action. Null: an admin confirmed the step.';
+comment on column agent_objective_evidence.given_by is 'The admin. Empty: an action proves it.';
 
 create table agent_logouts (
   session_id text primary key,
   expires_at timestamptz not null
 );
 create index agent_logouts_expired on agent_logouts (expires_at);
-comment on table agent_logouts is 'Logins that were ended; a row is deleted once its login would be over anyway.';
-comment on column agent_logouts.session_id is 'Random; it opens nothing without its signature.';
-comment on column agent_logouts.expires_at is
-  'When the login would have ended by itself: the row means nothing after that.';
+comment on table agent_logouts is 'Logins that were ended early. A row goes once its login would be over anyway.';
+comment on column agent_logouts.session_id is 'The random id of the login. It opens nothing without its signature.';
+comment on column agent_logouts.expires_at is 'When the login would have ended by itself.';
 
 create table agent_secrets (
   name  text primary key,
   value bytea not null
 );
 comment on table agent_secrets is 'Random values of this database that no client may know.';
+comment on column agent_secrets.value is 'Random bytes.';
 
 insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()));
 

@@ -28,13 +28,25 @@ create table agent_skills (
   state_revision  int not null default 1,
   constraint agent_skills_check check (enabled = (disabled_by = ''))
 );
-comment on column agent_skills.tool_definition is '{"name", "description", "parameters": JSON Schema}.';
-comment on column agent_skills.config is 'Of the handler: sql text, method, headers, limits.';
-comment on column agent_skills.enabled_at is 'Put back into service; failures before it do not count.';
-comment on column agent_skills.trial_at is 'The one half-open try after the cool-down.';
-comment on column agent_skills.source is '''workspace'', ''builtin''.';
+comment on table agent_skills is 'What agents can call. Self-heal disables a skill that keeps failing.';
+comment on column agent_skills.tool_definition is '{"name", "description", "parameters": JSON Schema}, for the model.';
+comment on column agent_skills.handler is 'What runs it, such as builtin:NAME, http:URL or sql:.';
+comment on column agent_skills.config is 'Settings of the handler: SQL text, method, headers, limits.';
+comment on column agent_skills.scope is
+  'internal: for heartbeat, operate and webhooks. external: for conversations with visitors.';
+comment on column agent_skills.trust is
+  'auto: it runs. notify: it runs and is announced. approve: it waits for an approval.';
+comment on column agent_skills.idempotent is 'It may be called again after a crash.';
+comment on column agent_skills.timeout_ms is 'How long a call may take.';
+comment on column agent_skills.disabled_reason is 'Why it is out of service.';
+comment on column agent_skills.disabled_by is 'self-heal or an admin. Empty: it is enabled.';
+comment on column agent_skills.disabled_at is 'When it was disabled.';
+comment on column agent_skills.enabled_at is 'When it was put back into service. Failures before it do not count.';
+comment on column agent_skills.trial_at is 'When the one trial after the cool-down began.';
+comment on column agent_skills.evidence is 'The figures for which self-heal disabled it.';
+comment on column agent_skills.source is 'workspace or builtin.';
 comment on column agent_skills.state_revision is
-  'Counts the changes of what the skill says and of whether it is in service.';
+  'Counts changes of the skill''s definition and of whether it is in service.';
 
 create table agent_databases (
   name        text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
@@ -47,15 +59,13 @@ create table agent_databases (
   updated_at  timestamptz not null default clock_timestamp()
 );
 comment on table agent_databases is
-  'Databases beside the own one that sql: skills use. Their URLs, which are secrets, are in the environment.';
+  'Databases besides this one that sql: skills use. Their URLs are secrets and stay in the environment.';
 comment on column agent_databases.url_env is 'The environment variable that has the URL.';
 comment on column agent_databases.access is
   'read: every call is a read-only transaction. write: skills with config.writes may change it.';
 comment on column agent_databases.role is 'The role that queries run as (set local role); empty for that of the URL.';
+comment on column agent_databases.source is 'The declaring side, such as workspace.';
 
--- A single-use grant, bound to one skill revision and the hash of one set of arguments. A parked one is also
--- bound to the execution that waits for it, and void when that ends; any other may be used by whoever
--- follows it through.
 create table agent_approvals (
   id             uuid default agent_uuid7() primary key,
   trace_id       text not null,
@@ -84,9 +94,23 @@ create index agent_approvals_status on agent_approvals (status, id);
 create unique index agent_approvals_step on agent_approvals (execution_id, step) where parked;
 create index agent_approvals_trace on agent_approvals (trace_id, id);
 create index agent_approvals_waiting on agent_approvals (execution_id) where parked and status in ('pending', 'approved');
-comment on column agent_approvals.consumed_for is 'Execution and step.';
+comment on table agent_approvals is
+  'Grants of one call: one revision of a skill with one set of arguments. A parked one belongs to the execution that '
+  'waits for it, and is void with its end.';
+comment on column agent_approvals.activity_id is 'The row of the log that asked for it.';
+comment on column agent_approvals.step is 'The step that waits for it.';
+comment on column agent_approvals.parked is
+  'An execution waits for the decision. Otherwise whoever repeats the call uses it.';
+comment on column agent_approvals.arguments is 'The arguments of the call.';
+comment on column agent_approvals.arguments_hash is 'Their hash. Other arguments need another approval.';
+comment on column agent_approvals.status is
+  'pending, then approved or rejected; consumed after its use, expired without.';
+comment on column agent_approvals.decided_by is 'The person who decided.';
+comment on column agent_approvals.decided_at is 'When it was decided.';
+comment on column agent_approvals.consumed_at is 'When it was used.';
+comment on column agent_approvals.consumed_for is 'The execution and step that used it.';
+comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
 
--- A server, as a workspace declares it. Headers and environment hold references to secrets, never secrets.
 create table agent_mcp_servers (
   id           uuid default agent_uuid7() primary key,
   name         text not null unique check (name ~ '^[a-z0-9][a-z0-9-]{0,23}$'),
@@ -113,15 +137,25 @@ create table agent_mcp_servers (
   constraint agent_mcp_servers_check check ((transport = 'http') = (url <> '')),
   constraint agent_mcp_servers_check1 check ((transport = 'stdio') = (cardinality(command) > 0))
 );
-comment on column agent_mcp_servers.auto is 'Patterns of tools that act without leave.';
+comment on table agent_mcp_servers is
+  'MCP servers, as the workspace declares them. Headers and environment hold references to secrets, never secrets.';
+comment on column agent_mcp_servers.transport is 'How it is reached.';
+comment on column agent_mcp_servers.command is 'For stdio: the program and its arguments.';
+comment on column agent_mcp_servers.headers is 'For http: headers of each request.';
+comment on column agent_mcp_servers.env is 'For stdio: environment variables of the process.';
+comment on column agent_mcp_servers.scope is 'The scope of its skills.';
+comment on column agent_mcp_servers.trust is 'The trust of its skills.';
+comment on column agent_mcp_servers.auto is 'Patterns of tools that need no approval.';
 comment on column agent_mcp_servers.include is 'Patterns of tools to mount; empty: all.';
+comment on column agent_mcp_servers.exclude is 'Patterns of tools that are not mounted.';
 comment on column agent_mcp_servers.idempotent is 'Patterns of tools that may be called again after a crash.';
-comment on column agent_mcp_servers.attempted_at is 'The last time its tools were asked for.';
-comment on column agent_mcp_servers.synced_at is 'The last time they were told.';
+comment on column agent_mcp_servers.timeout_ms is 'How long a call may take.';
+comment on column agent_mcp_servers.source is 'The declaring side, such as workspace.';
+comment on column agent_mcp_servers.attempted_at is 'The last time its tools were listed, or that was tried.';
+comment on column agent_mcp_servers.synced_at is 'The last time they were listed.';
 comment on column agent_mcp_servers.sync_error is 'Why the last attempt failed.';
-comment on column agent_mcp_servers.about is 'What the server says it is: name, version, protocol.';
+comment on column agent_mcp_servers.about is 'Name, version and protocol, by its own word.';
 
--- A tool. pin is the hash of what was accepted; the skill of that name calls nothing else.
 create table agent_mcp_tools (
   server     text not null references agent_mcp_servers(name) on delete cascade,
   tool       text not null check (tool <> ''),
@@ -136,19 +170,28 @@ create table agent_mcp_tools (
   updated_at timestamptz not null default clock_timestamp(),
   primary key (server, tool)
 );
-comment on column agent_mcp_tools.pin is 'Empty while nothing was ever accepted.';
-comment on column agent_mcp_tools.definition is 'What was accepted.';
-comment on column agent_mcp_tools.seen_pin is 'What the server shows now, where that is something else.';
+comment on table agent_mcp_tools is 'Tools of MCP servers. Each accepted tool is the skill skill_name.';
+comment on column agent_mcp_tools.server is 'The server.';
+comment on column agent_mcp_tools.tool is 'The name that the server gives it.';
+comment on column agent_mcp_tools.state is
+  'mounted: in service. quarantined: changed since it was accepted. gone: no longer listed. excluded, refused: not '
+  'mounted.';
+comment on column agent_mcp_tools.pin is
+  'The hash of the accepted definition. The skill calls nothing else. Empty: nothing was accepted yet.';
+comment on column agent_mcp_tools.definition is 'The accepted definition.';
+comment on column agent_mcp_tools.seen_pin is
+  'The hash of the definition that the server shows now, where it is another.';
+comment on column agent_mcp_tools.seen is 'That definition.';
 
--- Skills that are offered to others over MCP: an admin's choice, gone with the skill.
 create table agent_mcp_offers (
   skill_name text primary key references agent_skills(name) on delete cascade,
   offered_by text not null check (offered_by <> ''),
   created_at timestamptz not null default clock_timestamp()
 );
+comment on table agent_mcp_offers is
+  'Skills that an admin offers to other programs over MCP. The offer goes with the skill.';
+comment on column agent_mcp_offers.offered_by is 'The admin.';
 
--- Calls from outside that need an approval: the one open row of a call leads its second try to the execution of the
--- first. collected_at is when somebody got the answer; after that the same call is a new one.
 create table agent_mcp_calls (
   id             uuid default agent_uuid7() primary key,
   skill_name     text not null,
@@ -159,6 +202,11 @@ create table agent_mcp_calls (
 );
 create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
 create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash) where collected_at is null;
+comment on table agent_mcp_calls is
+  'Calls from other programs that need an approval. The second try of a call finds the execution of the first here.';
+comment on column agent_mcp_calls.arguments_hash is 'The hash of the arguments.';
+comment on column agent_mcp_calls.collected_at is
+  'When the answer was handed out. After that the same call is a new one.';
 
 -- Code
 

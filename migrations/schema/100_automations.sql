@@ -42,21 +42,32 @@ create table agent_automations (
 create index agent_automations_due on agent_automations (next_run_at) where enabled;
 create index agent_automations_event on agent_automations (event) where enabled and trigger = 'event';
 create index agent_automations_skill on agent_automations (skill_name);
-comment on column agent_automations.condition is 'Over an event''s payload and the counters; empty: always.';
-comment on column agent_automations.signal is 'Over the counters; fires when it becomes true.';
-comment on column agent_automations.armed is 'The signal was false since it last fired.';
-comment on column agent_automations.skill_name is 'A skill with arguments, or.';
-comment on column agent_automations.prompt is 'A goal for the reasoning loop.';
-comment on column agent_automations.paused_for is
-  'The skill for which it is paused, whoever disabled that; empty when it is not paused.';
-comment on column agent_automations.proposed_by is 'The agent; empty for what people declared.';
-comment on column agent_automations.decided_by is 'Who accepted or refused the proposal.';
-comment on column agent_automations.flow is
-  'The flow that a run starts, with what caused it and the arguments as input.';
+comment on table agent_automations is
+  'What starts a skill, a prompt or a flow by itself: a clock, an event or a signal.';
+comment on column agent_automations.trigger is 'cron: a clock. event: an event. signal: figures that cross a bound.';
+comment on column agent_automations.cron is 'The schedule, for trigger cron.';
+comment on column agent_automations.timezone is 'The time zone of the schedule.';
+comment on column agent_automations.event is 'The kind of event, for trigger event.';
+comment on column agent_automations.condition is 'An expression over the event and the counters. Empty: always.';
+comment on column agent_automations.signal is 'An expression over the counters. It fires when it becomes true.';
+comment on column agent_automations.armed is 'The signal has been false since it last fired.';
+comment on column agent_automations.skill_name is 'The skill that a run calls, with arguments.';
+comment on column agent_automations.arguments is 'The arguments of the skill or flow.';
+comment on column agent_automations.prompt is 'The goal that a run gives to a model.';
+comment on column agent_automations.max_attempts is 'After how many failures a run is dead.';
+comment on column agent_automations.disabled_reason is 'Why it is out of service.';
+comment on column agent_automations.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
+comment on column agent_automations.disabled_at is 'When it was disabled.';
+comment on column agent_automations.paused_for is 'The skill whose being disabled pauses it. Empty: it is not paused.';
+comment on column agent_automations.proposed_by is 'The agent that proposed it. Empty: people declared it.';
+comment on column agent_automations.decided_by is 'The person who accepted or refused the proposal.';
+comment on column agent_automations.next_run_at is 'The next time of its schedule.';
+comment on column agent_automations.last_run_at is 'When it last ran.';
+comment on column agent_automations.last_trace_id is 'The trace of that run.';
+comment on column agent_automations.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_automations.flow is 'The flow that a run starts. Its input is the cause and the arguments.';
 comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
 
--- One row per run. For a schedule its unique key is the claim that lets a time happen once; for an event the
--- row is there as soon as the event is, and to claim it is to set its status.
 create table agent_automation_runs (
   id            uuid default agent_uuid7() primary key,
   automation_id uuid not null references agent_automations(id) on delete cascade,
@@ -85,9 +96,21 @@ create index agent_automation_runs_given_up on agent_automation_runs (automation
 create index agent_automation_runs_history on agent_automation_runs (automation_id, id);
 create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
 create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for) where cause = 'cron';
-comment on column agent_automation_runs.payload is
-  'What caused it: {"event", "key", "data"}, or a signal''s counters.';
-comment on column agent_automation_runs.claimed_at is 'Of the last attempt.';
+comment on table agent_automation_runs is
+  'One row for each run. For a schedule the unique time is the claim: it happens once. For an event the row comes '
+  'with the event, and its status is the claim.';
+comment on column agent_automation_runs.automation_id is 'The automation.';
+comment on column agent_automation_runs.cause is 'What began the run. manual: a person.';
+comment on column agent_automation_runs.scheduled_for is 'The time that it was due.';
+comment on column agent_automation_runs.event_id is 'The event, for that cause.';
+comment on column agent_automation_runs.payload is 'The event {"event", "key", "data"}, or the counters of a signal.';
+comment on column agent_automation_runs.status is
+  'due: waits. claimed: runs. error: is tried again. dead: was tried max_attempts times.';
+comment on column agent_automation_runs.attempt is 'The number of the attempt.';
+comment on column agent_automation_runs.retry_at is 'When it is tried again.';
+comment on column agent_automation_runs.output is 'The outcome.';
+comment on column agent_automation_runs.claimed_at is 'When the last attempt began.';
+comment on column agent_automation_runs.finished_at is 'When it ended.';
 
 create table agent_schedules (
   name        text primary key,
@@ -102,7 +125,15 @@ create table agent_schedules (
   agent       text not null default ''
 );
 create index agent_schedules_due on agent_schedules (next_run_at);
-comment on column agent_schedules.agent is 'Who acts in the executions that it starts. Empty: the default agent.';
+comment on table agent_schedules is 'Schedules that the program itself declares: flows that start by a clock.';
+comment on column agent_schedules.flow is 'The flow that it starts.';
+comment on column agent_schedules.surface is 'The surface of its executions.';
+comment on column agent_schedules.cron is 'The schedule.';
+comment on column agent_schedules.timezone is 'The time zone of the schedule.';
+comment on column agent_schedules.input is 'The input of its executions.';
+comment on column agent_schedules.next_run_at is 'The next time.';
+comment on column agent_schedules.last_run_at is 'The last time.';
+comment on column agent_schedules.agent is 'The agent of its executions. Empty: the default agent.';
 
 -- Code
 

@@ -20,6 +20,17 @@ create table agent_webhook_endpoints (
   updated_at      timestamptz not null default clock_timestamp(),
   constraint agent_webhook_endpoints_check check (enabled = (disabled_by = ''))
 );
+comment on table agent_webhook_endpoints is 'Endpoints that take deliveries.';
+comment on column agent_webhook_endpoints.scheme is 'How a delivery proves its sender.';
+comment on column agent_webhook_endpoints.secrets is
+  'References to the secrets of the scheme; several while one is rotated.';
+comment on column agent_webhook_endpoints.settings is 'Details of the scheme and the format.';
+comment on column agent_webhook_endpoints.actions is 'What a delivery starts, and when.';
+comment on column agent_webhook_endpoints.disabled_reason is 'Why it is out of service.';
+comment on column agent_webhook_endpoints.disabled_by is
+  'The person or program that disabled it. Empty: it is enabled.';
+comment on column agent_webhook_endpoints.disabled_at is 'When it was disabled.';
+comment on column agent_webhook_endpoints.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_deliveries (
   id              uuid default agent_uuid7() primary key,
@@ -52,12 +63,28 @@ create index agent_webhook_deliveries_sender on agent_webhook_deliveries (delive
 create index agent_webhook_deliveries_settled on agent_webhook_deliveries (status, id) where status in ('done', 'ignored');
 create index agent_webhook_deliveries_state on agent_webhook_deliveries (endpoint, status, id);
 comment on table agent_webhook_deliveries is
-  'What came, as it came, once per endpoint and delivery id. trace_id is that of the first handling, '
-  'last_trace_id and execution_id those of the newest: a replay is a new run of the same delivery.';
-comment on column agent_webhook_deliveries.repeats is 'How often it came again, and was acknowledged and not run.';
+  'Deliveries, one row for each endpoint and delivery id, with headers and body as they came. A replay is a new run '
+  'of the same delivery.';
+comment on column agent_webhook_deliveries.endpoint is 'The name of the endpoint.';
+comment on column agent_webhook_deliveries.delivery_id is 'The sender''s id, or a digest of the body.';
+comment on column agent_webhook_deliveries.trace_id is 'The trace of the first run.';
+comment on column agent_webhook_deliveries.last_trace_id is 'The trace of the newest run.';
+comment on column agent_webhook_deliveries.execution_id is 'The newest run.';
+comment on column agent_webhook_deliveries.status is
+  'received: stored. failed: is tried again. ignored: no action of the endpoint applies. dead: given up.';
+comment on column agent_webhook_deliveries.attempts is 'Attempts of the newest run.';
+comment on column agent_webhook_deliveries.replays is 'How often an admin replayed it.';
+comment on column agent_webhook_deliveries.repeats is 'How often it came again. A repeat is acknowledged and not run.';
+comment on column agent_webhook_deliveries.headers is 'Headers of the request.';
+comment on column agent_webhook_deliveries.body is 'Body of the request.';
+comment on column agent_webhook_deliveries.body_sha256 is 'Its digest.';
 comment on column agent_webhook_deliveries.traceparent is 'The sender''s trace (W3C), as a link.';
+comment on column agent_webhook_deliveries.outcome is 'The outcome of each action.';
+comment on column agent_webhook_deliveries.next_attempt_at is 'When a failed one is tried again.';
+comment on column agent_webhook_deliveries.received_at is 'When it came first.';
+comment on column agent_webhook_deliveries.finished_at is 'When it was done, ignored or dead.';
 comment on column agent_webhook_deliveries.conflicts is
-  'How often it came again with another body; the first of these are in agent_webhook_conflicts.';
+  'How often it came again with another body. The first of these are in agent_webhook_conflicts.';
 
 create table agent_webhook_conflicts (
   id          uuid default agent_uuid7() primary key,
@@ -69,8 +96,12 @@ create table agent_webhook_conflicts (
   constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
 );
 comment on table agent_webhook_conflicts is
-  'Other bodies that came, signed, under the id of a delivery: as they came, a few for each delivery. None of '
-  'them was handled.';
+  'Other bodies that came, signed, under the id of a delivery. A few are kept for each delivery; none is run.';
+comment on column agent_webhook_conflicts.delivery is 'The delivery with the id.';
+comment on column agent_webhook_conflicts.headers is 'Headers of the request.';
+comment on column agent_webhook_conflicts.body is 'Body of the request.';
+comment on column agent_webhook_conflicts.body_sha256 is 'Its digest.';
+comment on column agent_webhook_conflicts.received_at is 'When it came.';
 
 create table agent_webhook_targets (
   id              uuid default agent_uuid7() primary key,
@@ -92,11 +123,19 @@ create table agent_webhook_targets (
   updated_at      timestamptz not null default clock_timestamp(),
   constraint agent_webhook_targets_check check (enabled = (disabled_by = ''))
 );
-comment on column agent_webhook_targets.events is
-  'Types such as execution.failed, families such as execution.*, or *.';
+comment on table agent_webhook_targets is 'URLs that are told of events.';
+comment on column agent_webhook_targets.secrets is 'References to the secrets that sign; several while one is rotated.';
+comment on column agent_webhook_targets.events is 'Types such as execution.failed, families such as execution.*, or *.';
+comment on column agent_webhook_targets.max_failures is 'Failures in a row that disable the target.';
+comment on column agent_webhook_targets.disabled_reason is 'Why it is out of service.';
+comment on column agent_webhook_targets.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
+comment on column agent_webhook_targets.disabled_at is 'When it was disabled.';
 comment on column agent_webhook_targets.failures is 'Attempts that failed in a row, since failing_since.';
+comment on column agent_webhook_targets.failing_since is
+  'When the first of these failures was. Null: the last attempt succeeded.';
 comment on column agent_webhook_targets.blocked_until is
-  'It asked for a pause (Retry-After): nothing is sent before.';
+  'Nothing is sent before, because the target asked for a pause (Retry-After).';
+comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_outbox (
   id              uuid default agent_uuid7() primary key,
@@ -116,9 +155,22 @@ create table agent_webhook_outbox (
 ) with (fillfactor = 80);
 create index agent_webhook_outbox_dead on agent_webhook_outbox (target_id, id) where status = 'dead';
 create index agent_webhook_outbox_due on agent_webhook_outbox (target_id, next_attempt_at) where status = 'pending';
+comment on table agent_webhook_outbox is
+  'Messages to targets, written in the transaction of their cause. Each is sent until the target takes it or it is '
+  'dead.';
 comment on column agent_webhook_outbox.id is 'The webhook-id, the same for every attempt.';
+comment on column agent_webhook_outbox.target_id is 'The target.';
+comment on column agent_webhook_outbox.event is 'The type, such as execution.failed.';
+comment on column agent_webhook_outbox.payload is 'The body.';
+comment on column agent_webhook_outbox.status is 'pending, sent, or dead: given up.';
+comment on column agent_webhook_outbox.attempts is 'How often it was sent.';
 comment on column agent_webhook_outbox.leased is 'An attempt is under way until next_attempt_at.';
-comment on column agent_webhook_outbox.activity_id is 'Of the attempt under way.';
+comment on column agent_webhook_outbox.next_attempt_at is
+  'When it is sent next. While leased: when the attempt counts as lost.';
+comment on column agent_webhook_outbox.activity_id is 'The row of the log of the attempt under way.';
+comment on column agent_webhook_outbox.http_status is 'The status of the last answer. 0: none.';
+comment on column agent_webhook_outbox.last_error is 'The error of the last attempt.';
+comment on column agent_webhook_outbox.finished_at is 'When it was sent or given up.';
 
 -- Code
 

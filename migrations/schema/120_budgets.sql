@@ -16,9 +16,17 @@ create table agent_budgets (
   unknown_usd     numeric not null default 0
 ) with (fillfactor = 50);
 create index agent_budgets_age on agent_budgets (created_at);
-comment on column agent_budgets.unsettled is 'Calls whose usage nobody reported.';
-comment on column agent_budgets.unknown_tokens is 'The part of tokens that nobody reported: the worst case.';
-comment on column agent_budgets.unknown_usd is 'The part of cost_usd that nobody reported: the worst case.';
+comment on table agent_budgets is
+  'What was spent, and what is reserved, by scope. The limits come with each reservation, from the settings.';
+comment on column agent_budgets.scope is
+  'What is counted: a run (run:TRACE), a day (day:DATE), or a surface or agent of a day.';
+comment on column agent_budgets.tokens is 'Tokens spent.';
+comment on column agent_budgets.cost_usd is 'US dollars spent.';
+comment on column agent_budgets.reserved_tokens is 'Tokens of calls under way, at their worst case.';
+comment on column agent_budgets.reserved_usd is 'US dollars of calls under way, at their worst case.';
+comment on column agent_budgets.unsettled is 'Calls whose usage no provider reported.';
+comment on column agent_budgets.unknown_tokens is 'The part of tokens that no provider reported, at its worst case.';
+comment on column agent_budgets.unknown_usd is 'The part of cost_usd that no provider reported, at its worst case.';
 
 create table agent_budget_reservations (
   execution_id uuid not null,
@@ -33,9 +41,14 @@ create table agent_budget_reservations (
   primary key (execution_id, step)
 );
 comment on table agent_budget_reservations is
-  'Model calls under way. The key is the step''s: one request to the provider at a time, under one claim.';
-comment on column agent_budget_reservations.granted is 'Completion tokens.';
-comment on column agent_budget_reservations.tokens is 'With the prompt''s.';
+  'Model calls under way. A step makes one request at a time, under one claim.';
+comment on column agent_budget_reservations.step is 'The step that makes the call.';
+comment on column agent_budget_reservations.scopes is 'The budgets that it is reserved in.';
+comment on column agent_budget_reservations.granted is 'Completion tokens that the call may use.';
+comment on column agent_budget_reservations.tokens is 'The reservation: the granted tokens and those of the prompt.';
+comment on column agent_budget_reservations.cost_usd is 'The reservation in US dollars.';
+comment on column agent_budget_reservations.claim is 'The claim that reserved it. A later claim writes it off.';
+comment on column agent_budget_reservations.activity_id is 'The row of the log of the call.';
 
 -- Code
 

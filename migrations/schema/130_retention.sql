@@ -10,6 +10,7 @@ create type agent_old_rows as (
   place_key text,
   seen      int                                           -- how many were looked at
 );
+comment on type agent_old_rows is 'A piece of a pass: the rows to remove, and the place that it came to.';
 
 create table agent_retention (
   kind       text primary key
@@ -22,13 +23,14 @@ create table agent_retention (
   constraint agent_retention_check check (keep >= "least")
 );
 comment on table agent_retention is
-  'How long rows are kept after they are over. Change it with set_agent_retention, which records who did and '
-  'why.';
-comment on column agent_retention.keep is 'Null: for ever.';
-comment on column agent_retention.changed_by is 'Empty: as installed.';
+  'How long rows are kept after they are over. Change it with set_agent_retention, which records who did and why.';
+comment on column agent_retention.kind is 'The kind of row.';
+comment on column agent_retention.keep is 'How long its rows are kept. Null: for ever.';
+comment on column agent_retention.least is 'The shortest time that keep may be.';
+comment on column agent_retention.about is 'The kind, described for people.';
+comment on column agent_retention.changed_at is 'When keep was set.';
+comment on column agent_retention.changed_by is 'The person who set it. Empty: as installed.';
 
--- How far a pass has come. Rows before the place were looked at; what was left because somebody needed it is looked at again when a
--- pass begins anew, once a day.
 create table agent_retention_passes (
   kind      text primary key references agent_retention(kind),
   place_at  timestamptz not null default '-infinity'::timestamptz,
@@ -37,13 +39,21 @@ create table agent_retention_passes (
   ended_at  timestamptz,
   removed   bigint not null default 0
 );
-comment on column agent_retention_passes.ended_at is 'When all that is old had been looked at; null: there is more.';
-comment on column agent_retention_passes.removed is 'Rows, ever.';
+comment on table agent_retention_passes is
+  'How far the pass over each kind has come. A new pass begins once a day, and comes to the rows that were needed '
+  'before.';
+comment on column agent_retention_passes.kind is 'The kind of row.';
+comment on column agent_retention_passes.place_at is 'Rows before this time and key were visited in this pass.';
+comment on column agent_retention_passes.place_key is 'The key, for rows of the same time.';
+comment on column agent_retention_passes.began_at is 'When the pass began.';
+comment on column agent_retention_passes.ended_at is 'When it had visited all old rows. Null: there are more.';
+comment on column agent_retention_passes.removed is 'Rows removed since the installation.';
 
--- Executions that are gone and have checkpoints left: those may be many, and go in pieces. Nobody can find them meanwhile.
 create table agent_retention_leftovers (
   execution_id uuid primary key
 );
+comment on table agent_retention_leftovers is
+  'Executions that are gone and still have checkpoints. These may be many, and are removed in pieces.';
 
 insert into agent_retention (kind, keep, least, about) values
   ('activity', null, '7 days', 'the activity log; by whole months from 60 days on'),

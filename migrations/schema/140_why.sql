@@ -5,6 +5,7 @@
 create type agent_reason as (
   at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb
 );
+comment on type agent_reason is 'One cause: at that time, from_ref caused to_ref. what is the sentence, detail its data.';
 
 create table agent_links (
   cause  text not null,
@@ -15,8 +16,10 @@ create table agent_links (
 );
 create index agent_links_effect on agent_links (effect, kind);
 comment on table agent_links is 'What caused what, where no other table says it.';
-comment on column agent_links.cause is 'As why() has them: execution ID, trace ID, event ID, approval ID.';
-comment on column agent_links.effect is 'Event ID, execution ID, run ID, outgoing ID.';
+comment on column agent_links.cause is 'A reference as why returns it: execution ID, trace ID, event ID, approval ID.';
+comment on column agent_links.kind is 'The relation: the cause raised, woke, started, ran, told or allowed the effect.';
+comment on column agent_links.effect is 'A reference: event ID, execution ID, run ID, outgoing ID.';
+comment on column agent_links.at is 'When it happened.';
 
 -- Code
 

@@ -1,4 +1,6 @@
 -- Views: what people and other programs read.
+--
+-- The columns of a view are a promise, as those of a table are. The program's own pages and commands read the same views.
 
 -- Code
 
@@ -12,8 +14,8 @@ create or replace view agent_objective_progress as
                         / nullif(count(*) filter (where s.status in ('pending', 'done', 'failed')), 0), 3), 0) as progress
     from agent_objectives o left join agent_objective_steps s on s.objective_id = o.id
    group by o.id;
-
--- Views anyone can read.
+comment on view agent_objective_progress is
+  'Objectives with the progress of their round: the share of steps that are done.';
 
 create or replace view agent_locks_live as
   select l.lane, l.locked_by, l.execution_id,
@@ -38,17 +40,22 @@ create or replace view agent_executions_by_status as
       from agent_executions e where e.status in ('pending', 'running', 'waiting') group by e.status)
   select s.status, coalesce(l.count, 0) as count, coalesce(l.age, 0)::numeric(14, 1) as avg_age_seconds
     from unnest(array['pending', 'running', 'waiting']) s (status) left join live l on l.status = s.status;
+comment on view agent_executions_by_status is
+  'How many executions are pending, running and waiting, and their mean age.';
 
 create or replace view agent_executions_waiting as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.waiting_data,
          clock_timestamp() - e.updated_at as waiting_time
     from agent_executions e where e.status = 'waiting' order by e.waiting_until;
+comment on view agent_executions_waiting is 'Executions that wait, by deadline, with the time that they have waited.';
 
 create or replace view agent_executions_stuck as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
     from agent_executions e
    where e.status = 'waiting' and e.waiting_until < clock_timestamp()
      and e.updated_at < clock_timestamp() - interval '1 hour';
+comment on view agent_executions_stuck is
+  'Executions whose wait is past its deadline, and which nothing has changed for an hour. There should be none.';
 
 -- Spend ---------------------------------------------------------------------------------------------
 
@@ -75,6 +82,8 @@ create or replace view agent_skill_calls as
    where a.kind = 'call' and a.status in ('success', 'error')
      and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
                                'disabled', 'on_trial', 'yielded', 'budget', 'configuration');
+comment on view agent_skill_calls is
+  'Calls that count for the health of their skill. A call that was refused, interrupted or misconfigured does not.';
 
 create or replace view agent_skill_health as
   select s.name as skill, coalesce(f.calls, 0) as calls,
