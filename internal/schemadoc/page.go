@@ -100,14 +100,14 @@ func (r *Relation) write(b *strings.Builder) {
 		fmt.Fprintf(b, "%s\n\n", r.Comment)
 	}
 	b.WriteString("| Column | Type | Default | |\n|---|---|---|---|\n")
-	values := map[string]string{}
+	values := map[string][]string{}
 	var checks []string
 	for _, c := range r.Constraints {
 		if c.Kind != "c" {
 			continue
 		}
 		if m := oneOf.FindStringSubmatch(c.Text); m != nil {
-			values[m[1]] = "One of " + strings.ReplaceAll(m[2], "'", "`") + "."
+			values[m[1]] = strings.Split(strings.ReplaceAll(m[2], "'", ""), ", ")
 		} else {
 			text, _ := strings.CutPrefix(c.Text, "check (")
 			checks = append(checks, "`"+strings.TrimSuffix(text, ")")+"`")
@@ -135,7 +135,7 @@ func (r *Relation) write(b *strings.Builder) {
 }
 
 // row writes the line of a column.
-func (r *Relation) row(b *strings.Builder, c Column, values string) {
+func (r *Relation) row(b *strings.Builder, c Column, values []string) {
 	kind, preset := c.Type, ""
 	if c.Null {
 		kind += ", *null*"
@@ -149,7 +149,9 @@ func (r *Relation) row(b *strings.Builder, c Column, values string) {
 			about = append(about, "→ "+link(f.target)+".")
 		}
 	}
-	about = append(about, values)
+	if slices.ContainsFunc(values, func(v string) bool { return v != "" && !strings.Contains(c.Comment, v) }) {
+		about = append(about, strings.ReplaceAll("One of `"+strings.Join(values, "`, `")+"`.", "``", "`''`"))
+	}
 	text := strings.Join(strings.Fields(strings.Join(about, " ")), " ")
 	cells := []string{"`" + c.Name + "`", kind, preset, text}
 	for i := range cells {

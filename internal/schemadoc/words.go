@@ -90,6 +90,11 @@ func Missing(nouns []*Noun) []string {
 					all = append(all, fmt.Sprintf("%s.%s", r.Name, c.Name))
 				}
 			}
+			for _, x := range r.Indexes {
+				if x.Comment == "" {
+					all = append(all, x.Name)
+				}
+			}
 		}
 		for _, f := range n.Calls {
 			if f.Comment == "" {

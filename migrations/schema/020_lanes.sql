@@ -28,8 +28,11 @@ create table agent_locks (
   constraint agent_locks_fence unique (lane, fencing_token)
 ) with (fillfactor = 50);
 create index agent_locks_execution on agent_locks (execution_id) where execution_id is not null;
+comment on index agent_locks_execution is 'Finds the lanes of an execution, to release or park them.';
 create index agent_locks_held on agent_locks (lane) where locked_by <> '';
+comment on index agent_locks_held is 'Lists the lanes that are held.';
 create index agent_locks_threads on agent_locks (lane) where (lane ~~ 'thread:%') and locked_by <> '' and (NOT parked);
+comment on index agent_locks_threads is 'Lists the threads whose lane may expire.';
 comment on table agent_locks is
   'Every lane that has been held, with its holder. A lane without a row was never held, or long ago.';
 comment on column agent_locks.lane is 'The name of the lane, such as thread:ID. Any text names a lane.';
@@ -55,6 +58,7 @@ create table agent_lock_waiters (
   primary key (lane, owner)
 );
 create index agent_lock_waiters_queue on agent_lock_waiters (lane, ticket);
+comment on index agent_lock_waiters_queue is 'Finds the first waiter of a lane.';
 comment on table agent_lock_waiters is
   'The queue of each lane. A waiter renews its row. One that stops is forgotten after seconds; until then nobody '
   'overtakes it.';
@@ -76,6 +80,7 @@ create table agent_lock_loans (
   primary key (lane, depth)
 );
 create index agent_lock_loans_lender on agent_lock_loans (lender);
+comment on index agent_lock_loans_lender is 'Finds the lanes that an execution has lent.';
 comment on table agent_lock_loans is
   'Lanes that a parent has lent to a child. A child may lend on, so the loans of a lane are a stack.';
 comment on column agent_lock_loans.lane is 'The lane that is lent.';
@@ -96,6 +101,7 @@ create table agent_lane_holds (
   primary key (lane, held_until, fencing_token)
 );
 create index agent_lane_holds_execution on agent_lane_holds (execution_id, held_from);
+comment on index agent_lane_holds_execution is 'Lists the lanes that an execution has held.';
 comment on table agent_lane_holds is 'Lanes that executions have held. A row is written when the holding ends.';
 comment on column agent_lane_holds.lane is 'The lane that was held.';
 comment on column agent_lane_holds.fencing_token is 'The token at the end of the holding.';
@@ -119,6 +125,7 @@ create table agent_workers (
   claim        bigint
 ) with (fillfactor = 50);
 create index agent_workers_expiry on agent_workers (expires_at);
+comment on index agent_workers_expiry is 'Finds workers whose lease has ended.';
 comment on table agent_workers is
   'Processes that run executions, and locks of workers outside. Each row is a lease on all claims that name it.';
 comment on column agent_workers.kind is 'process: a process of this program. outside: a lock on one execution.';

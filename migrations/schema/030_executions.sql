@@ -53,25 +53,41 @@ create table agent_executions (
   flow_version     int
 ) with (fillfactor = 70);
 create index agent_executions_broken on agent_executions (status, id) where status in ('failed', 'timeout', 'cancelled');
+comment on index agent_executions_broken is 'Lists executions that failed, timed out or were cancelled.';
 create index agent_executions_forks on agent_executions (forked_from) where forked_from is not null;
+comment on index agent_executions_forks is 'Lists the forks of an execution.';
 create index agent_executions_held on agent_executions (claimed_by, flow, surface) where claimed_by is not null;
+comment on index agent_executions_held is
+  'Finds the claims of a worker, and counts them against the limits of flow and surface.';
 create unique index agent_executions_key on agent_executions (dedupe_key) where dedupe_key is not null;
+comment on index agent_executions_key is 'Finds the execution of a dedupe_key.';
 create index agent_executions_of_agent on agent_executions (agent, id) with (deduplicate_items=off) where agent <> 'agent' and agent <> 'visitor_chat';
+comment on index agent_executions_of_agent is
+  'Lists the executions of an agent. The two agents of most executions have no entry.';
 create index agent_executions_of_flow on agent_executions (flow, id) with (deduplicate_items=off) where claimed_by is null;
+comment on index agent_executions_of_flow is 'Lists the executions of a flow.';
 create index agent_executions_of_surface on agent_executions (surface, id) with (deduplicate_items=off) where claimed_by is null and parent_id is null;
+comment on index agent_executions_of_surface is 'Lists the executions of a surface that no execution started.';
 create index agent_executions_open on agent_executions (status, id) with (deduplicate_items=off) where status in ('pending', 'running', 'waiting');
+comment on index agent_executions_open is 'Lists and counts the executions that have not ended.';
 create index agent_executions_outside on agent_executions (id) where outside and status in ('pending', 'running') and claimed_by is null;
 comment on index agent_executions_outside is 'Runs that workers outside may lock now.';
 create index agent_executions_parent on agent_executions (parent_id) where parent_id is not null;
+comment on index agent_executions_parent is 'Finds the children of an execution.';
 create index agent_executions_progress on agent_executions (id) where claimed_by is not null and progress_seconds > 0;
+comment on index agent_executions_progress is 'Finds claimed executions with a bound on progress.';
 create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id) where claimed_by is null and status in ('pending', 'running') and not outside;
+comment on index agent_executions_ready is 'Finds the next execution to claim, by flow and surface.';
 create unique index agent_executions_run on agent_executions (trace_id, id, claim) with (deduplicate_items=off);
 comment on index agent_executions_run is
   'The executions of a trace. It also makes the claim a part of a key, so that whoever takes a claim away waits '
   'for those who hold FOR KEY SHARE, which is how a write under a claim is fenced.';
 create index agent_executions_thread on agent_executions (thread_id) where thread_id is not null and completed_at is null;
+comment on index agent_executions_thread is 'Finds the executions under way in a thread.';
 create index agent_executions_waiting_until on agent_executions (waiting_until) where status = 'waiting';
+comment on index agent_executions_waiting_until is 'Finds waits that have timed out.';
 create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
+comment on index agent_executions_waits is 'Finds the executions that an event resumes.';
 alter index agent_executions_pkey set (deduplicate_items=off);
 comment on table agent_executions is
   'One row for each run. It is the state machine, and what a process needs to go on with the run.';
@@ -197,6 +213,7 @@ create table agent_pauses (
   resume_reason text not null default ''
 );
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
+comment on index agent_pauses_open is 'Allows one pause at a time.';
 comment on table agent_pauses is
   'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
 comment on column agent_pauses.paused_at is 'When the pause began.';
@@ -216,6 +233,7 @@ create table agent_flows (
   primary key (name, version)
 );
 create unique index agent_flows_current on agent_flows (name) where current;
+comment on index agent_flows_current is 'Allows one current version of a flow.';
 comment on table agent_flows is 'Versions of flows that are data. A version is never changed.';
 comment on column agent_flows.digest is 'SHA-256 of the definition.';
 comment on column agent_flows.definition is 'The flow, as the interpreter reads it.';
@@ -239,6 +257,7 @@ create table agent_idempotency (
   constraint agent_idempotency_check check ((state = 'running') = (status = 0))
 );
 create index agent_idempotency_expired on agent_idempotency (expires_at);
+comment on index agent_idempotency_expired is 'Finds rows that are to go.';
 comment on table agent_idempotency is
   'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
 comment on column agent_idempotency.scope is 'The method and route, and the caller.';

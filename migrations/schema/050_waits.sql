@@ -17,6 +17,7 @@ create table agent_events (
   constraint agent_events_once unique (external_id)
 );
 create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off) where consumed_by is null and execution_id is null;
+comment on index agent_events_untaken is 'Finds an event that came before its wait.';
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
 comment on table agent_events is
@@ -49,9 +50,13 @@ create table agent_requests (
   constraint agent_requests_check check ((kind <> 'document') OR (cardinality(items) > 0))
 );
 create index agent_requests_execution on agent_requests (execution_id, id);
+comment on index agent_requests_execution is 'Lists the requests of an execution.';
 create index agent_requests_kind on agent_requests (kind, id);
+comment on index agent_requests_kind is 'Lists requests of a kind.';
 create index agent_requests_pending on agent_requests (id) where status = 'pending';
+comment on index agent_requests_pending is 'Lists open requests.';
 create index agent_requests_thread on agent_requests (thread_id, id) where thread_id is not null;
+comment on index agent_requests_thread is 'Lists the requests of a thread.';
 comment on table agent_requests is
   'Documents, signatures and tests that people are asked for. The id is the key of the event that answers it.';
 comment on column agent_requests.kind is 'The thing that is asked for.';

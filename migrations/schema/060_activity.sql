@@ -38,10 +38,15 @@ create table agent_activity (
   cause_id        uuid
 ) partition by range (id);
 create index agent_activity_conversation on agent_activity (conversation_id, created_at);
+comment on index agent_activity_conversation is 'Reads a trace by its older name.';
 create index agent_activity_execution on agent_activity (execution_id, id);
+comment on index agent_activity_execution is 'Reads the actions of an execution.';
 create index agent_activity_skill on agent_activity (skill_name, id);
+comment on index agent_activity_skill is 'Reads the actions of a skill, by time.';
 create index agent_activity_spend on agent_activity ((((created_at AT TIME ZONE 'UTC'))::date)) where kind = 'model';
+comment on index agent_activity_spend is 'Reads the model calls of a day.';
 create index agent_activity_trace on agent_activity (trace_id, created_at);
+comment on index agent_activity_trace is 'Reads a trace, by time.';
 comment on table agent_activity is
   'One row for each action: a call of a skill, a call of a model, a phase of a turn, or a note.';
 comment on column agent_activity.conversation_id is 'The trace id under its older name.';
@@ -83,7 +88,9 @@ create table agent_activity_open (
   started_at   timestamptz not null default clock_timestamp()
 );
 create index agent_activity_open_execution on agent_activity_open (execution_id);
+comment on index agent_activity_open_execution is 'Finds the actions of an execution that are to be closed.';
 create unique index agent_activity_open_step on agent_activity_open (execution_id, claim, step) where step <> '';
+comment on index agent_activity_open_step is 'Allows one action under way for each step of a claim.';
 comment on table agent_activity_open is
   'Actions under way. The rows are few, so the end of an action is found without the log''s indexes.';
 comment on column agent_activity_open.activity_id is 'The row of the log.';
@@ -131,6 +138,7 @@ create table agent_activity_counts (
   primary key (span, start, kind, skill, surface, model)
 ) with (fillfactor = 80);
 create index agent_activity_counts_skill on agent_activity_counts (skill, span, start);
+comment on index agent_activity_counts_skill is 'Reads the counts of a skill.';
 comment on table agent_activity_counts is
   'The log, counted by hour and once more by day. Rows since counted_upto of agent_activity_counted, and those of '
   'agent_activity_uncounted, are still missing.';
@@ -219,6 +227,7 @@ create table agent_prompt_parts (
   used_on   date not null default ((now() AT TIME ZONE 'UTC'))::date
 );
 create index agent_prompt_parts_use on agent_prompt_parts (used_on);
+comment on index agent_prompt_parts_use is 'Finds parts that no prompt may need any more.';
 comment on table agent_prompt_parts is
   'The parts of prompts, redacted. A part is one message, or the tools of a call. It is stored once.';
 comment on column agent_prompt_parts.digest is 'SHA-256 of body.';
@@ -234,6 +243,7 @@ create table agent_trace_links (
   primary key (trace_id, traceparent)
 );
 create index agent_trace_links_age on agent_trace_links (created_at);
+comment on index agent_trace_links_age is 'Finds rows that are to go.';
 comment on table agent_trace_links is
   'Spans of other systems that asked for a trace of ours. They are links only; they are not trusted.';
 comment on column agent_trace_links.traceparent is 'The W3C header, as it came.';

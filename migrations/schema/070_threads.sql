@@ -24,9 +24,14 @@ create table agent_threads (
   constraint agent_threads_owner_kind check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
 ) with (fillfactor = 70);
 create index agent_threads_name on agent_threads (name, id) where name <> '';
+comment on index agent_threads_name is 'Finds a thread by its public name.';
 create index agent_threads_of_agent on agent_threads (agent, updated_at, id) where agent <> 'agent' and agent <> 'visitor_chat';
+comment on index agent_threads_of_agent is
+  'Lists the threads of an agent. The two agents of most threads have no entry.';
 create index agent_threads_owner on agent_threads (owner, updated_at, id);
+comment on index agent_threads_owner is 'Lists the threads of an owner, by their last message.';
 create index agent_threads_recent on agent_threads (updated_at, id);
+comment on index agent_threads_recent is 'Lists threads by their last message.';
 comment on table agent_threads is 'Conversations. The lane thread:ID says who may speak.';
 comment on column agent_threads.channel is 'The channel that the thread was begun on.';
 comment on column agent_threads.agent is 'The agent that answers.';
@@ -69,11 +74,17 @@ create table agent_documents (
 );
 alter table agent_documents alter column content set storage external;
 create index agent_documents_own on agent_documents (owner_kind, owner, visitor, id);
+comment on index agent_documents_own is 'Lists the documents of an owner.';
 create index agent_documents_execution on agent_documents (execution_id, id) where execution_id is not null;
+comment on index agent_documents_execution is 'Lists the documents of an execution.';
 create index agent_documents_expiry on agent_documents (expires_at) where expires_at is not null;
+comment on index agent_documents_expiry is 'Finds uploads that are to go.';
 create index agent_documents_free on agent_documents (id) where thread_id is null and execution_id is null and owner_kind = 'admin';
+comment on index agent_documents_free is 'Lists the documents of admins that belong to no thread and no execution.';
 create index agent_documents_thread on agent_documents (thread_id, id) where thread_id is not null;
+comment on index agent_documents_thread is 'Lists the documents of a thread.';
 create index agent_documents_unused on agent_documents (owner, visitor) where expires_at is not null;
+comment on index agent_documents_unused is 'Counts the unused uploads of a visitor.';
 comment on table agent_documents is 'Files that admins and visitors gave to the agent, with their content.';
 comment on column agent_documents.name is 'The file name, without folders and control characters.';
 comment on column agent_documents.content_type is
@@ -110,8 +121,11 @@ create table agent_thread_access (
   constraint agent_thread_access_check check ((kind = 'token') = (token_digest IS NOT NULL))
 );
 create index agent_thread_access_joined on agent_thread_access (joined_with) where joined_with is not null;
+comment on index agent_thread_access_joined is 'Finds the participants that joined by a token.';
 create unique index agent_thread_access_name on agent_thread_access (kind, owner, visitor, name) where kind <> 'token';
+comment on index agent_thread_access_name is 'Finds a participant''s thread by name, and allows one of a name.';
 create index agent_thread_access_thread on agent_thread_access (thread_id, id);
+comment on index agent_thread_access_thread is 'Lists the participants of a thread.';
 comment on table agent_thread_access is
   'Participants besides the owner, and join tokens. Whoever presents a token becomes a participant.';
 comment on column agent_thread_access.kind is 'token: a join token. Else the kind of participant.';
@@ -159,12 +173,19 @@ create table agent_messages (
 END)
 );
 create unique index agent_messages_dedupe on agent_messages (dedupe_key) where dedupe_key is not null;
+comment on index agent_messages_dedupe is 'Finds the message of a dedupe_key.';
 create index agent_messages_due on agent_messages (next_attempt_at) where status = 'sending' and next_attempt_at is not null;
+comment on index agent_messages_due is 'Finds messages that are to be sent again.';
 create index agent_messages_execution on agent_messages (execution_id) where execution_id is not null;
+comment on index agent_messages_execution is 'Lists the messages of an execution.';
 create index agent_messages_failed on agent_messages (id) where status = 'failed';
+comment on index agent_messages_failed is 'Lists messages that were given up.';
 create index agent_messages_queued on agent_messages (thread_id, id) include (execution_id) where status = 'queued';
+comment on index agent_messages_queued is 'Finds the next queued message of a thread.';
 create index agent_messages_sending on agent_messages (thread_id, seq) where status = 'sending';
+comment on index agent_messages_sending is 'Finds the first message of a thread that is being sent.';
 create index agent_messages_turns on agent_messages (thread_id, turn, seq);
+comment on index agent_messages_turns is 'Reads a thread turn by turn.';
 comment on table agent_messages is
   'Messages of threads. A message gets its number when it is delivered to the thread, in the order of the thread.';
 comment on column agent_messages.seq is 'The place in the thread. Null: not in the thread yet.';
@@ -233,7 +254,9 @@ create table agent_chat_requests (
   expires_at   timestamptz not null default (clock_timestamp() + '00:15:00'::interval)
 );
 create index agent_chat_requests_expiry on agent_chat_requests (expires_at);
+comment on index agent_chat_requests_expiry is 'Finds rows that are to go.';
 create index agent_chat_requests_fingerprint on agent_chat_requests (fingerprint, created_at);
+comment on index agent_chat_requests_fingerprint is 'Finds the turn that a retry asks for.';
 comment on table agent_chat_requests is
   'Requests of the last minutes that began a turn. A client''s retry finds its turn here.';
 comment on column agent_chat_requests.fingerprint is

@@ -16,6 +16,7 @@ create table agent_agents (
   primary key (name, version)
 );
 create unique index agent_agents_current on agent_agents (name) where current;
+comment on index agent_agents_current is 'Allows one current version of an agent.';
 comment on table agent_agents is 'Versions of declared agents. A turn records the version that it began with.';
 comment on column agent_agents.digest is 'SHA-256 of the definition.';
 comment on column agent_agents.definition is 'The agent, as the workspace declares it.';
@@ -38,10 +39,15 @@ create table agent_memory (
   constraint agent_memory_owner_key unique (owner, category, key)
 );
 create index agent_memory_category on agent_memory (category, key);
+comment on index agent_memory_category is 'Lists the memories of a category, of all owners.';
 create index agent_memory_expiry on agent_memory (expires_at) where expires_at is not null;
+comment on index agent_memory_expiry is 'Finds memories that are to be forgotten.';
 create index agent_memory_key on agent_memory (key text_pattern_ops);
+comment on index agent_memory_key is 'Finds keys by their beginning.';
 create index agent_memory_recent on agent_memory (updated_at);
+comment on index agent_memory_recent is 'Lists memories by their last change.';
 create index agent_memory_search on agent_memory using gin (search);
+comment on index agent_memory_search is 'Finds memories by words.';
 comment on table agent_memory is 'What agents remember: a value for each owner, category and key.';
 comment on column agent_memory.category is 'A group of keys.';
 comment on column agent_memory.key is 'The name of the memory.';
@@ -72,8 +78,11 @@ create table agent_memory_conflicts (
   constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value IS NULL))
 );
 create index agent_memory_conflicts_decided on agent_memory_conflicts (decided_at) where status <> 'open';
+comment on index agent_memory_conflicts_decided is 'Finds decided rows that are to go.';
 create index agent_memory_conflicts_key on agent_memory_conflicts (category, key, id);
+comment on index agent_memory_conflicts_key is 'Lists the conflicts of a key.';
 create index agent_memory_conflicts_status on agent_memory_conflicts (status, id);
+comment on index agent_memory_conflicts_status is 'Lists conflicts by status.';
 comment on table agent_memory_conflicts is
   'Memories that were not written, because another writer had changed the key and the first could not be asked. An '
   'admin decides. Decided rows go after 90 days.';
@@ -102,6 +111,7 @@ create table agent_memory_forgotten (
   constraint agent_memory_forgotten_owner_key primary key (owner, category, key)
 );
 create index agent_memory_forgotten_at on agent_memory_forgotten (forgotten_at);
+comment on index agent_memory_forgotten_at is 'Finds rows that are to go.';
 comment on table agent_memory_forgotten is
   'The last revision of keys that are gone, for 90 days. A new memory of the key goes on from it. No value is kept.';
 comment on column agent_memory_forgotten.category is 'As in agent_memory.';
@@ -124,7 +134,9 @@ create table agent_memory_embeddings (
 );
 alter table agent_memory_embeddings alter column vector set storage external;
 create index agent_memory_embeddings_due on agent_memory_embeddings (due_at) where due_at is not null;
+comment on index agent_memory_embeddings_due is 'Finds vectors that are still to be made.';
 create index agent_memory_embeddings_model on agent_memory_embeddings (model, updated_at);
+comment on index agent_memory_embeddings_model is 'Reads the vectors of a model, by their last change.';
 comment on table agent_memory_embeddings is
   'The vectors of memories, by embedding model. They are made after the memory was written.';
 comment on column agent_memory_embeddings.memory_id is 'The memory. The row goes with it.';
@@ -165,8 +177,11 @@ create table agent_objectives (
   constraint agent_objectives_decided check ((proposed_by = '') OR (status = 'proposed') OR (decided_by <> ''))
 );
 create index agent_objectives_due on agent_objectives (due_at) where status = 'active';
+comment on index agent_objectives_due is 'Finds objectives that the heartbeat is to work on.';
 create index agent_objectives_proposed on agent_objectives (id) where status = 'proposed';
+comment on index agent_objectives_proposed is 'Lists proposals that wait for a decision.';
 create index agent_objectives_status on agent_objectives (status, id);
+comment on index agent_objectives_status is 'Lists objectives by status.';
 comment on table agent_objectives is 'What an agent is to reach. People declare objectives, or an agent proposes one.';
 comment on column agent_objectives.goal is 'The objective, for the model.';
 comment on column agent_objectives.success_criteria is 'How its end is recognised.';
@@ -225,6 +240,7 @@ create table agent_objective_evidence (
   constraint agent_objective_evidence_check1 check ((given_by = '') = (reason = ''))
 );
 create index agent_objective_evidence_step on agent_objective_evidence (step_id, created_at);
+comment on index agent_objective_evidence_step is 'Lists the evidence of a step.';
 comment on table agent_objective_evidence is
   'Why a step counts as done: a successful action, which proves one step only, or the word of an admin.';
 comment on column agent_objective_evidence.step_id is 'The step.';
@@ -236,6 +252,7 @@ create table agent_logouts (
   expires_at timestamptz not null
 );
 create index agent_logouts_expired on agent_logouts (expires_at);
+comment on index agent_logouts_expired is 'Finds rows that are to go.';
 comment on table agent_logouts is 'Logins that were ended early. A row goes once its login would be over anyway.';
 comment on column agent_logouts.session_id is 'The random id of the login. It opens nothing without its signature.';
 comment on column agent_logouts.expires_at is 'When the login would have ended by itself.';

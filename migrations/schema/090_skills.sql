@@ -88,12 +88,19 @@ create table agent_approvals (
   constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
 );
 create index agent_approvals_granted on agent_approvals (skill_name, id) where decided_at is not null and status <> 'rejected';
+comment on index agent_approvals_granted is 'Lists the approvals of a skill that were granted.';
 create unique index agent_approvals_open on agent_approvals (skill_name, arguments_hash) where status in ('pending', 'approved') and (NOT parked);
+comment on index agent_approvals_open is 'Allows one open approval for each call that no execution waits for.';
 create index agent_approvals_state on agent_approvals (status, expires_at, id);
+comment on index agent_approvals_state is 'Finds open approvals that have expired.';
 create index agent_approvals_status on agent_approvals (status, id);
+comment on index agent_approvals_status is 'Lists approvals by status.';
 create unique index agent_approvals_step on agent_approvals (execution_id, step) where parked;
+comment on index agent_approvals_step is 'Allows one approval for each step.';
 create index agent_approvals_trace on agent_approvals (trace_id, id);
+comment on index agent_approvals_trace is 'Lists the approvals of a trace.';
 create index agent_approvals_waiting on agent_approvals (execution_id) where parked and status in ('pending', 'approved');
+comment on index agent_approvals_waiting is 'Finds the open approvals of an execution, to void them with its end.';
 comment on table agent_approvals is
   'Grants of one call: one revision of a skill with one set of arguments. A parked one belongs to the execution that '
   'waits for it, and is void with its end.';
@@ -201,7 +208,9 @@ create table agent_mcp_calls (
   created_at     timestamptz not null default clock_timestamp()
 );
 create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
+comment on index agent_mcp_calls_collected is 'Finds rows that are to go.';
 create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash) where collected_at is null;
+comment on index agent_mcp_calls_open is 'Finds the first try of a call, and allows one.';
 comment on table agent_mcp_calls is
   'Calls from other programs that need an approval. The second try of a call finds the execution of the first here.';
 comment on column agent_mcp_calls.arguments_hash is 'The hash of the arguments.';

@@ -40,8 +40,11 @@ create table agent_automations (
   constraint agent_automations_decided check ((proposed_by = '') OR (disabled_by = 'proposal') OR (decided_by <> ''))
 );
 create index agent_automations_due on agent_automations (next_run_at) where enabled;
+comment on index agent_automations_due is 'Finds automations whose time has come.';
 create index agent_automations_event on agent_automations (event) where enabled and trigger = 'event';
+comment on index agent_automations_event is 'Finds the automations that an event starts.';
 create index agent_automations_skill on agent_automations (skill_name);
+comment on index agent_automations_skill is 'Finds the automations of a skill, to pause them with it.';
 comment on table agent_automations is
   'What starts a skill, a prompt or a flow by itself: a clock, an event or a signal.';
 comment on column agent_automations.trigger is 'cron: a clock. event: an event. signal: figures that cross a bound.';
@@ -89,13 +92,21 @@ create table agent_automation_runs (
   constraint agent_automation_runs_check check ((cause = 'event') = (event_id IS NOT NULL))
 );
 create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id'))) where status = 'skipped' and (output ? 'approval_id');
+comment on index agent_automation_runs_approval is 'Finds the run that an approval belongs to.';
 create index agent_automation_runs_claimed on agent_automation_runs (execution_id) where status = 'claimed';
+comment on index agent_automation_runs_claimed is 'Finds the run of an execution.';
 create index agent_automation_runs_dead on agent_automation_runs (id) where status = 'dead';
+comment on index agent_automation_runs_dead is 'Lists runs that were given up.';
 create index agent_automation_runs_due on agent_automation_runs (id) where status = 'due';
+comment on index agent_automation_runs_due is 'Finds runs that are to begin.';
 create index agent_automation_runs_given_up on agent_automation_runs (automation_id, id) where status = 'dead';
+comment on index agent_automation_runs_given_up is 'Lists the runs of an automation that were given up.';
 create index agent_automation_runs_history on agent_automation_runs (automation_id, id);
+comment on index agent_automation_runs_history is 'Lists the runs of an automation.';
 create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
+comment on index agent_automation_runs_retry is 'Finds runs that are to be tried again.';
 create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for) where cause = 'cron';
+comment on index agent_automation_runs_times is 'Allows one run for each time of a schedule.';
 comment on table agent_automation_runs is
   'One row for each run. For a schedule the unique time is the claim: it happens once. For an event the row comes '
   'with the event, and its status is the claim.';
@@ -125,6 +136,7 @@ create table agent_schedules (
   agent       text not null default ''
 );
 create index agent_schedules_due on agent_schedules (next_run_at);
+comment on index agent_schedules_due is 'Finds schedules whose time has come.';
 comment on table agent_schedules is 'Schedules that the program itself declares: flows that start by a clock.';
 comment on column agent_schedules.flow is 'The flow that it starts.';
 comment on column agent_schedules.surface is 'The surface of its executions.';

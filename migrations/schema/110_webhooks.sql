@@ -58,10 +58,15 @@ create table agent_webhook_deliveries (
   constraint agent_webhook_deliveries_once unique (endpoint, delivery_id)
 ) with (fillfactor = 80);
 create index agent_webhook_deliveries_endpoint on agent_webhook_deliveries (endpoint, id);
+comment on index agent_webhook_deliveries_endpoint is 'Lists the deliveries of an endpoint.';
 create index agent_webhook_deliveries_open on agent_webhook_deliveries (status, id) where status <> ALL (ARRAY['done', 'ignored']);
+comment on index agent_webhook_deliveries_open is 'Finds deliveries that are not done, by status.';
 create index agent_webhook_deliveries_sender on agent_webhook_deliveries (delivery_id);
+comment on index agent_webhook_deliveries_sender is 'Finds a delivery by the sender''s id.';
 create index agent_webhook_deliveries_settled on agent_webhook_deliveries (status, id) where status in ('done', 'ignored');
+comment on index agent_webhook_deliveries_settled is 'Lists deliveries that are done or ignored.';
 create index agent_webhook_deliveries_state on agent_webhook_deliveries (endpoint, status, id);
+comment on index agent_webhook_deliveries_state is 'Lists the deliveries of an endpoint by status.';
 comment on table agent_webhook_deliveries is
   'Deliveries, one row for each endpoint and delivery id, with headers and body as they came. A replay is a new run '
   'of the same delivery.';
@@ -154,7 +159,9 @@ create table agent_webhook_outbox (
   finished_at     timestamptz
 ) with (fillfactor = 80);
 create index agent_webhook_outbox_dead on agent_webhook_outbox (target_id, id) where status = 'dead';
+comment on index agent_webhook_outbox_dead is 'Lists the messages of a target that were given up.';
 create index agent_webhook_outbox_due on agent_webhook_outbox (target_id, next_attempt_at) where status = 'pending';
+comment on index agent_webhook_outbox_due is 'Finds the next message to a target.';
 comment on table agent_webhook_outbox is
   'Messages to targets, written in the transaction of their cause. Each is sent until the target takes it or it is '
   'dead.';

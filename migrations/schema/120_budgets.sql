@@ -16,6 +16,7 @@ create table agent_budgets (
   unknown_usd     numeric not null default 0
 ) with (fillfactor = 50);
 create index agent_budgets_age on agent_budgets (created_at);
+comment on index agent_budgets_age is 'Finds budgets of old runs and days, which are to go.';
 comment on table agent_budgets is
   'What was spent, and what is reserved, by scope. The limits come with each reservation, from the settings.';
 comment on column agent_budgets.scope is

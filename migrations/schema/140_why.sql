@@ -15,6 +15,7 @@ create table agent_links (
   primary key (cause, kind, effect)
 );
 create index agent_links_effect on agent_links (effect, kind);
+comment on index agent_links_effect is 'Finds the cause of an effect.';
 comment on table agent_links is 'What caused what, where no other table says it.';
 comment on column agent_links.cause is 'A reference as why returns it: execution ID, trace ID, event ID, approval ID.';
 comment on column agent_links.kind is 'The relation: the cause raised, woke, started, ran, told or allowed the effect.';
