@@ -40,11 +40,11 @@ type listedAgent struct {
 }
 
 func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
-	all, err := room.Agents.List(ctx, room.Pool)
+	all, err := room.Agents.List(ctx, room.Read)
 	if err != nil {
 		return nil, err
 	}
-	used, err := budgets.Today(ctx, room.Pool)
+	used, err := budgets.Today(ctx, room.Read)
 	if err != nil {
 		return nil, err
 	}
@@ -97,7 +97,7 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 		}
 		asked.version = int(number)
 	}
-	a, err := room.Agents.Look(ctx, room.Pool, asked.name, asked.version)
+	a, err := room.Agents.Look(ctx, room.Read, asked.name, asked.version)
 	gone, ok := errors.AsType[*agents.MissingError](err)
 	switch {
 	case ok && gone.Latest > 0 && gone.Version == 0:
@@ -115,7 +115,7 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 // shownAgent reads the agent again: it may have changed since the page was opened.
 func (room *Room) shownAgent(ctx context.Context, v *visit) (agents.Shown, error) {
 	asked, _ := v.About.(askedAgent)
-	shown, err := room.Agents.Show(ctx, room.Pool, asked.name, asked.version)
+	shown, err := room.Agents.Show(ctx, room.Read, asked.name, asked.version)
 	if errors.Is(err, agents.ErrNotFound) {
 		err = missing("the agent has been removed; the page Agents lists those in service")
 	}

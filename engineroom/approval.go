@@ -36,7 +36,7 @@ func (room *Room) openApproval(ctx context.Context, v *visit) (string, error) {
 		return "", missing("there is no approval %.60q", id)
 	}
 	var skill string
-	err := room.Pool.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`, postgres.Strict{"id": id}).Scan(&skill)
+	err := room.Read.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`, postgres.Strict{"id": id}).Scan(&skill)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no approval %s", id)
 	}
@@ -68,7 +68,7 @@ func (a approvalFacts) Changed() bool {
 func (a approvalFacts) Whole() bool { return a.Bytes <= mostArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
 		       a.decided_by, left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
@@ -90,7 +90,7 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) {
 	var text string
 	var bytes int
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select case when octet_length(a.arguments::text) <= @most then a.arguments::text else left(a.arguments::text, 20000) end,
 		       octet_length(a.arguments::text)
 		  from agent_approvals a where a.id = @id`,
@@ -111,7 +111,7 @@ func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error)
 		ID, Before, After, By string
 		At                    *time.Time
 	}
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select p.id::text, p.decided_by, p.decided_at,
 		       case when octet_length(p.arguments::text) <= @most then p.arguments::text else '' end,
 		       case when octet_length(a.arguments::text) <= @most then a.arguments::text else '' end
@@ -152,7 +152,7 @@ type approvalOutcome struct {
 }
 
 func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
 		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
 		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
@@ -176,7 +176,7 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 		return nil, fmt.Errorf("read what came of the decision: %w", err)
 	}
 	id, _ := v.About.(string)
-	asked, err := approvals.Get(ctx, room.Pool, id)
+	asked, err := approvals.Get(ctx, room.Read, id)
 	came.AskedBy = asked.AskedBy()
 	return came, err
 }

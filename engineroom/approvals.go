@@ -105,7 +105,7 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status,
 	if want.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
 		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '') as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status,

@@ -25,7 +25,7 @@ type shownAudit struct {
 func (room *Room) auditRows(ctx context.Context, v *visit) (any, error) {
 	asked, _ := v.About.(activityAsked)
 	asked.Limit = 50
-	got, err := activity.Audit(ctx, room.Pool, asked.Filter)
+	got, err := activity.Audit(ctx, room.Read, asked.Filter)
 	if err != nil {
 		return nil, err
 	}

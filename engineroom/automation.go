@@ -41,7 +41,7 @@ func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) 
 		return "", err
 	}
 	var id string
-	err = room.Pool.QueryRow(ctx, `select id::text, name from agent_automations where name = @name`,
+	err = room.Read.QueryRow(ctx, `select id::text, name from agent_automations where name = @name`,
 		postgres.Strict{"name": name}).Scan(&id, &name)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no automation %.80q", name)
@@ -61,7 +61,7 @@ type automationFacts struct {
 
 func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger,
 		       left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000) as signal,
 		       a.skill_name, left(a.prompt, 8192) as prompt, a.flow, a.enabled, a.disabled_by, left(a.disabled_reason, 2000) as disabled_reason,
@@ -92,7 +92,7 @@ func argumentsShown(text string) string {
 
 func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationWanted)
-	all, err := collectAutomationRuns(room.Pool.Query(ctx, `
+	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and (@before = '' or r.id < nullif(@before, '')::uuid)
@@ -123,7 +123,7 @@ func newest(v *visit, before string) string {
 // automationDead are the dead letters of the automation.
 func (room *Room) automationDead(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationWanted)
-	all, err := collectAutomationRuns(room.Pool.Query(ctx, `
+	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and r.status = 'dead' order by r.id desc limit @most + 1`,

@@ -95,7 +95,7 @@ func collectAutomations(rows pgx.Rows, err error) ([]automationRow, error) {
 
 func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationsWanted)
-	all, err := collectAutomations(room.Pool.Query(ctx, `
+	all, err := collectAutomations(room.Read.Query(ctx, `
 		select `+automationColumns+`
 		  from agent_automations a
 		  left join lateral (
@@ -117,7 +117,7 @@ func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error) {
-	return collectAutomations(room.Pool.Query(ctx, `
+	return collectAutomations(room.Read.Query(ctx, `
 		select `+automationColumns+`
 		  from agent_automations a left join agent_automation_runs r on false
 		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": mostProposals}))
@@ -149,7 +149,7 @@ func collectAutomationRuns(rows pgx.Rows, err error) ([]automationRun, error) {
 
 // automationsDead are the newest dead letters of all automations.
 func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
-	all, err := collectAutomationRuns(room.Pool.Query(ctx, `
+	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @most + 1) r
 		  join agent_automations a on a.id = r.automation_id

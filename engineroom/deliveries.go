@@ -78,7 +78,7 @@ type deliveryRow struct {
 
 func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(deliveriesWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
 		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
@@ -95,7 +95,7 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list deliveries: %w", err)
 	}
-	endpoints, err := names(room.Pool.Query(ctx, `select name from agent_webhook_endpoints order by name limit 200`))
+	endpoints, err := names(room.Read.Query(ctx, `select name from agent_webhook_endpoints order by name limit 200`))
 	if err != nil {
 		return nil, err
 	}
@@ -128,7 +128,7 @@ type refusal struct {
 }
 
 func (room *Room) deliveriesRefused(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint, coalesce(a.input ->> 'count', '') as count,
 		       coalesce(left(a.error_message, 300), '') as why, a.created_at
 		  from agent_activity a where a.skill_name = 'webhook_refused' order by a.id desc limit @most`,
@@ -163,7 +163,7 @@ func (targetRow) Capped(n int64) string {
 }
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200) from unnest(t.events[:20]) e) as events,
 		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason, t.failures,
 		       t.failing_since, case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,

@@ -35,7 +35,7 @@ func (room *Room) openDelivery(ctx context.Context, v *visit) (string, error) {
 		return "", missing("there is no delivery %.60q", id)
 	}
 	var endpoint string
-	err := room.Pool.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&endpoint)
+	err := room.Read.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&endpoint)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no delivery %s", id)
 	}
@@ -60,7 +60,7 @@ func (d deliveryDetail) Settled() bool {
 func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
 		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
 		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
@@ -89,7 +89,7 @@ type deliveryAttempt struct {
 }
 
 func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '') as error,
 		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
@@ -115,7 +115,7 @@ type deliveryBody struct {
 
 // deliveryContent is what came, and then the other bodies that came under its id.
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body, octet_length(x.body)::bigint as bytes,
 		       x.received_at
 		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id

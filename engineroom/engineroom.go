@@ -17,6 +17,9 @@
 //     direction of writing made visible, long values cut, with their length told.
 //   - Nothing is loaded from another host, and the Content-Security-Policy allows no inline script or style.
 //   - A part that cannot be read says so in its place; the others are shown.
+//   - Pages only show, so they may be read from a replica (see internal/replica), and then say how far behind it is.
+//     The page that talks with the agent follows a turn, and who pulled a lever sees what came of it: both read from
+//     the primary.
 //   - Every page can be read with JavaScript off, and every lever pulled.
 //
 // Who may enter is decided before a handler of this package is called.
@@ -34,11 +37,14 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 // Options are what the Engine Room stands on.
 type Options struct {
 	Pool *pgxpool.Pool // required
+	// Read is where pages are read; the pool when nil.
+	Read *replica.Reader
 	// API is the handler of the /v1 routes, through which levers are pulled; nil when there are none. A request
 	// that reaches a handler of this package carries what API asks for.
 	API func() http.Handler
@@ -75,6 +81,9 @@ type Route struct {
 func New(o Options) (*Room, error) {
 	if o.Pool == nil {
 		return nil, errors.New("make the Engine Room: a pool is required")
+	}
+	if o.Read == nil {
+		o.Read = replica.Primary(o.Pool)
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)

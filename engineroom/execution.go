@@ -57,7 +57,7 @@ func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	var flow string
-	err = room.Pool.QueryRow(ctx, `select left(flow, 100) from agent_executions where id = @id`, postgres.Strict{"id": id}).Scan(&flow)
+	err = room.Read.QueryRow(ctx, `select left(flow, 100) from agent_executions where id = @id`, postgres.Strict{"id": id}).Scan(&flow)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return "", problem.New(http.StatusNotFound, "there is no execution %s", id)
@@ -107,7 +107,7 @@ func (room *Room) executionFacts(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue, e.flow_version, e.parent_id::text, e.thread_id,
 		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts, e.wait_number,
 		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.outside, e.claim, e.claimed_by::text,
@@ -154,7 +154,7 @@ type openRequest struct {
 func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w := openWait{ID: v.About.(executionVisit).ID}
 	var data string
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000), left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at,
 		       e.wait_number, left(coalesce(e.waiting_data::text, ''), 8192), octet_length(coalesce(e.waiting_data::text, '')),
 		       coalesce(agent_wait_event(e.waiting_for), '')
@@ -173,7 +173,7 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, tricky)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select r.id::text, r.kind, left(r.title, 400) as title, r.status, cardinality(r.items) as items, r.created_at
 		  from agent_requests r where r.execution_id = @id order by r.id desc limit 20`, postgres.Strict{"id": w.ID})
 	if err != nil {

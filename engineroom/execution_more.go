@@ -28,7 +28,7 @@ type valuesOf struct {
 func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 	var got valuesOf
 	var input, variables, result, summary, failure string
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select e.status, left(v.input, 8192), octet_length(v.input), left(v.variables, 8192), octet_length(v.variables),
 		       left(v.result, 8192), octet_length(v.result), left(e.result_summary, 8192), octet_length(e.result_summary),
 		       left(v.error, 8192), octet_length(v.error)
@@ -58,7 +58,7 @@ type executionLane struct {
 
 // executionLanes reads the lanes that it holds or borrows, and those that it has lent.
 func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
@@ -88,7 +88,7 @@ type sentMessage struct {
 
 // executionMessages reads what it said, newest first, in the order of the index on the execution; see descendants.
 func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
 		  from (select y.id from (select x.id, x.execution_id from agent_messages x
 		          where x.execution_id <= @id order by x.execution_id desc limit @near) y
@@ -124,7 +124,7 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(executionVisit)
 	f := forkForm{ID: about.ID, From: about.From}
 	var size int64
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select left(e.flow, 200), e.flow_version is not null, left(i.text, 8192), octet_length(i.text)
 		  from agent_executions e cross join lateral (select e.input::text as text) i where e.id = @id`,
 		postgres.Strict{"id": about.ID}).Scan(&f.Flow, &f.Data, &f.Input, &size)
@@ -134,7 +134,7 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	if f.Hidden = int64(len(f.Input)) < size || hides(f.Input); f.Hidden {
 		f.Input = ""
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select c.step from agent_checkpoints c where c.execution_id = @id and octet_length(c.step) <= 300
 		 order by c.created_at desc, c.step desc limit @most`, postgres.Strict{"id": about.ID, "most": stepsOffered})
 	if err != nil {

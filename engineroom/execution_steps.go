@@ -115,7 +115,7 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 	if about.before != nil {
 		at, step = &about.before.At, about.before.Step
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
 		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end as event,
 		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
@@ -203,7 +203,7 @@ func (room *Room) statusMoments(ctx context.Context, x executionFact) ([]moment,
 
 // statusChanges reads the newest changes of status that were kept.
 func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id order by n desc limit 200`,
 		postgres.Strict{"id": id})
 	if err != nil {

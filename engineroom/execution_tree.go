@@ -66,7 +66,7 @@ func (room *Room) executionRelatives(ctx context.Context, v *visit) (any, error)
 
 // ancestors are the execution and what is above it, the nearest first.
 func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		with recursive line (id, level) as (
 		  select x.id, 0 from agent_executions x where x.id = @id
 		  union all
@@ -89,7 +89,7 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 // are read in the order of the index on the parent, some way on: with a condition on the parent and the order of the ids the
 // planner may walk through the whole table by id.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		with recursive tree (id, level) as (
 		  select @id::uuid, 0
 		  union all
@@ -138,7 +138,7 @@ func treeOf(above, below []relative, id string) *relative {
 
 // forks are the executions that began with what this one had recorded, newest first.
 func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from (
 		  select y.id, y.status, y.forked_step, y.created_at, y.forked_from from agent_executions y
 		   where y.forked_from <= @id order by y.forked_from desc limit @near) x

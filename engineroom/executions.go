@@ -100,7 +100,7 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 	if f.View != "" {
 		return room.listWaiting(ctx, f)
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select w.id from (
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'trace' and x.trace_id = any (@traces) and (@before = '' or x.id < nullif(@before, '')::uuid)
@@ -157,7 +157,7 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 		return got, nil
 	}
 	var end string
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select coalesce((select w.id::text from (
 		  (select x.id from agent_executions x
 		    where @by = 'status' and x.status = @status and (@before = '' or x.id < nullif(@before, '')::uuid)
@@ -199,7 +199,7 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 
 // listWaiting reads what waits, the nearest deadline first, or what is stuck. Other filters narrow down the lookedAt nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
 		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.agent, w.trace_id from agent_executions w
 		    where w.status = 'waiting' and @view = 'waiting' and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))

@@ -43,7 +43,7 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 // follows it there. A condition on the state alone would leave it to the planner's guess whether a rare one is worth a walk
 // through the table. Completed ones have no such index: they are counted among the newest.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
 		         select e.status from agent_executions e
 		          where e.status in ('pending', 'running', 'waiting') and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
@@ -110,7 +110,7 @@ func (a admission) Full() bool { return a.Running >= int64(a.Most) }
 
 // executionQueue is what is ready, by kind, and the limits.
 func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select q.queue, left(k.flow, 200) as flow, k.surface,
 		       (select count(*) from (select from agent_executions x
 		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = q.queue
@@ -125,7 +125,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the queue: %w", err)
 	}
-	rows, err = room.Pool.Query(ctx, `
+	rows, err = room.Read.Query(ctx, `
 		select l.kind, left(l.name, 200) as name, l.running as most, case l.kind
 		         when 'flow' then (select count(*) from (select from agent_executions x
 		           where x.claimed_by is not null and x.flow = l.name limit @counted + 1) c)

@@ -132,7 +132,7 @@ func (s shownFeed) Fold(id string) string {
 func (room *Room) feed(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(activityAsked)
 	asked.Limit, asked.Cursor, asked.Row = 50, "", ""
-	got, err := activity.Lines(ctx, room.Pool, asked.Filter)
+	got, err := activity.Lines(ctx, room.Read, asked.Filter)
 	if err != nil {
 		return nil, err
 	}
@@ -152,7 +152,7 @@ func (room *Room) activityPage() page {
 func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(activityAsked)
 	asked.Limit = 50
-	got, err := activity.Lines(ctx, room.Pool, asked.Filter)
+	got, err := activity.Lines(ctx, room.Read, asked.Filter)
 	if err != nil {
 		return nil, err
 	}
@@ -166,7 +166,7 @@ func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 	if asked.Row == "" {
 		return shown, nil
 	}
-	row, err := activity.Unfold(ctx, room.Pool, asked.Row)
+	row, err := activity.Unfold(ctx, room.Read, asked.Row)
 	switch {
 	case errors.Is(err, activity.ErrNoRow):
 		return shown, nil

@@ -54,7 +54,7 @@ func (room *Room) healthPart() part {
 
 // healthPanel has the skills that need a look first: out of service, then failing, then the busiest.
 func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
-	sums, err := activity.CountedHealth(ctx, room.Pool, activity.HealthFilter{})
+	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{})
 	if err != nil {
 		return nil, err
 	}

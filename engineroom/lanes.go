@@ -83,7 +83,7 @@ func (l heldLane) Waiting() string {
 // heldLanes reads the lanes that are held, by name: in that order an index has them, however many are held.
 func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(lanesWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
@@ -134,7 +134,7 @@ func collectClaims(rows pgx.Rows, err error) ([]claim, error) {
 // claims reads the executions that are run now, the newest first.
 func (room *Room) claims(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(lanesWanted)
-	all, err := collectClaims(room.Pool.Query(ctx, `
+	all, err := collectClaims(room.Read.Query(ctx, `
 		select `+claimColumns+`
 		  from agent_executions e join agent_workers w on w.id = e.claimed_by
 		 where e.status = 'running' and e.claimed_by is not null and w.expires_at > now()

@@ -24,7 +24,7 @@ type laneWaiter struct {
 // wait without a process are woken by the release and ask again.
 func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(lanesWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select * from (
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
 		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz as until
@@ -56,7 +56,7 @@ type laneLoan struct {
 
 func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(lanesWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select n.lane, n.lender::text, n.borrower::text, n.depth, n.lent_at
 		  from agent_lock_loans n where @lane = '' or n.lane = @lane order by n.lane, n.depth limit @most + 1`,
 		freshPlan, postgres.Strict{"most": mostLanes, "lane": want.Lane})
@@ -84,7 +84,7 @@ type staleLane struct {
 
 // stale reads what is left of holders that are gone: it is taken over by itself, and to see it stay means that nobody sweeps.
 func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
-	claims, err := collectClaims(room.Pool.Query(ctx, `
+	claims, err := collectClaims(room.Read.Query(ctx, `
 		select `+claimColumns+`
 		  from (select * from agent_workers x where x.expires_at <= now() order by x.expires_at desc limit @most) w
 		 cross join lateral (
@@ -93,7 +93,7 @@ func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, l.expires_at as expired_at
 		  from (select * from agent_locks x where x.locked_by <> '' order by x.lane limit @looked) l
 		 where l.expires_at <= now() order by l.lane limit @most + 1`,

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -49,7 +50,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	if len(parts) == 0 {
 		return nil, nil, problem.New(http.StatusNotFound, "nothing on this page changes by itself")
 	}
-	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts))}
+	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts)), fresh: v.fresh}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	t := h.topics[v.URL]
@@ -132,12 +133,26 @@ func (h *hub) pulse(ctx context.Context) {
 	}
 }
 
-// beat is a value that changes when an activity begins or ends.
+// beat is a value that changes when an activity begins or ends, and on the replica again when that has it.
 func (h *hub) beat(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.readLimit)
 	defer cancel()
-	var now string
-	err := h.room.Pool.QueryRow(ctx, `
+	read := h.room.Read
+	reading, from := read.Choose(ctx, false)
+	now, err := pulseOf(reading, read)
+	if !from.Replica() {
+		return now, err
+	}
+	there, away := pulseOf(ctx, read) // some topics are read from the primary all the same
+	if away != nil {
+		there = "away"
+	}
+	return now + " " + there, err
+}
+
+// pulseOf names the newest activity, and those that are under way.
+func pulseOf(ctx context.Context, db postgres.DB) (now string, err error) {
+	err = db.QueryRow(ctx, `
 		select concat_ws(' ', (select id from agent_activity order by id desc limit 1),
 		       (select concat_ws(' ', count(*), max(started_at)) from agent_activity_open))`).Scan(&now)
 	return now, err

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 // soonest is how long a part that a newcomer asks for is left alone after it was read: many who come at once, as after
@@ -23,6 +25,8 @@ type topic struct {
 	mu      sync.Mutex
 	parts   []state
 	viewers map[*viewer]struct{}
+	fresh   time.Time // until when it is read from the primary: a viewer wrote before it came
+	replica bool      // the parts were last read from the replica
 }
 
 // state is a part as it was read last.
@@ -44,6 +48,7 @@ type viewer struct {
 	news  chan struct{}
 	since time.Time // what was read before may be older than what the viewer has
 	marks []string
+	fresh bool // the viewer wrote a moment ago
 }
 
 // update is a part for a viewer, and the name of the state that the viewer has then.
@@ -65,6 +70,9 @@ func (t *topic) add(who *viewer) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.viewers[who] = struct{}{}
+	if who.fresh {
+		t.fresh = time.Now().Add(replica.FreshFor)
+	}
 	for i := range t.parts {
 		if s := &t.parts[i]; s.mark != who.marks[i] {
 			s.wanted = true
@@ -166,13 +174,39 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 		return
 	}
 	began, v := t.begin(due), *t.seen
-	opened := (&show{visit: &v}).find(ctx, t.page)
+	room := t.hub.room
+	reading, from := room.Read.Choose(ctx, t.fromPrimary())
+	opened := (&show{visit: &v}).find(reading, t.page)
 	for _, i := range due {
-		html, failed := t.render(ctx, t.parts[i].part, &v, opened)
+		html, failed := t.render(reading, t.parts[i].part, &v, opened)
+		if from.Replica() && (failed || from.Failed()) { // the rest is read from the primary
+			reading, from = room.Read.Choose(ctx, true)
+			opened = (&show{visit: &v}).find(reading, t.page)
+			html, failed = t.render(reading, t.parts[i].part, &v, opened)
+		}
 		if ctx.Err() != nil {
 			return
 		}
 		t.put(i, html, failed, began)
+	}
+	t.readFrom(from.Replica())
+}
+
+// fromPrimary reports whether the primary is to be read.
+func (t *topic) fromPrimary() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.page.follows || time.Now().Before(t.fresh)
+}
+
+// readFrom makes every part due when they were read from elsewhere before: a page is of one place.
+func (t *topic) readFrom(replica bool) {
+	t.mu.Lock()
+	changed := t.replica != replica
+	t.replica = replica
+	t.mu.Unlock()
+	if changed {
+		t.moved()
 	}
 }
 

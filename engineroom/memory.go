@@ -43,7 +43,7 @@ func (c category) Over() bool { return c.Entries >= beyond }
 
 // memoryUse sums up what is remembered, by category.
 func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, memoryUseSQL, postgres.Strict{
+	rows, err := room.Read.Query(ctx, memoryUseSQL, postgres.Strict{
 		"categories": mostCategories + 1, "beyond": beyond, "window": mostGrown,
 	})
 	if err != nil {
@@ -115,7 +115,7 @@ func askMemory(_ context.Context, v *visit) (string, error) {
 // memories reads a page of entries, the key that was kept last first. All filters combine.
 func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(memoryAsked)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
@@ -195,7 +195,7 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered,
 	if strings.ContainsRune(about.Key, 0) || len(about.Key) > mostAsked {
 		return nil, memory.ErrNotFound
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
@@ -221,7 +221,7 @@ type touch struct {
 
 // keyHistory finds who wrote the key, among the latest calls of the skills that do.
 func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
 		       left(a.agent, 100) as agent, a.created_at as at
 		  from unnest(array['memory_write', 'memory_forget', 'save_memory', 'set_memory', 'forget_memory', 'decide_memory_conflict']) s (name)

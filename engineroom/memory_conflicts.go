@@ -31,7 +31,7 @@ func (c memoryConflict) There() shownValue { return shownJSON(c.Current, c.Curre
 
 // memoryConflicts reads the conflicts that await a decision, the newest first.
 func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select c.id::text, left(c.owner, 100) as agent, c.category, c.key, left(c.trace_id, 300) as trace_id, left(c.value::text, 4000) as value,
 		       octet_length(c.value::text) as bytes, coalesce(left(m.value::text, 4000), '') as current,
 		       coalesce(octet_length(m.value::text), 0) as current_bytes, c.if_revision, c.found_revision,

@@ -57,7 +57,7 @@ func kindsOfNeed() []need {
 
 // needs reads what waits for a person.
 func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, needsSQL, postgres.Strict{"beyond": beyond, "most": mostOfAKind})
+	rows, err := room.Read.Query(ctx, needsSQL, postgres.Strict{"beyond": beyond, "most": mostOfAKind})
 	if err != nil {
 		return nil, fmt.Errorf("list what needs a person: %w", err)
 	}

@@ -76,7 +76,7 @@ func collectPursued(rows pgx.Rows, err error) ([]pursued, error) {
 
 // workedOn reads the active objectives, the most important first.
 func (room *Room) workedOn(ctx context.Context, _ *visit) (any, error) {
-	list, err := collectPursued(room.Pool.Query(ctx, pursuedColumns+`
+	list, err := collectPursued(room.Read.Query(ctx, pursuedColumns+`
 		 where o.status = 'active' order by o.priority, o.due_at, o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives}))
 	list, more := onPage(list, mostObjectives)
 	return map[string]any{"Objectives": list, "More": more}, err
@@ -111,7 +111,7 @@ func askObjectives(_ context.Context, v *visit) (string, error) {
 
 func (room *Room) listPursued(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(objectivesAsked)
-	rows, err := room.Pool.Query(ctx, pursuedColumns+`
+	rows, err := room.Read.Query(ctx, pursuedColumns+`
 		 where (@status::text = '' or o.status = @status) and (@before::text = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{"status": asked.Status, "before": asked.Before, "most": objectivesShown})
@@ -149,7 +149,7 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 		return "", objectives.ErrNotFound
 	}
 	var id, name string
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select o.id::text, o.name from agent_objectives o where o.name = @key or o.id = agent_uuid(@key)
 		 order by o.name = @key desc limit 1`, postgres.Strict{"key": key}).Scan(&id, &name)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -163,7 +163,7 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 }
 
 func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
-	list, err := collectPursued(room.Pool.Query(ctx, pursuedColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
+	list, err := collectPursued(room.Read.Query(ctx, pursuedColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
 	if err == nil && len(list) == 0 {
 		err = objectives.ErrNotFound
 	}
@@ -190,7 +190,7 @@ type proof struct {
 
 // objectiveSteps reads the steps and their evidence of this round.
 func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result, left(s.trace_id, 300) as trace_id,
 		       s.position, s.attempts, s.updated_at
 		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @most::int + 1`,
@@ -202,7 +202,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list steps: %w", err)
 	}
-	rows, err = room.Pool.Query(ctx, `
+	rows, err = room.Read.Query(ctx, `
 		select e.step_id::text, left(e.skill_name, 200) as skill_name, left(e.trace_id, 300) as trace_id, left(e.given_by, 100) as given_by,
 		       left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
 		  from agent_objective_steps s
@@ -229,7 +229,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 
 // objectiveTraces reads which traces touched the objective and its steps, the latest first.
 func (room *Room) objectiveTraces(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select left(x.trace_id, 300) as trace_id, max(x.at) as at, array_agg(distinct x.did order by x.did) as did
 		  from (select o.last_trace_id, o.updated_at, 'worked on it last' from agent_objectives o where o.id = @id
 		        union all select o.proposed_trace, o.created_at, 'proposed it' from agent_objectives o where o.id = @id

@@ -26,7 +26,7 @@ const (
 // answered when the turn has ended.
 func (room *Room) operatePage() page {
 	return page{
-		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession,
+		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession, follows: true,
 		parts: []part{
 			{name: "session", load: room.said},
 			{name: "who", load: room.operateAgents},

@@ -61,7 +61,7 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	targets, err := names(room.Pool.Query(ctx, `select name from agent_webhook_targets order by name limit 200`))
+	targets, err := names(room.Read.Query(ctx, `select name from agent_webhook_targets order by name limit 200`))
 	if err != nil {
 		return nil, err
 	}
@@ -76,7 +76,7 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) pendingMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
-	return collectMessages(room.Pool.Query(ctx, `
+	return collectMessages(room.Read.Query(ctx, `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
 		 cross join lateral (
@@ -87,7 +87,7 @@ func (room *Room) pendingMessages(ctx context.Context, want messagesWanted) ([]m
 }
 
 func (room *Room) deadMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
-	return collectMessages(room.Pool.Query(ctx, `
+	return collectMessages(room.Read.Query(ctx, `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
 		 cross join lateral (
@@ -118,7 +118,7 @@ func (room *Room) messagePage() page {
 				return "", missing("there is no outgoing delivery %.60q", id)
 			}
 			var event string
-			err := room.Pool.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`, postgres.Strict{"id": id}).Scan(&event)
+			err := room.Read.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`, postgres.Strict{"id": id}).Scan(&event)
 			if errors.Is(err, pgx.ErrNoRows) {
 				return "", missing("there is no outgoing delivery %s", id)
 			}
@@ -136,7 +136,7 @@ type messageDetail struct {
 }
 
 func (room *Room) messageFacts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+messageColumns+`, left(o.payload::text, 40000) as payload
 		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id where o.id = @id`, postgres.Strict{"id": v.About})
 	if err != nil {

@@ -65,7 +65,7 @@ type now struct {
 
 // runningNow reads what is under way: runs that a live worker has claimed, then actions outside of runs.
 func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
 		        coalesce(left(e.thread_id, 300), '') as thread_id, coalesce(o.doing, '{}') as doing,
@@ -104,7 +104,7 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 func (room *Room) idle(ctx context.Context, got *now) error {
 	var name *string
 	var at *time.Time
-	err := room.Pool.QueryRow(ctx, `
+	err := room.Read.QueryRow(ctx, `
 		select (select count(*) from (select from agent_executions e where e.status = 'pending' order by e.id desc limit @beyond) x),
 		       (select count(*) from (select from agent_executions e where e.status = 'waiting' order by e.id desc limit @beyond) x),
 		       s.name, s.next_run_at
@@ -136,7 +136,7 @@ type lock struct {
 
 // locks reads the lanes that are held, the newest grant first.
 func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,

@@ -15,6 +15,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 // page is what one address shows.
@@ -27,6 +28,8 @@ type page struct {
 	// that does not exist). Nil when there is nothing to find.
 	open  func(ctx context.Context, v *visit) (title string, err error)
 	parts []part
+	// follows marks a page that follows a turn under way: it is read from the primary.
+	follows bool
 }
 
 // part is a piece of a page.
@@ -45,6 +48,7 @@ type visit struct {
 	Query url.Values               // of the URL
 	URL   string                   // path and query, in one order however they were asked for
 	About any                      // what open found
+	fresh bool                     // is read from the primary: the reader wrote a moment ago
 }
 
 // show is what the template of a page is executed with.
@@ -57,6 +61,7 @@ type show struct {
 	Flash *flash // what came of the lever that was pulled last; shown once
 	// Live is where the page's updates are streamed, empty when there are none; Seen names the state of its parts.
 	Live, Seen string
+	Replicated bool // the page may be read from a replica
 	// Arrangement is the page's own template, executed.
 	Arrangement template.HTML
 	parts       map[string]template.HTML
@@ -117,11 +122,16 @@ func (p page) pattern() string {
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s := show{visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r)}
-		body, err := room.render(r.Context(), p, s)
+		var body []byte
+		from, err := room.Read.Do(r.Context(), p.follows || s.fresh, func(ctx context.Context) (err error) {
+			body, err = room.render(ctx, p, s)
+			return err
+		})
 		if err != nil {
 			room.Refuse(w, r, err)
 			return
 		}
+		from.Tell(w.Header())
 		room.send(w, r, http.StatusOK, body)
 	})
 }
@@ -137,7 +147,9 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		query.Del("seen")
 	}
 	address := url.URL{Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix), RawQuery: query.Encode()}
-	return &visit{path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI()}
+	return &visit{
+		path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI(), fresh: replica.Fresh(r),
+	}
 }
 
 // wildcard finds the names in a path.
@@ -146,6 +158,7 @@ var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 // render is a whole page.
 func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string]template.HTML{}
+	s.Replicated = room.Read.Configured()
 	if err := s.find(ctx, p); err != nil {
 		return nil, err
 	}

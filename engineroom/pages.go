@@ -2,7 +2,7 @@ package engineroom
 
 // all are the pages, in the order of the navigation.
 func (room *Room) all() []page {
-	return room.withPause([]page{
+	return room.withReplica(room.withPause([]page{
 		room.overviewPage(), room.activityPage(), room.auditPage(),
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
@@ -14,5 +14,5 @@ func (room *Room) all() []page {
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(),
 		room.lanesPage(), room.operatePage(),
-	})
+	}))
 }

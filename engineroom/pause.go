@@ -35,6 +35,6 @@ type pausedState struct {
 // paused reads whether autonomous work is paused.
 func (room *Room) paused(ctx context.Context, v *visit) (any, error) {
 	path, _, _ := strings.Cut(v.URL, "?")
-	p, err := executions.CurrentPause(ctx, room.Pool)
+	p, err := executions.CurrentPause(ctx, room.Read)
 	return pausedState{p, path == "/"}, err
 }

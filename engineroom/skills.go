@@ -51,13 +51,13 @@ func (room *Room) skillsPage() page {
 
 // failingSkills are those that failed in the last 7 days, as the view agent_failing_skills has them.
 func (room *Room) failingSkills(ctx context.Context, _ *visit) (any, error) {
-	list, next, err := activity.Failing(ctx, room.Pool, activity.ReportFilter{})
+	list, next, err := activity.Failing(ctx, room.Read, activity.ReportFilter{})
 	return map[string]any{"Skills": list, "More": next != ""}, err
 }
 
 // slowestSkills are those whose calls took longest in the last 7 days, as the view agent_slowest_skills has them.
 func (room *Room) slowestSkills(ctx context.Context, _ *visit) (any, error) {
-	list, next, err := activity.Slowest(ctx, room.Pool, activity.ReportFilter{})
+	list, next, err := activity.Slowest(ctx, room.Read, activity.ReportFilter{})
 	return map[string]any{"Skills": list, "More": next != ""}, err
 }
 
@@ -75,7 +75,7 @@ type skillAbout struct {
 
 func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(activity.HealthFilter)
-	sums, err := activity.CountedHealth(ctx, room.Pool, want)
+	sums, err := activity.CountedHealth(ctx, room.Read, want)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +84,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	for _, h := range healths {
 		names = append(names, h.Skill)
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust, s.state_revision
 		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
 	if err != nil {
@@ -130,7 +130,7 @@ func (room *Room) openSkill(ctx context.Context, v *visit) (string, error) {
 		return "", unknown
 	}
 	var found string
-	err := room.Pool.QueryRow(ctx, `select s.name from agent_skills s where s.name = @name`, postgres.Strict{"name": name}).Scan(&found)
+	err := room.Read.QueryRow(ctx, `select s.name from agent_skills s where s.name = @name`, postgres.Strict{"name": name}).Scan(&found)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", unknown
 	}
@@ -166,7 +166,7 @@ func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.Evidence
 func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust, left(s.source, 300) as source, s.disabled_by,
 		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision, s.state_revision, s.disabled_at, s.trial_at,
 		       s.enabled_at, s.updated_at,
@@ -190,7 +190,7 @@ func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 
 func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
 	name, _ := v.About.(string)
-	sums, err := activity.CountedHealth(ctx, room.Pool, activity.HealthFilter{Skill: name})
+	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{Skill: name})
 	if err != nil {
 		return nil, err
 	}
@@ -198,7 +198,7 @@ func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
 		return nil, missing("the skill has been removed")
 	}
 	since := today().AddDate(0, 0, -6)
-	days, err := activity.CountedCalls(ctx, room.Pool, name, since, activity.ByDay)
+	days, err := activity.CountedCalls(ctx, room.Read, name, since, activity.ByDay)
 	if err != nil {
 		return nil, err
 	}
@@ -238,7 +238,7 @@ func (room *Room) skillCalls(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int) ([]skillCall, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.trace_id, left(x.surface, 40) as surface, x.status, left(x.error_class, 100) as class,
 		       coalesce(left(x.error_message, 400), '') as message, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, a.surface, a.status, a.error_class, a.error_message, a.duration_ms, a.created_at, a.kind
@@ -264,7 +264,7 @@ type userOfSkill struct {
 }
 
 func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select left(a.name, 100) as name, a.trigger, case when a.enabled then 'enabled' else 'disabled' end as state, a.last_trace_id,
 		       case when a.enabled then a.next_run_at end as next_run_at
 		  from agent_automations a where a.skill_name = @name order by a.name limit @most::int`, postgres.Strict{"name": v.About, "most": mostSkills})

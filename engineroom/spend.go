@@ -104,12 +104,12 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	filter := activity.SpendFilter{
 		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose, Surface: want.Surface, Model: want.Model,
 	}
-	by, err := activity.CountedSpend(ctx, room.Pool, filter)
+	by, err := activity.CountedSpend(ctx, room.Read, filter)
 	if err != nil {
 		return nil, err
 	}
 	filter.By, filter.Period = activity.Together, activity.Period(want.Per)
-	periods, err := activity.CountedSpend(ctx, room.Pool, filter)
+	periods, err := activity.CountedSpend(ctx, room.Read, filter)
 	if err != nil {
 		return nil, err
 	}
@@ -251,7 +251,7 @@ type modelCall struct {
 // modelCalls lists the newest model calls that the sums are made of.
 func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendWanted)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
 		       agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
@@ -290,12 +290,12 @@ type window struct {
 
 func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	since := today().AddDate(0, 0, -29)
-	days, err := activity.CountedSpend(ctx, room.Pool, activity.SpendFilter{Since: since, Period: activity.ByDay})
+	days, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Period: activity.ByDay})
 	if err != nil {
 		return nil, err
 	}
 	week := today().AddDate(0, 0, -6)
-	top, err := activity.CountedSpend(ctx, room.Pool, activity.SpendFilter{Since: week, By: activity.BySkill})
+	top, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: week, By: activity.BySkill})
 	if err != nil {
 		return nil, err
 	}

@@ -34,7 +34,7 @@ func (b budgetLine) BarHeld() string { return place(100 * b.Held) }
 
 // budgetLines are the limits of today, and what was spent where there is none.
 func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
-	scopes, err := budgets.Today(ctx, room.Pool)
+	scopes, err := budgets.Today(ctx, room.Read)
 	if err != nil {
 		return nil, err
 	}
@@ -96,11 +96,11 @@ type beatsCost struct {
 // costOfHeartbeats divides what the surface spent since a moment by the heartbeats that were completed and not skipped.
 func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsCost, error) {
 	var cost beatsCost
-	sums, err := activity.CountedSpend(ctx, room.Pool, activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
+	sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
 	if err != nil {
 		return cost, err
 	}
-	err = room.Pool.QueryRow(ctx, `
+	err = room.Read.QueryRow(ctx, `
 		select count(*) from (
 		  select from agent_executions e
 		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'

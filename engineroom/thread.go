@@ -64,7 +64,7 @@ func (room *Room) openThread(ctx context.Context, v *visit) (string, error) {
 		}
 	}
 	var participant string
-	err = room.Pool.QueryRow(ctx, `select left(participant, 100) from agent_threads where id = @id`, postgres.Strict{"id": id}).Scan(&participant)
+	err = room.Read.QueryRow(ctx, `select left(participant, 100) from agent_threads where id = @id`, postgres.Strict{"id": id}).Scan(&participant)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return "", problem.New(http.StatusNotFound, "there is no thread %.200q", id)
@@ -111,7 +111,7 @@ type threadTurn struct {
 // threadFacts reads the thread with the lane and the turns under way.
 func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent, left(t.owner, 200) as owner,
 		       left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said, left(t.summary, 8192) as summary,
 		       octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at, t.updated_at,
@@ -129,7 +129,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read thread: %w", err)
 	}
-	rows, err = room.Pool.Query(ctx, `
+	rows, err = room.Read.Query(ctx, `
 		select e.id::text, left(e.flow, 100) as flow, e.status, right(coalesce(d.content, ''), 2000) as draft,
 		       octet_length(coalesce(d.content, '')) as draft_bytes, e.created_at
 		  from (select x.id, x.flow, x.status, x.created_at, x.thread_id from agent_executions x
@@ -182,7 +182,7 @@ func collectBubbles(rows pgx.Rows, err error) ([]bubble, error) {
 // conversation reads a page of what was said, as it is read: turn by turn, oldest first.
 func (room *Room) conversation(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(threadVisit)
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+bubbleColumns+` from (
 		  select x.id from agent_messages x
 		   where x.thread_id = @id and x.turn > 0 and (@turn::bigint = 0 or (x.turn, x.seq) < (@turn, @seq::bigint))
@@ -210,7 +210,7 @@ func (room *Room) conversation(ctx context.Context, v *visit) (any, error) {
 // queuedMessages reads what stands in the queue, in its order, and what was last taken back or never left.
 func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+bubbleColumns+`, row_number() over (order by m.id) as place from (
 		  select x.id from agent_messages x where x.thread_id = @id and x.status = 'queued' order by x.id limit @most + 1) p
 		  join agent_messages m on m.id = p.id
@@ -219,7 +219,7 @@ func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	rows, err = room.Pool.Query(ctx, `
+	rows, err = room.Read.Query(ctx, `
 		select `+bubbleColumns+` from (
 		  select x.id from agent_messages x
 		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed') order by x.created_at desc limit 10) p

@@ -145,7 +145,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	if f.before != nil {
 		at, id = &f.before.At, f.before.ID
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+threadRowColumns+` from (select w.id from (
 		  (select x.id, x.updated_at, x.channel, x.agent from agent_threads x
 		    where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
@@ -176,7 +176,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		return got, nil
 	}
 	var end threadPlace
-	rows, err = room.Pool.Query(ctx, `
+	rows, err = room.Read.Query(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)
@@ -200,7 +200,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 
 // listBusyThreads reads the threads that are held, the longest held first, or that have messages in their queue.
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		with recursive waiting (id) as (
 		  (select m.thread_id from agent_messages m where @view = 'queue' and m.status = 'queued' order by m.thread_id limit 1)
 		  union all

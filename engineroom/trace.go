@@ -101,7 +101,7 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (string, error)
 	for i, id := range ids {
 		forms[i] = string(id)
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select i.id from unnest(@ids::text[]) i (id)
 		 where exists (select from agent_executions e where e.trace_id = i.id)
 		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`,
@@ -132,7 +132,7 @@ type traceState struct {
 // it is still under way.
 func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, load func() (any, bool, error)) (any, error) {
 	var now traceState
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select r.runs, r.moved, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
 		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc limit 1) as latest

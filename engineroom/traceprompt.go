@@ -22,7 +22,7 @@ type tracedPart struct {
 
 // promptOf reads the prompt of a model call. Its texts have at most traceAllText characters together.
 func (room *Room) promptOf(ctx context.Context, id, row string) (*tracedPrompt, error) {
-	page, err := prompts.Of(ctx, room.Pool, id, prompts.Filter{ActivityID: row})
+	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
 	if err != nil || len(page.Calls) == 0 {
 		return nil, err
 	}

@@ -70,7 +70,7 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 
 // rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that failed.
 func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		with picked as (
 		  (select a.id from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @first)
 		  union
@@ -89,7 +89,7 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 
 // pageOf reads a page of the table: the rows after one, in the order in which they began.
 func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+tracedColumns+`
 		  from agent_activity a
 		 where a.trace_id = @id
@@ -105,7 +105,7 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, er
 
 // rowOf reads one activity of a trace, nearly whole; none when it has no such one.
 func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select `+tracedColumns+`
 		  from agent_activity a where a.id = @row::text::uuid and a.trace_id = @id`,
 		freshPlan, postgres.Strict{"id": id, "row": row, "text": traceWhole})
@@ -138,7 +138,7 @@ func (r *tracedRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 
 // addApprovals notes at each row which leave was asked for it.
 func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow) error {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '') as execution_id,
 		       p.step, p.status
 		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @most`,

@@ -119,7 +119,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	if w.Surface != "" {
 		surfaces = []string{w.Surface}
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
 		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.status, e.started_at, e.completed_at

@@ -37,7 +37,7 @@ func (r tracedRun) Failed() bool { return r.Status == "failed" || r.Status == "t
 
 // runsOf reads the executions of a trace, the first ones, and whether there are more.
 func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text, e.thread_id,
 		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step, e.waiting_until,
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
@@ -72,7 +72,7 @@ type tracedSums struct {
 
 // sumsOf adds up the rows of a trace by execution, and all of them; of a very long trace the first traceSummed rows.
 func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
 		       coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt,
@@ -125,7 +125,7 @@ type tracedFailure struct {
 
 // failuresOf lists what failed in a trace, in the order in which it began.
 func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailure, more bool, err error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select b.id::text, left(b.skill_name, 200) as name, b.status, left(b.error_class, 100) as class,
 		       left(coalesce(b.error_message, ''), 600) as message, b.created_at as at
 		  from (select a.id from (select x.id, x.status, x.created_at from agent_activity x
@@ -157,7 +157,7 @@ type tracedAround struct {
 
 // aroundOf looks beyond the rows of a trace. root is its first execution; empty when it has none.
 func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) (tracedAround, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select array(select distinct x.lane from (select a.lane from agent_activity a
 		               where a.trace_id = @id order by a.created_at limit @scan) x
 		              where x.lane <> '' order by x.lane limit 20) as lanes,

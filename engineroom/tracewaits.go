@@ -96,7 +96,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 	if len(runs) == 0 {
 		return nil, nil
 	}
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select w.execution_id::text, left(w.step, 300) as step, left(w.event, 100) as event, w.timed_out, w.ended,
 		       left(coalesce(v.key, ''), 300) as key, greatest(w.before, a.before) as before
 		  from (select c.execution_id, c.step, c.ended, c.before, c.output ->> 'event' as event,
@@ -151,7 +151,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 
 // standingWaits are the places that runs have in queues of lanes now. They hold a process, and leave no record.
 func (room *Room) standingWaits(ctx context.Context, owners []string) ([]tracedWait, error) {
-	rows, err := room.Pool.Query(ctx, `
+	rows, err := room.Read.Query(ctx, `
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w
 		 where w.owner = any (@owners) order by w.since limit @most`,
 		freshPlan, postgres.Strict{"owners": owners, "most": traceWaits})

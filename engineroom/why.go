@@ -30,7 +30,7 @@ type whyLink struct{ Word, URL string }
 
 func (room *Room) traceWhy(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*tracedVisit)
-	answer, err := reasons.Of(ctx, room.Pool, about.ID)
+	answer, err := reasons.Of(ctx, room.Read, about.ID)
 	if err != nil {
 		return nil, err
 	}

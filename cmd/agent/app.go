@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -41,6 +42,7 @@ type app struct {
 	log      *slog.Logger
 	pool     *pgxpool.Pool
 	reserved reserved
+	read     *replica.Reader
 	listener *postgres.Listener
 	keeper   *lanes.Keeper
 	engine   *executions.Engine
@@ -57,7 +59,7 @@ type app struct {
 // app wires the runtime for a command. It makes no goroutine; see run and beat.
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
-	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, getenv: c.getenv}
+	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, read: s.read, getenv: c.getenv}
 	if err := c.observe(a); err != nil {
 		return nil, err
 	}
@@ -182,6 +184,7 @@ func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) 
 		group, ctx := errgroup.WithContext(ctx)
 		group.Go(func() error { return a.engine.Run(ctx) })
 		group.Go(func() error { return a.housekeep(ctx) })
+		group.Go(func() error { return a.read.Run(ctx) })
 		group.Go(func() error { return a.index.Run(ctx, a.pool) })
 		group.Go(func() error { return count(ctx, a.pool, countEvery, a.log) })
 		for _, f := range slices.Concat(a.beside(), more) {

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -55,7 +56,8 @@ type session struct {
 	log       *slog.Logger
 	pool      *pgxpool.Pool
 	direct    *pgxpool.Pool // the way around a pooler; nil without DATABASE_DIRECT_URL
-	serving   bool          // connections are reserved
+	read      *replica.Reader
+	serving   bool // connections are reserved
 	reserved  reserved
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
@@ -64,6 +66,9 @@ type session struct {
 
 // close gives everything back that is open.
 func (s *session) close(ctx context.Context) {
+	if s.read != nil {
+		s.read.Close()
+	}
 	for _, pool := range append(s.reserved.pools, s.pool, s.direct) {
 		if pool != nil {
 			pool.Close()
@@ -166,6 +171,7 @@ func (s *session) connect(ctx context.Context) error {
 			return err
 		}
 	}
+	s.read = s.reader()
 	return nil
 }
 

@@ -34,7 +34,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
 	}
 	room, err := engineroom.New(engineroom.Options{
-		Pool: a.adminPool(), API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
+		Pool: a.adminPool(), Read: a.read, API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
 		Agents: directory(a.config),
 	})
 	if err != nil {

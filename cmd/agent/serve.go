@@ -60,6 +60,9 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err := migrations.Check(ctx, s.pool); err != nil {
 		return err
 	}
+	if err := s.checkReplica(ctx); err != nil {
+		return err
+	}
 	if _, err := builtins.Put(ctx, s.pool); err != nil {
 		return err
 	}

@@ -63,6 +63,7 @@ func (k *checker) all(c *Config) {
 func (k *checker) connections(c *Config) {
 	k.database("DATABASE_URL", c.DatabaseURL)
 	k.database("DATABASE_DIRECT_URL", c.DirectURL)
+	k.database("DATABASE_READ_URL", c.ReadURL)
 	k.database("AGENT_TEST_DATABASE_URL", c.TestDatabaseURL)
 	if _, err := splitListen(c.Listen); err != nil {
 		k.refuse("AGENT_LISTEN", "%q is not an address (%v)", c.Listen, err)

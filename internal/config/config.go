@@ -29,6 +29,7 @@ import (
 type Config struct {
 	DatabaseURL     Secret `env:"DATABASE_URL" help:"the database, for example postgres://agent@localhost:5432/agent"`
 	DirectURL       Secret `env:"DATABASE_DIRECT_URL" help:"the same database without the connection pooler that DATABASE_URL names, for notifications and migrations, for example postgres://agent@localhost:5432/agent"`
+	ReadURL         Secret `env:"DATABASE_READ_URL" help:"a streaming standby of the database that DATABASE_URL names, for pages and questions, for example postgres://agent@replica:5432/agent"`
 	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
 	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
 

@@ -111,6 +111,7 @@ func TestPricesFromAFile(t *testing.T) {
 var bad = map[string]struct{ value, says string }{
 	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
 	"DATABASE_DIRECT_URL":           {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password (@ is %40"},
+	"DATABASE_READ_URL":             {"replica:5432", "postgres://agent@replica:5432/agent"},
 	"AGENT_TEST_DATABASE_URL":       {"hunter2", "postgres://postgres@localhost"},
 	"AGENT_PG_BIN":                  {"/no/such/dir", "not a directory"},
 	"AGENT_NAME":                    {"a\x01b", "printable"},
@@ -213,12 +214,12 @@ func TestEverySettingIsChecked(t *testing.T) {
 }
 
 func TestSecretsFromFiles(t *testing.T) {
-	for _, name := range []string{"DATABASE_URL", "DATABASE_DIRECT_URL", "AGENT_ADMIN_TOKEN", "OPENAI_API_KEY", "AGENT_CHAT_KEY"} {
+	for _, name := range []string{"DATABASE_URL", "DATABASE_DIRECT_URL", "DATABASE_READ_URL", "AGENT_ADMIN_TOKEN", "OPENAI_API_KEY", "AGENT_CHAT_KEY"} {
 		t.Run(name, func(t *testing.T) {
 			const value = "postgres://u:hunter2@h/d"
 			c := load(t, map[string]string{name + "_FILE": write(t, value+"\n")})
 			got := map[string]config.Secret{
-				"DATABASE_URL": c.DatabaseURL, "DATABASE_DIRECT_URL": c.DirectURL, "AGENT_ADMIN_TOKEN": c.AdminToken, "OPENAI_API_KEY": c.OpenAIKey, "AGENT_CHAT_KEY": c.ChatKey,
+				"DATABASE_URL": c.DatabaseURL, "DATABASE_DIRECT_URL": c.DirectURL, "DATABASE_READ_URL": c.ReadURL, "AGENT_ADMIN_TOKEN": c.AdminToken, "OPENAI_API_KEY": c.OpenAIKey, "AGENT_CHAT_KEY": c.ChatKey,
 			}[name]
 			if got.Reveal() != value || len(c.Unknown) != 0 {
 				t.Errorf("got %q, warnings %v", got.Reveal(), c.Unknown)

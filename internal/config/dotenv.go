@@ -77,6 +77,7 @@ func (d DotEnv) misleading(environ map[string]string) (problems []string) {
 		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
 		{"DATABASE_URL", "PGPASSWORD"},
 		{"DATABASE_DIRECT_URL", "PGPASSWORD"},
+		{"DATABASE_READ_URL", "PGPASSWORD"},
 	} {
 		place, secret := pair[0], pair[1]
 		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) || sends(place, d.Environ[place]) {

@@ -20,6 +20,9 @@
 // killed between any two of their requests to the server; data of a released version is upgraded and what waited in it finishes; and each
 // command keeps away from a newer schema.
 //
+// Read replicas (replica_test.go). Pages and questions are read from a streaming standby: they are the primary's, say
+// how far behind they are, and go on when either server is away.
+//
 // An ordinary run keeps the database away for some seconds. With AGENT_OUTAGES=long it is a minute, and every request of a
 // migration is a place to be killed at. There is nothing here to import.
 package failover

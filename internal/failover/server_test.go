@@ -51,13 +51,20 @@ func newServer(t testing.TB) *server {
 // standbyOf copies a running server and starts the copy, which follows it: what is committed is in both.
 func standbyOf(t testing.TB, primary *server) *server {
 	t.Helper()
+	s := replicaOf(t, primary)
+	primary.sql(`alter system set synchronous_standby_names = 'standby'`)
+	primary.sql(`select pg_reload_conf()`)
+	primary.await("the standby is synchronous", `select exists (select from pg_stat_replication where sync_state = 'sync')`)
+	return s
+}
+
+// replicaOf copies a running server and starts the copy, which follows it without being waited for.
+func replicaOf(t testing.TB, primary *server) *server {
+	t.Helper()
 	s := place(t)
 	s.run("pg_basebackup", "-D", s.dir, "-X", "stream", "-c", "fast", "-R", "--no-sync",
 		"-d", fmt.Sprintf("host=127.0.0.1 port=%d user=postgres application_name=standby", primary.port))
 	s.start()
-	primary.sql(`alter system set synchronous_standby_names = 'standby'`)
-	primary.sql(`select pg_reload_conf()`)
-	primary.await("the standby is synchronous", `select exists (select from pg_stat_replication where sync_state = 'sync')`)
 	return s
 }
 

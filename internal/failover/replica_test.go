@@ -1,0 +1,308 @@
+//go:build unix
+
+package failover_test
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"net/http/cookiejar"
+	"net/http/httptest"
+	"net/url"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/why"
+)
+
+const (
+	oldTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+	oldRun   = "01890000-0000-7000-8000-000000000001"
+)
+
+// replicated is a database and its read replica.
+type replicated struct {
+	t                *testing.T
+	primary, standby *server
+	db               *pgxpool.Pool
+}
+
+// newReplicated makes one with some history, which the replica has.
+func newReplicated(t *testing.T) *replicated {
+	t.Helper()
+	r := &replicated{t: t, primary: newServer(t)}
+	r.db = r.open(r.primary)
+	if _, err := migrations.Up(t.Context(), r.db); err != nil {
+		t.Fatal(err)
+	}
+	r.exec(`
+		insert into agent_skills (name, tool_definition, handler) values ('look', '{}', 'builtin:x');
+		insert into agent_threads (id, channel, next_seq) values ('talk', 'operate', 2);
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, trace_id) values ('talk', 1, 1, 'user', 'hello', 'operate', 'delivered', '` + oldTrace + `');
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, thread_id)
+		values ('` + oldRun + `', '` + oldTrace + `', 'operate', 'agent', 'external:turn', 'pending', 'talk');
+		insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, error_message)
+		values ('` + oldTrace + `', '` + oldRun + `', 'call', 'agent', 'operate', 'look', 'error', 'it is dark')`)
+	r.standby = replicaOf(t, r.primary)
+	return r
+}
+
+func (r *replicated) open(s *server) *pgxpool.Pool {
+	r.t.Helper()
+	pool, err := postgres.Open(r.t.Context(), urlOf(s), postgres.Options{MaxConns: 4, ApplicationName: "test"})
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(pool.Close)
+	return pool
+}
+
+func (r *replicated) exec(sql string) {
+	r.t.Helper()
+	if _, err := r.db.Exec(r.t.Context(), sql); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// act writes an activity of a skill, which pages about its trace show.
+func (r *replicated) act(skill string) {
+	r.t.Helper()
+	r.exec(`insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status)
+	        values ('` + oldTrace + `', '` + oldRun + `', 'call', 'agent', 'operate', '` + skill + `', 'success')`)
+}
+
+// reader is a Reader of both.
+func (r *replicated) reader(o replica.Options) *replica.Reader {
+	o.Primary, o.Check = r.db, migrations.Check
+	if o.Open == nil {
+		o.Open = func(ctx context.Context) (*pgxpool.Pool, error) {
+			return postgres.Open(ctx, urlOf(r.standby), postgres.Options{MaxConns: 4, ApplicationName: "test"})
+		}
+	}
+	read := replica.New(o)
+	r.t.Cleanup(read.Close)
+	return read
+}
+
+// page is what a GET was answered with.
+type page struct {
+	status int
+	body   string
+	lag    string // that the answer says; empty for the primary
+}
+
+// get asks for a page as the admin; fresh asks for the primary.
+func get(t *testing.T, client *http.Client, url string, fresh bool) page {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, http.NoBody)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if client.Jar == nil {
+		req.Header.Set("Authorization", "Bearer "+adminToken)
+	}
+	if fresh {
+		req.Header.Set("Cache-Control", "no-cache")
+	}
+	return answered(t, client, req)
+}
+
+func answered(t *testing.T, client *http.Client, req *http.Request) page {
+	t.Helper()
+	resp, err := client.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return page{resp.StatusCode, string(body), resp.Header.Get(replica.Header)}
+}
+
+// passing is what differs between two readings of the same state.
+var passing = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)="[^"]*"`)
+
+// roomPages are the pages that are read from a replica.
+var roomPages = []string{
+	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace, "/traces/" + oldTrace + "?view=tree", "/traces/" + oldTrace + "?view=table",
+	"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + oldRun, "/threads", "/threads/talk", "/approvals", "/agents", "/agents/agent",
+	"/skills", "/skills/look", "/automations", "/objectives", "/memory", "/deliveries", "/outgoing", "/spend", "/spend?by=purpose", "/lanes",
+}
+
+func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
+	t.Parallel()
+	r := newReplicated(t)
+	t.Run("same answers", r.sameAnswers)
+	t.Run("other database", r.otherDatabase)
+	t.Run("too far", r.tooFar)
+	t.Run("program", r.served)
+}
+
+// sameAnswers compares every page, and why, in both servers while nobody writes.
+func (r *replicated) sameAnswers(t *testing.T) {
+	read := r.reader(replica.Options{})
+	pgtest.Eventually(t, patience, func() bool { _, err := read.Measure(t.Context()); return err == nil }, "the replica is read")
+	room, err := engineroom.New(engineroom.Options{Pool: r.db, Read: read, Agent: "agent"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	for _, route := range room.Routes() {
+		mux.Handle(route.Method+" "+route.Path, route.Handler)
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	for _, path := range roomPages {
+		there, here := get(t, server.Client(), server.URL+path, false), get(t, server.Client(), server.URL+path, true)
+		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") || strings.Contains(there.body, "could not be read") {
+			t.Errorf("%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
+		}
+		if here.lag != "" || strings.Contains(here.body, "From the replica") {
+			t.Errorf("%s says that it is from the replica, and is not", path)
+		}
+		if diff := cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")); diff != "" {
+			t.Errorf("%s reads otherwise on the replica (-primary +replica):\n%s", path, diff)
+		}
+	}
+	if operate := get(t, server.Client(), server.URL+"/operate", false); operate.status != http.StatusOK || operate.lag != "" {
+		t.Errorf("a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
+	}
+	var answers [2]why.Answer
+	for i, fresh := range []bool{true, false} {
+		_, err := read.Do(t.Context(), fresh, func(ctx context.Context) (err error) {
+			answers[i], err = why.Of(ctx, read, oldTrace)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if diff := cmp.Diff(answers[0], answers[1]); diff != "" || len(answers[0].Reasons) == 0 {
+		t.Errorf("why answers otherwise on the replica (-primary +replica):\n%s", diff)
+	}
+}
+
+// otherDatabase tries a replica of another database of the same cluster.
+func (r *replicated) otherDatabase(t *testing.T) {
+	environ := r.environ("DATABASE_READ_URL=" + strings.Replace(urlOf(r.standby), "/agent?", "/postgres?", 1))
+	a := launch(t, t.TempDir(), environ, "serve")
+	if code := a.Exit(); code != 2 || !strings.Contains(a.Err.String(), "DATABASE_READ_URL: it is another database than DATABASE_URL") {
+		t.Errorf("exit %d, want 2 and an error that names the setting: %s", code, a.Err.Tail(30))
+	}
+}
+
+// tooFar stops the replay: what is too far behind is not read, and what is less far behind is read with its lag.
+func (r *replicated) tooFar(t *testing.T) {
+	near, far := r.reader(replica.Options{MaxLag: 1}), r.reader(replica.Options{})
+	for _, read := range []*replica.Reader{near, far} {
+		pgtest.Eventually(t, patience, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 }, "the lag is known")
+	}
+	r.standby.sql(`select pg_wal_replay_pause()`)
+	defer r.standby.sql(`select pg_wal_replay_resume()`)
+	r.act("late")
+	if _, err := near.Measure(t.Context()); err == nil || !strings.Contains(err.Error(), "behind, more than") {
+		t.Errorf("a replica that is too far behind: %v", err)
+	}
+	if _, from := near.Choose(t.Context(), false); from.Replica() {
+		t.Error("a replica that is too far behind is read")
+	}
+	behind, err := far.Measure(t.Context())
+	if err != nil || behind < replica.ReplayWait {
+		t.Errorf("the replica is %s behind, error %v; want more than %s", behind, err, replica.ReplayWait)
+	}
+	if _, from := far.Choose(t.Context(), false); !from.Replica() || from.Behind != behind {
+		t.Error("a replica that is not too far behind is not read, or with another lag")
+	}
+}
+
+// environ is what a process gets.
+func (r *replicated) environ(more ...string) []string {
+	return append([]string{
+		"DATABASE_URL=" + urlOf(r.primary), "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json",
+		"AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_WORKER_LEASE=5m",
+	}, more...)
+}
+
+// served drives the program through replay that stands still, a replica that goes and comes back, and a primary that goes.
+func (r *replicated) served(t *testing.T) {
+	a := launch(t, t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby)), "serve")
+	base := a.Base()
+	from := func(what, path string, is func(page) bool) {
+		t.Helper()
+		var got page
+		pgtest.Eventually(t, patience, func() bool {
+			got = get(t, http.DefaultClient, base+path, false)
+			if got.status != http.StatusOK || strings.Contains(got.body, "could not be read") {
+				t.Fatalf("%s: status %d:\n%s", what, got.status, got.body)
+			}
+			return is(got)
+		}, what)
+	}
+	ofReplica := func(p page) bool { return p.lag != "" }
+	from("pages come from the replica", "/traces/"+oldTrace, ofReplica)
+
+	r.standby.sql(`select pg_wal_replay_pause()`)
+	admin := r.logIn(base)
+	if own := r.pause(admin, base); own.lag != "" || !strings.Contains(own.body, "Autonomous work is paused") {
+		t.Errorf("the page after a lever does not show what it did; lag %q:\n%s", own.lag, own.body)
+	}
+	from("the old state is shown with its lag", "/", func(p page) bool {
+		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") && regexp.MustCompile(`From the replica, \d+\.\d s behind`).MatchString(p.body)
+	})
+	r.standby.sql(`select pg_wal_replay_resume()`)
+	from("the replica catches up", "/", func(p page) bool { return p.lag != "" && strings.Contains(p.body, "Autonomous work is paused") })
+
+	r.standby.stop(syscall.SIGKILL)
+	from("pages go on without the replica", "/", func(p page) bool { return p.lag == "" })
+	a.Says("the read replica is not read")
+	r.standby.start()
+	from("the replica is read again", "/", ofReplica)
+	if said := strings.Count(a.Err.String(), "the read replica is not read"); said != 1 {
+		t.Errorf("the log says %d times that the replica is away, want once:\n%s", said, a.Err.Tail(30))
+	}
+
+	r.primary.stop(syscall.SIGQUIT)
+	from("pages are shown without the primary", "/traces/"+oldTrace, func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
+}
+
+// logIn is a browser that has logged in.
+func (r *replicated) logIn(base string) *http.Client {
+	r.t.Helper()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	client := &http.Client{Jar: jar}
+	if got := post(r.t, client, base+"/login", url.Values{"token": {adminToken}, "next": {"/"}}); got.status != http.StatusOK {
+		r.t.Fatalf("log in: status %d", got.status)
+	}
+	return client
+}
+
+// pause pulls the lever of the overview.
+func (r *replicated) pause(client *http.Client, base string) page {
+	r.t.Helper()
+	return post(r.t, client, base+"/act/v1/pause", url.Values{"reason": {"a test"}, "back": {"/"}})
+}
+
+func post(t *testing.T, client *http.Client, to string, form url.Values) page {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, to, strings.NewReader(form.Encode()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	return answered(t, client, req)
+}

@@ -1,0 +1,80 @@
+package replica
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// position is where a server is in the log.
+type position struct {
+	Identity string // of the cluster and the database
+	Standby  bool
+	Position int64          // bytes of the log that are written or, on a standby, replayed
+	Ago      *time.Duration // since the latest transaction that a standby has replayed; nil for none
+}
+
+// ask asks a server where it is.
+func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
+	ctx, cancel := context.WithTimeout(ctx, askWithin)
+	defer cancel()
+	rows, err := pool.Query(ctx, `
+		select (select system_identifier from pg_control_system()) || ' ' ||
+		       (select oid from pg_database where datname = current_database()) as identity,
+		       pg_is_in_recovery() as standby,
+		       coalesce(case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end
+		                - '0/0'::pg_lsn, 0)::bigint as position,
+		       clock_timestamp() - pg_last_xact_replay_timestamp() as ago`)
+	if err != nil {
+		return position{}, fmt.Errorf("read position in the log: %w", err)
+	}
+	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[position])
+	if err != nil {
+		return position{}, fmt.Errorf("read position in the log: %w", err)
+	}
+	return found, nil
+}
+
+// mostPending bounds how many positions a meter remembers: ten minutes of them.
+const mostPending = 600
+
+// meter remembers where the primary was at which time.
+type meter struct {
+	pending []mark    // that the standby had not replayed, oldest first
+	covered time.Time // of the newest one that it had; zero for none
+}
+
+// mark is a position of the primary at a time.
+type mark struct {
+	at       time.Time
+	position int64
+}
+
+// note remembers where the primary is. One that is further back than it was is another server.
+func (m *meter) note(at time.Time, position int64) {
+	if n := len(m.pending); n > 0 && position < m.pending[n-1].position {
+		*m = meter{}
+	}
+	if len(m.pending) < mostPending {
+		m.pending = append(m.pending, mark{at, position})
+	}
+}
+
+// behind is how old what a standby shows may be. Not known without a mark that it has replayed and a transaction.
+func (m *meter) behind(asked time.Time, standby position, answers bool) (behind time.Duration, known bool) {
+	for len(m.pending) > 0 && m.pending[0].position <= standby.Position {
+		m.covered, m.pending = m.pending[0].at, m.pending[1:]
+	}
+	switch {
+	case answers && m.covered.Equal(asked):
+		return 0, true
+	case !m.covered.IsZero():
+		return time.Since(m.covered), true
+	case standby.Ago != nil:
+		return max(*standby.Ago, time.Millisecond), true
+	}
+	return time.Millisecond, false
+}

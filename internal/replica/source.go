@@ -1,0 +1,178 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Source is where a page or an answer is read from. A nil Source is the primary.
+type Source struct {
+	standby *pgxpool.Pool
+	failed  atomic.Bool
+	// Behind is how old what is read may be, and PrimaryAway that the primary did not answer.
+	Behind      time.Duration
+	PrimaryAway bool
+}
+
+// Replica reports whether the standby is read.
+func (s *Source) Replica() bool { return s != nil && s.standby != nil }
+
+// Failed reports whether a read from the standby failed.
+func (s *Source) Failed() bool { return s.Replica() && s.failed.Load() }
+
+// String says how far behind the source is: "0.4 s behind".
+func (s *Source) String() string {
+	text := fmt.Sprintf("%.1f s behind", s.Behind.Seconds())
+	if s.PrimaryAway {
+		text += "; the primary does not answer"
+	}
+	return text
+}
+
+// note remembers that a read failed. A row that is not there is an answer.
+func (s *Source) note(err error) {
+	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		s.failed.Store(true)
+	}
+}
+
+type sourceKey struct{}
+
+// From is the source that was chosen for a context.
+func From(ctx context.Context) *Source {
+	s, _ := ctx.Value(sourceKey{}).(*Source)
+	return s
+}
+
+// Choose chooses what is read under the context that it returns. fresh asks for the primary, for a reader who wrote a
+// moment ago; while the primary is away there is only the standby.
+func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Source) {
+	s := &Source{}
+	now := r.state.Load()
+	usable := now != nil && now.standby != nil && time.Since(now.at) < validFor
+	if usable && (!fresh || now.primaryAway) {
+		s.standby, s.Behind, s.PrimaryAway = now.standby, now.behind, now.primaryAway
+	}
+	return context.WithValue(ctx, sourceKey{}, s), s
+}
+
+// Do reads by fn, and once more from the primary when that failed on the standby. What is not there is an error of fn,
+// too: the primary may have it already.
+func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context) error) (*Source, error) {
+	chosen, from := r.Choose(ctx, fresh)
+	err := fn(chosen)
+	if !from.Replica() || err == nil && !from.Failed() || ctx.Err() != nil {
+		return from, err
+	}
+	if from.Failed() {
+		r.wake()
+	}
+	return nil, fn(context.WithValue(ctx, sourceKey{}, &Source{}))
+}
+
+// wake has Run measure at once.
+func (r *Reader) wake() {
+	select {
+	case r.again <- struct{}{}:
+	default:
+	}
+}
+
+var _ postgres.DB = (*Reader)(nil)
+
+// Exec is part of postgres.DB.
+func (r *Reader) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	s := From(ctx)
+	if !s.Replica() {
+		return r.Primary.Exec(ctx, sql, args...)
+	}
+	tag, err := s.standby.Exec(ctx, sql, args...)
+	s.note(err)
+	return tag, err
+}
+
+// Query is part of postgres.DB.
+func (r *Reader) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	s := From(ctx)
+	if !s.Replica() {
+		return r.Primary.Query(ctx, sql, args...)
+	}
+	got, err := s.standby.Query(ctx, sql, args...)
+	s.note(err)
+	return rows{got, s}, err
+}
+
+// QueryRow is part of postgres.DB.
+func (r *Reader) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	s := From(ctx)
+	if !s.Replica() {
+		return r.Primary.QueryRow(ctx, sql, args...)
+	}
+	return row{s.standby.QueryRow(ctx, sql, args...), s}
+}
+
+// SendBatch is part of postgres.DB.
+func (r *Reader) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	s := From(ctx)
+	if !s.Replica() {
+		return r.Primary.SendBatch(ctx, b)
+	}
+	return results{s.standby.SendBatch(ctx, b), s}
+}
+
+// rows, row and results note what fails.
+type rows struct {
+	pgx.Rows
+	from *Source
+}
+
+func (r rows) Err() error {
+	err := r.Rows.Err()
+	r.from.note(err)
+	return err
+}
+
+type row struct {
+	pgx.Row
+	from *Source
+}
+
+func (r row) Scan(dest ...any) error {
+	err := r.Row.Scan(dest...)
+	r.from.note(err)
+	return err
+}
+
+type results struct {
+	pgx.BatchResults
+	from *Source
+}
+
+func (r results) Exec() (pgconn.CommandTag, error) {
+	tag, err := r.BatchResults.Exec()
+	r.from.note(err)
+	return tag, err
+}
+
+func (r results) Query() (pgx.Rows, error) {
+	got, err := r.BatchResults.Query()
+	r.from.note(err)
+	return rows{got, r.from}, err
+}
+
+func (r results) QueryRow() pgx.Row { return row{r.BatchResults.QueryRow(), r.from} }
+
+func (r results) Close() error {
+	err := r.BatchResults.Close()
+	r.from.note(err)
+	return err
+}
