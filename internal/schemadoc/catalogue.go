@@ -244,8 +244,8 @@ func collect[T any](rows pgx.Rows, err error) ([]T, error) {
 
 var (
 	// casts are the types that a constant has by itself where it stands.
-	casts = regexp.MustCompile(`::(text\[\]|text|jsonb|numeric|interval|uuid\[\]|uuid|bytea|name|regconfig|"char"|` +
-		`timestamp with time zone)`)
+	casts = regexp.MustCompile(`::(text\[\]|text|jsonb|numeric|interval|uuid\[\]|uuid|bigint|bytea|name|regconfig|` +
+		`"char"|timestamp with time zone)`)
 	// keywords are what the server writes in capitals, beside the constants, which stay as they are.
 	keywords = regexp.MustCompile(`'[^']*'|\b[A-Z]+\b`)
 	// anyOf is how it writes a list of values.

@@ -194,7 +194,7 @@ begin
   return next;
 end $$;
 comment on function acquire_agent_lock is
-  'try_acquire_agent_lock with its details: token and end of the lease, or who holds the lane.';
+  'Like try_acquire_agent_lock, with details: the token and end of the lease, or the present holder.';
 
 create or replace function try_acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns boolean language plpgsql volatile as $$
@@ -202,7 +202,8 @@ begin
   return (ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds)).acquired;
 end $$;
 comment on function try_acquire_agent_lock is
-  'Take a lane that is free or expired, or refresh one that the same owner holds. Never waits; false when busy.';
+  'Acquire a lane that is free or whose lease has ended, or renew one that the same owner holds. It never waits. '
+  'False: the lane is busy.';
 
 create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300, p_patience_seconds int default 5)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
@@ -217,9 +218,8 @@ begin
   return next;
 end $$;
 comment on function await_agent_lock is
-  'One look at a lane by somebody who waits for it: like acquire_agent_lock, but keeps a place in the queue for '
-  'p_patience_seconds, 60 at most. Call again on a notification on channel agent_lanes, or after a second or '
-  'two. In a transaction that stays open the place counts for nobody.';
+  'Like acquire_agent_lock, and keep a place in the queue for p_patience_seconds, at most 60. Call it again on a '
+  'notification on channel agent_lanes, or after a second or two. The place counts only after a commit.';
 
 create or replace function leave_agent_lock_queue(p_lane text, p_locked_by text) returns void
 language sql volatile as $$
@@ -268,7 +268,7 @@ begin
     from want w left join done d on d.lane = w.lane and d.fencing_token = w.token;
 end $$;
 comment on function renew_agent_locks is
-  'Renew many leases in one statement. renewed: the lease goes on. busy: the row is locked by somebody, ask '
+  'Renew many leases in one statement. renewed: the lease goes on. busy: another transaction has locked the row; try '
   'again soon. Neither: the lane is lost.';
 
 create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
@@ -301,8 +301,8 @@ begin
   return true;
 end $$;
 comment on function renew_agent_lock is
-  'Prolong a live lease. False once it is lost or expired, even if nobody took it. While another transaction '
-  'changes the lane it waits for about a second, then raises 55P03 and says who is in the way.';
+  'Renew a live lease. False: it is lost or has ended, even if nobody took the lane. While another transaction '
+  'changes the lane, it waits for about a second, then raises 55P03 and names the blocker.';
 
 create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
 returns boolean language plpgsql volatile set enable_seqscan = off set jit = off as $$
@@ -355,10 +355,10 @@ begin
   return true;
 end $$;
 comment on function release_agent_lock is
-  'Give a lane back. Only its live owner can; anybody else gets false and changes nothing. Voids the token. A '
-  'parked lane belongs to its waiting execution: the claim that parked it is over, and cannot give it away. '
-  'While another transaction uses the lane, such as a write that is fenced by it, it waits for about a second, '
-  'then raises 55P03 and says who is in the way.';
+  'Release a lane and void its token. Only the live owner can; any other caller gets false and changes nothing. A '
+  'parked lane belongs to its waiting execution, so the claim that parked it cannot release it. While another '
+  'transaction uses the lane, such as a fenced write, it waits for about a second, then raises 55P03 and names the '
+  'blocker.';
 
 create or replace function is_agent_lock_held(p_lane text) returns boolean
 language sql volatile as $$
@@ -381,8 +381,8 @@ begin
   end if;
 end $$;
 comment on function fence_agent_lock is
-  'Guard a write: in one transaction with it, call this first. Raises LK001 when the token is not the lane''s '
-  'live one.';
+  'Guard a write: call it first in the transaction of the write. It raises LK001 unless the token is the live one of '
+  'the lane.';
 
 create or replace function reown_agent_locks(p_execution_id uuid, p_owner text) returns int
 language plpgsql volatile as $$

@@ -308,8 +308,8 @@ begin
     p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
 end $$;
 comment on function fence_agent_execution is
-  'Guard a write of a run: true while the claim is the execution''s live one, else LK001. A takeover waits for '
-  'the transaction that called it.';
+  'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
+  'the calling transaction.';
 
 create or replace function claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
 language plpgsql volatile as $$
@@ -403,10 +403,9 @@ begin
   return 'cancelled';
 end $$;
 comment on function cancel_agent_execution is
-  'End an execution now. Its claim is void at once, so a step in flight cannot be recorded. Answers the status '
-  'it has afterwards, null for an unknown id. One that has not ended is locked by another transaction, such as '
-  'a step of StepTx: the cancel is requested, its process is told when this commits, and it is completed when '
-  'that transaction has ended. It never waits: what else is locked is SQLSTATE 55P03.';
+  'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
+  'flight cannot be recorded. If another transaction has the row locked, such as a StepTx, the cancel is requested '
+  'and completes when that transaction ends. It never waits: another locked row raises 55P03.';
 
 -- As before, and an end that meets a lock is left to the next sweep.
 create or replace function lose_agent_claims(p_worker uuid) returns int
@@ -751,9 +750,9 @@ begin
   return query select w.lock_id, w.expires_at, e.claim + 1, 'running'::text, p_owner, null::text;
 end $$;
 comment on function lock_agent_execution is
-  'Lock an execution for a worker outside. No row for an unknown id. refused says why there is no lock_id: held '
-  '(by holder, until expires_at), waiting, ended, or inside (no run for workers outside). The same live owner '
-  'gets the same lock again, prolonged.';
+  'Lock an execution for a worker outside. No row: unknown id. refused says why there is no lock_id: held (by '
+  'holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
+  'the same lock again, renewed.';
 
 -- As before, and a worker outside hears of a cancel that is requested. Its lock lives until the cancel is completed.
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
@@ -786,15 +785,15 @@ begin
    order by a.n;
 end $$;
 comment on function beat_agent_locks is
-  'Prolong locks, with p_id only those of one execution. live is false for one that is void; cancel_requested '
-  'says, once, that the execution was cancelled: stop the work.';
+  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested says, once, '
+  'that the execution was cancelled: stop the work.';
 
 create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
 language sql stable as $$
   select k.claim from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
 $$;
 comment on function agent_lock_claim is
-  'The claim that a live lock stands for; null when it is void or another execution''s. Use it with the fence.';
+  'The claim behind a live lock. Null: the lock is void or another execution''s. Pass it to fence_agent_execution.';
 
 create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
                                        p_kind text default null, p_key text default null, p_timeout interval default null,
@@ -841,9 +840,9 @@ begin
   return (select x.status from agent_executions x where x.id = p_id);
 end $$;
 comment on function unlock_agent_execution is
-  'Give a lock back: end the run, or let it wait for something, after which any worker may lock it and finds '
-  'the outcome as step ''wait KIND N'' (N counts the run''s waits). Answers the status it has then: running '
-  'when what it waits for has come already. LK001 when the lock is void.';
+  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock it, and finds the '
+  'outcome as step ''wait KIND N'' (N counts the waits of the run). It returns the status: running when the awaited '
+  'event was there already. LK001: the lock is void.';
 
 create or replace function agent_limits_changed() returns trigger language plpgsql as $$
 begin

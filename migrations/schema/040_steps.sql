@@ -173,8 +173,8 @@ begin
   return case when old is not distinct from p_output then 'same' else 'different' end;
 end $$;
 comment on function checkpoint_agent_execution is
-  'Record a step under a lock: created, same (it was recorded with this output) or different (with another; '
-  'nothing changed). LK001 when the lock is void.';
+  'Record a step under a lock. created: recorded. same: it was there with this output. different: it was there with '
+  'another, and stays. LK001: the lock is void.';
 
 -- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its executions, which is the order
 -- in which rows are locked, and then one comparison does for all. Only those that are not written are answered.

@@ -250,9 +250,8 @@ begin
   end if;
 end $$;
 comment on function deliver_agent_event is
-  'Record an event and resume every execution that waits for it; one that nobody waits for is kept for the '
-  'first that will. The same p_id twice counts once. Rows: the event, and each execution it woke (null when '
-  'none).';
+  'Record an event and resume every execution that waits for it. Without one, the event is kept for the first that '
+  'will wait. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
 
 create or replace function wake_agent_parents(p_child uuid) returns int language sql volatile as $$
   select tell_agent_parents(p_child, true)
@@ -281,9 +280,8 @@ begin
   perform set_config('lanekeeper.trace_id', '', true);
 end $$;
 comment on function raise_agent_event is
-  'Record an event of any name on behalf of a trace (empty: of none). Automations that it starts belong to that '
-  'trace; an event that executions wait for resumes them, as with deliver_agent_event. The same p_id twice '
-  'counts once.';
+  'Record an event of any name for a trace (empty: none). Automations that it starts belong to that trace. It '
+  'resumes executions as deliver_agent_event does. The same p_id twice counts once.';
 
 -- Waits: eight kinds, each with the event that ends it, a standard and a longest time. And what is asked of people: a
 -- request for documents, a signature or a test is a row, whose id is the key of the wait for it.

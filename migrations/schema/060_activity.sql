@@ -576,10 +576,9 @@ begin
   return true;
 end $$;
 comment on function record_stale_agent_write is
-  'Record that a write of a worker outside was refused, because its lock is void: a stale_write of the activity '
-  'log. Of one lock the first five have a row each, and the fifth counts the rest (more). False for an unknown '
-  'execution. A refusal (LK001) rolls back the transaction it is raised in: call this in the next one. What is '
-  'given as output is kept as it is: without secrets.';
+  'Record that a write of a worker outside was refused because its lock is void: a stale_write in the activity log. '
+  'Each of the first five of a lock has a row, and the fifth counts the rest. False: unknown execution. LK001 rolls '
+  'its transaction back, so call this in the next one. p_output is kept as it is: leave secrets out.';
 
 create or replace function agent_slowest_key(p_ms bigint, p_trace_id text) returns text language sql immutable parallel safe as $$
   select lpad(greatest(0, least(p_ms, 1000000000000))::text, 13, '0') || left(p_trace_id, 300)

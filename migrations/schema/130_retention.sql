@@ -140,8 +140,8 @@ begin
     returning true, a.trace_id, a.id;
 end $$;
 comment on function set_agent_retention is
-  'Change policies, such as {"activity": "90 days", "events": "forever"}: all of them or, with 22023, none. '
-  'Recorded as an activity.';
+  'Change policies, such as {"activity": "90 days", "events": "forever"}. All change or, with 22023, none. The '
+  'change is recorded in the activity log.';
 
 create or replace function old_agent_activity(p_before timestamptz, p_after uuid, p_most int) returns agent_old_rows
 language plpgsql stable set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
@@ -717,9 +717,8 @@ begin
   get diagnostics lanes = row_count;
 end $$;
 comment on function void_agent_leases is
-  'For a restored copy, before any process works on it: every lease, claim and token that anybody has from '
-  'before is void, so that a process of the old world can write nothing here. Executions go on from their '
-  'checkpoints, what waits goes on waiting.';
+  'Prepare a restored copy, before any process works on it: void every lease, claim and token. A process of the '
+  'original database can then write nothing here. Executions go on from their checkpoints; waits go on.';
 
 -- As before, and the documents of the executions go with them.
 create or replace function prune_agent_executions_at_once(p_ids uuid[]) returns int

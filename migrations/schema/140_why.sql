@@ -611,11 +611,11 @@ begin
   end loop;
 end $$;
 comment on function why is
-  'Why a trace is what it is, to be read from top to bottom: because (what caused it, from the first cause '
-  'down), did (its executions), waits and what ended them, lanes, trouble (lost workers, refused writes, calls '
-  'of which nobody knows the end), led to (what it caused elsewhere), spend. trace is the id in any form. '
-  'from_ref caused to_ref; trace_id and execution_id are those of the other end, where there is one. Of each '
-  'part at most so many rows; a row of kind more says what was left out. No rows: there is no such trace.';
+  'Why a trace is what it is, read from top to bottom. The parts: because (its causes, the first one first), did '
+  '(its executions), waits (and what ended them), lanes, trouble (lost workers, refused writes, calls with unknown '
+  'effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id and '
+  'execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No rows: '
+  'unknown trace.';
 
 create or replace trigger agent_events_consumed after update of consumed_by on agent_events
   for each row when (old.consumed_by <> new.consumed_by) execute function agent_events_consumed();

@@ -31,8 +31,7 @@ create or replace view agent_locks_live as
     from agent_executions e join agent_workers w on w.id = e.claimed_by
    where e.claimed_by is not null and w.expires_at > clock_timestamp();
 comment on view agent_locks_live is
-  'Every lane that is held now, and every execution that is run now, with its holder and the time left (null '
-  'when parked).';
+  'Every lane that is held now, and every execution that runs now, with holder and time left (null: parked).';
 
 create or replace view agent_executions_by_status as
   with live as (
@@ -70,10 +69,9 @@ create or replace view agent_spend as
             from uncounted_agent_charges(2000000000) u) s
    group by 1, 2, 3, 4;
 comment on view agent_spend is
-  'Model calls, tokens and money by the skill that they led to (empty: none, it is the surface''s), surface, '
-  'model and day (UTC): of the counts, so that what retention took away is in it, and of the rows that are not '
-  'counted yet. A usage or a cost that is no number counts for nothing. unknown_* is the part that no provider '
-  'reported.';
+  'Model calls, tokens and money by the skill that the call led to (empty: none), surface, model and day (UTC). It '
+  'includes rows that retention has removed and rows that are not counted yet. unknown_* is the part that no '
+  'provider reported.';
 
 -- A call that was refused because a setting is missing says nothing about its skill.
 create or replace view agent_skill_calls as
@@ -93,8 +91,8 @@ create or replace view agent_skill_health as
          s.disabled_by, s.disabled_reason, s.disabled_at
     from agent_skills s left join agent_skill_figures() f on f.skill = s.name;
 comment on view agent_skill_health is
-  'The last 7 days of each skill: calls, success rate, failures in a row, p50 and p95, state. Where there are '
-  'very many calls, p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
+  'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
+  'p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
 
 create or replace view agent_thread_locks as
   select substr(l.lane, 8) as thread_id, l.execution_id as active_execution_id, s.at as execution_locked_at,
@@ -108,8 +106,8 @@ create or replace view agent_thread_locks as
     left join agent_threads t on t.id = substr(l.lane, 8)
    where l.lane like 'thread:%' and l.locked_by <> '';
 comment on view agent_thread_locks is
-  'Who holds which thread, since its last sign of life. Stale: nothing was sent for the time of the lease, and '
-  'the next who wants the thread gets it. A parked one belongs to a waiting execution and does not expire.';
+  'The holder of each thread, since its last sign of life. stale: its lease has ended, so the next caller gets the '
+  'thread. parked: a waiting execution holds it, without an end.';
 
 create or replace view agent_budget_today as
   select x.scope, x.tokens, x.cost_usd, x.reserved_tokens, x.reserved_usd, x.unsettled, x.unknown_tokens, x.unknown_usd
@@ -117,8 +115,7 @@ create or replace view agent_budget_today as
    where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
    order by x.scope;
 comment on view agent_budget_today is
-  'What was spent today (UTC), in all and by surface, how much of that is unknown, and what is set aside for '
-  'model calls under way.';
+  'Spend of today (UTC), in all and by surface: its unknown part, and what is reserved for model calls under way.';
 
 create or replace view agent_activity_measured as
   select a.id, a.skill_name, a.created_at, a.status,
@@ -143,7 +140,7 @@ create or replace view agent_activity_measured as
          case a.kind when 'model' then agent_usd(a.token_usage, 'unknown_usd') else 0 end as unknown_usd
     from agent_activity a;
 comment on view agent_activity_measured is
-  'What each row of the log counts for. telling: it says something about its skill, as in agent_skill_calls.';
+  'How each row of the log is counted. telling: it counts for the health of its skill.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
@@ -156,8 +153,8 @@ create or replace view agent_activity_partitions as
    cross join lateral (select pg_get_expr(c.relpartbound, c.oid) as bounds) b
    where i.inhparent = 'agent_activity'::regclass;
 comment on view agent_activity_partitions is
-  'The partitions of the activity log, with the ids that they hold. leaving: one is being detached, and is not '
-  'read any more.';
+  'The partitions of the activity log with their ranges of ids. leaving: it is being detached and is not read any '
+  'more.';
 
 create or replace view agent_spend_by_purpose as
   select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
@@ -172,15 +169,15 @@ create or replace view agent_spend_by_purpose as
            where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend_by_purpose is
-  'The same sums as agent_spend, by what the model was called for: a phase, a turn, an automation.';
+  'The sums of agent_spend by what the model was called for: a phase, a turn, an automation.';
 
 create or replace view agent_slowest_skills as
   select s.* from agent_slowest_skills_since(clock_timestamp() - interval '7 days') s;
-comment on view agent_slowest_skills is 'agent_slowest_skills_since, the last 7 days.';
+comment on view agent_slowest_skills is 'The slowest skills of the last 7 days.';
 
 create or replace view agent_failing_skills as
   select f.* from agent_failing_skills_since(clock_timestamp() - interval '7 days') f;
-comment on view agent_failing_skills is 'agent_failing_skills_since, the last 7 days.';
+comment on view agent_failing_skills is 'The skills that failed in the last 7 days.';
 
 -- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
 create or replace view agent_audit as
@@ -213,10 +210,9 @@ create or replace view agent_audit as
     left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from agent_cause_of_execution(a.execution_id) c
                         where a.execution_id is not null and c.what is not null offset 0) o on true;
 comment on view agent_audit is
-  'Who did what, to which object, when, why, on whose behalf, with what result: every row of the log. Give it a '
-  'range of ids, a trace or a skill (act), by which there are indexes. reason is what an admin gave, what a '
-  'model was called for, or what the act is part of; cause_id the model call that asked for it; origin what '
-  'began the run.';
+  'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
+  'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
+  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run.';
 
 -- The log takes rows at once.
 select ensure_agent_activity_partitions();
