@@ -371,25 +371,6 @@ func TestNonsenseIsRefused(t *testing.T) {
 	}
 }
 
-func TestOldScopesAreForgotten(t *testing.T) {
-	db := pgtest.DB(t)
-	id := running(t, db)
-	for n, name := range []string{"old", "busy", "new"} {
-		r := call(id, n, scope(name, 0, 0))
-		if _, err := reserve(t, db, r); err != nil {
-			t.Fatal(err)
-		}
-		if name != "busy" {
-			settle(t, db, r, 1, 0)
-		}
-	}
-	exec(t, db, `update agent_budgets set created_at = created_at - interval '61 days' where scope <> 'new'`)
-	var n int
-	if err := db.QueryRow(t.Context(), `select prune_agent_budgets()`).Scan(&n); err != nil || n != 1 {
-		t.Errorf("pruned %d (%v), want the old one", n, err)
-	}
-}
-
 func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
 	db := pgtest.DB(t)
 	if err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {

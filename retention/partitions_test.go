@@ -151,13 +151,21 @@ func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 	}
 }
 
+// note writes down that a month is on its way out, and no more.
+func note(t *testing.T, db postgres.Beginner, partition string) {
+	t.Helper()
+	if noted, err := retention.Note(t.Context(), db, partition); !noted || err != nil {
+		t.Fatalf("note %s: %v, %v", partition, noted, err)
+	}
+}
+
 // TestAPassGoesOnWhereAnotherWasKilled, at each of the steps in which a month goes.
 func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
 	old := attached(t, pool, 123)
-	exec(t, pool, `select retire_agent_activity_partition($1)`, old[0])
-	exec(t, pool, `select retire_agent_activity_partition($1)`, old[1])
+	note(t, pool, old[0])
+	note(t, pool, old[1])
 	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))
 	done := pass(t, pool, 0)
 	if diff := cmp.Diff(old, intersect(done.Partitions, old)); diff != "" {
@@ -175,7 +183,7 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	old := attached(t, pool, 123)
 	rows := value[int](t, pool, `select count(*) from agent_activity`)
 	for _, name := range old[:2] {
-		exec(t, pool, `select retire_agent_activity_partition($1)`, name)
+		note(t, pool, name)
 		exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
 	}
 	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))

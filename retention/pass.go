@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// piece is how many rows one transaction looks at. It takes some tens of milliseconds.
-	piece = 500
+	// pieceRows is how many rows one transaction looks at. It takes some tens of milliseconds.
+	pieceRows = 500
 	// counting is how many a dry run looks at at once; it holds no lock.
 	counting = 5000
 	// tries is how often a piece is tried that met the lock of somebody else.
@@ -45,8 +45,8 @@ type Done struct {
 	Later      string   `json:"later"` // why something has to wait for another pass; empty when nothing does
 }
 
-// Run makes one pass over the kinds whose rows are not kept for ever, and says what went. An error of one kind does not keep it from
-// the others.
+// Run makes one pass over the kinds whose rows are not kept for ever, and says what went. An error of one kind does not
+// keep it from the others.
 func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -123,7 +123,7 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	}
 	for anew := o.Anew; ; anew = false {
 		began := time.Now()
-		n, more, err := prune(ctx, pool, d.Kind, anew)
+		n, more, err := persist(ctx, pool, d.Kind, anew)
 		d.Removed += n
 		if err != nil || !more {
 			return err
@@ -135,11 +135,10 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	}
 }
 
-// prune does one piece, and again when it met a lock.
-func prune(ctx context.Context, db postgres.DB, kind string, anew bool) (removed int64, more bool, err error) {
+// persist does one piece, and again when it met a lock.
+func persist(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool, err error) {
 	for try := 1; ; try++ {
-		err = db.QueryRow(ctx, `select p.removed, p.more from prune_agent(@kind, @most, @anew) p`,
-			postgres.Strict{"kind": kind, "most": piece, "anew": anew}).Scan(&removed, &more)
+		removed, more, err = prune(ctx, db, kind, pieceRows, anew)
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {
 			return removed, more, err
 		}
@@ -151,49 +150,46 @@ func prune(ctx context.Context, db postgres.DB, kind string, anew bool) (removed
 
 // count is what a pass that begins anew would remove at this moment.
 func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
-	if d.Keep == Forever {
-		return nil
+	s, err := readState(ctx, pool, d.Kind, true)
+	if err != nil || s.Before == nil {
+		return err
 	}
 	if d.Kind == "activity" {
-		rows, err := pool.Query(ctx, `select partition from agent_activity_retirable() where attached`)
+		months, err := retirable(ctx, pool, "")
 		if err != nil {
 			return err
 		}
-		if d.Partitions, err = pgx.CollectRows(rows, pgx.RowTo[string]); err != nil {
-			return err
+		for _, m := range months {
+			if m.Attached {
+				d.Partitions = append(d.Partitions, m.Partition)
+			}
 		}
 	}
-	if d.Kind == "hour_counts" {
-		return pool.QueryRow(ctx, `
-			select count(*) from agent_activity_counts
-			 where span = 'hour' and start < date_trunc('hour', now() - @keep::text::interval)`, postgres.Strict{"keep": d.Keep}).Scan(&d.Removed)
-	}
-	at, key := "-infinity", ""
-	for {
-		var n int64
-		var nextAt, nextKey *string
-		var seen int
-		err := pool.QueryRow(ctx, `
-			select case when @kind = 'messages'
-			            then (select count(*) from agent_messages m
-			                   where m.thread_id = any (o.going)
-			                     and not exists (select from agent_messages q join agent_executions x on x.id = q.execution_id
-			                                      where q.thread_id = m.thread_id and x.completed_at is null))
-			            else coalesce(cardinality(o.going), 0) end, o.place_at::text, o.place_key, o.seen
-			  from old_agent_rows(@kind, @keep::text::interval, @at::text::timestamptz, @key, @most) o`,
-			postgres.Strict{"kind": d.Kind, "keep": d.Keep, "at": at, "key": key, "most": counting}).Scan(&n, &nextAt, &nextKey, &seen)
+	for at, seen := s.cursor, counting; seen == counting; {
+		err := byIndex(ctx, pool, "0", func(tx pgx.Tx) error {
+			rows, err := kinds[d.Kind].page(ctx, tx, at, *s.Before, counting)
+			if seen = len(rows); err != nil || seen == 0 {
+				return err
+			}
+			at = rows[seen-1].cursor
+			n, err := kinds[d.Kind].rowsOf(ctx, tx, keysOf(rows))
+			d.Removed += n
+			return err
+		})
 		if err != nil {
 			return err
 		}
-		d.Removed += n
-		if seen < counting || nextKey == nil {
-			return nil
-		}
-		if nextAt != nil {
-			at = *nextAt
-		}
-		key = *nextKey
 	}
+	return nil
+}
+
+// rowsOf is how many rows go with keys.
+func (k kind) rowsOf(ctx context.Context, tx pgx.Tx, keys []string) (n int64, err error) {
+	if k.count == "" {
+		return int64(len(keys)), nil
+	}
+	err = tx.QueryRow(ctx, k.count, postgres.Strict{"keys": keys}).Scan(&n)
+	return n, err
 }
 
 // rest waits, unless ctx ends.

@@ -1,12 +1,14 @@
 package retention_test
 
 import (
+	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
 )
 
 // much is 20,000 rows of everything, over the last 200 days.
@@ -69,38 +71,49 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 			if kind == "executions" && keep == "90 days" {
 				least = 0 // it is busy with the checkpoints of those that went before
 			}
-			readsLittle(t, pool, `select removed from prune_agent('`+kind+`', 100)`, least)
-			readsLittle(t, pool, `select removed from prune_agent('`+kind+`', 100)`, 0)
+			readsLittle(t, pool, kind, least, piece(kind))
+			readsLittle(t, pool, kind, 0, piece(kind))
 		}
 	}
-	readsLittle(t, pool, `select count(*) from agent_activity_retirable()`, 0)
+	readsLittle(t, pool, "months", 0, func(ctx context.Context, db postgres.Beginner) (int64, error) {
+		_, err := retention.Retirable(ctx, db, "")
+		return 0, err
+	})
 }
 
-// readsLittle runs a statement that removes something, in the middle of what is old and not at once after what was removed before.
-func readsLittle(t *testing.T, pool postgres.Beginner, sql string, least int) {
+// piece deletes up to a hundred rows of a kind.
+func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, error) {
+	return func(ctx context.Context, db postgres.Beginner) (int64, error) {
+		removed, _, err := retention.Prune(ctx, db, kind, 100, false)
+		return removed, err
+	}
+}
+
+// readsLittle runs what removes something, in the middle of what is old and not at once after what was removed before.
+func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int, run func(context.Context, postgres.Beginner) (int64, error)) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		before, err := reads(t, tx)
 		if err != nil {
 			return err
 		}
-		var removed int
-		if err := tx.QueryRow(t.Context(), sql).Scan(&removed); err != nil {
+		removed, err := run(t.Context(), tx)
+		if err != nil {
 			return err
 		}
-		if removed < least/4 {
-			t.Errorf("%s: %d rows", sql, removed)
+		if removed < int64(least/4) {
+			t.Errorf("%s: %d rows", what, removed)
 		}
 		after, err := reads(t, tx)
 		for table, n := range after {
 			if seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows; seq > 0 || rows > 4000 {
-				t.Errorf("%s reads %s from end to end %d times, and %d rows of it", sql, table, seq, rows)
+				t.Errorf("%s reads %s from end to end %d times, and %d rows of it", what, table, seq, rows)
 			}
 		}
 		return err
 	})
 	if err != nil {
-		t.Fatalf("%s: %v", sql, err)
+		t.Fatalf("%s: %v", what, err)
 	}
 }
 

@@ -1,23 +1,23 @@
 // Package retention takes away what is over, when it has been over for longer than it is to be kept.
 //
-// Each kind of rows has a policy, a row of the table agent_retention: how long its rows are kept after they are over, or for ever, which is
-// what most begin with. Run makes one pass over all kinds; agent serve makes one every hour. The rules are SQL functions (migration
-// 0026), so anybody can make a pass from psql; this package calls them, rests in between, and detaches partitions of the activity
-// log, which no function can.
+// Each kind of rows has a policy, a row of the table agent_retention: how long its rows are kept after they are over,
+// or for ever, which is what most begin with. Run makes one pass over all kinds; agent serve makes one every hour. The
+// statements that find and delete old rows are in kinds.go; piece.go runs them, one transaction at a time; pass.go
+// rests in between; partitions.go drops whole months of the activity log.
 //
 // It promises:
 //
-//   - What is not finished is not touched, whatever the policy, nor what it may still need: an execution that has not ended and everything
-//     of its trace, with its activity, checkpoints, requests, and the events it may take; threads in which somebody is at work or a message
-//     is queued; leave that was asked for and not decided; deliveries that are not settled. Memory is never touched (package memory drops
-//     what has expired, and conflicts that were decided 90 days ago).
-//   - Nobody waits for it. A piece of a pass is one transaction of a fraction of a second, which skips what others have locked; a partition
-//     is detached concurrently, which waits for readers without a lock in whose queue others would stand.
-//   - A pass may be killed anywhere and any number may run at once. A piece has happened or has not; one works on a kind at a
-//     time, and the next goes on where it stopped.
+//   - A pass deletes nothing that is unfinished, nor what that may still need, whatever the policy: an execution that
+//     has not ended and everything of its trace, with its activity, checkpoints, requests and the events it may take;
+//     threads in which somebody works or a message is queued; approvals that are not decided; deliveries that are not
+//     settled. A pass never touches memory (package memory drops what has expired, and old decided conflicts).
+//   - Nobody waits for a pass. A piece of it is one transaction of a fraction of a second, which skips what others have
+//     locked. A partition is detached concurrently: that waits for readers without a lock that others would queue for.
+//   - A pass may be killed anywhere, and any number may run at once. A piece has happened or has not. One pass at a
+//     time works on a kind, and the next goes on where it stopped.
 //
-// A row goes no sooner than its policy says; it may go later: activity that is kept for 60 days or longer goes by whole months, and
-// what was left because it was needed is looked at again once a day.
+// A row goes no sooner than its policy says. It may go later: activity that is kept for 60 days or longer goes by whole
+// months, and a pass comes back once a day to the rows that were needed.
 package retention
 
 import (
@@ -54,7 +54,8 @@ type Policy struct {
 // Show lists the policies by kind.
 func Show(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	rows, err := db.Query(ctx, `
-		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.least::text as least, r.changed_at, r.changed_by, p.removed,
+		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.least::text as least,
+		       r.changed_at, r.changed_by, p.removed,
 		       case when r.keep is not null then p.ended_at end as ended_at
 		  from agent_retention r join agent_retention_passes p on p.kind = r.kind order by r.kind`)
 	if err != nil {
@@ -74,8 +75,8 @@ type Change struct {
 	ActivityID string `json:"activity_id"`
 }
 
-// Set changes policies, by kind: a span of time in PostgreSQL's words (90d, 36 hours) or Forever. All of them or, with ErrInvalid, none.
-// It is recorded as an activity. reason may be empty.
+// Set changes policies, by kind: a span of time in PostgreSQL's words (90d, 36 hours) or Forever. All of them or, with
+// ErrInvalid, none. It is recorded as an activity. reason may be empty.
 func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason string) (Change, error) {
 	wishes, err := json.Marshal(keep)
 	if err != nil {

@@ -23,6 +23,8 @@ var composed = map[string]string{
 	"internal/postgres/listener.go": "names a channel",
 	"migrations/apply.go":           "runs the embedded migrations",
 	"retention/partitions.go":       "names a partition",
+	"retention/pass.go":             "runs a statement of the table of kinds, which is in kinds.go",
+	"retention/piece.go":            "runs the statements of the table of kinds, which is in kinds.go",
 	"skills/sql.go":                 "wraps a skill's query",
 	"skills/sqlcheck.go":            "names a role",
 	"skills/sqldatabase.go":         "names a role",

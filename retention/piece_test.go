@@ -1,0 +1,108 @@
+package retention_test
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
+)
+
+// pieces prunes a kind a hundred rows at a time until nothing is left to do. It returns how many went in each piece.
+func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
+	t.Helper()
+	for more := true; more; {
+		n, again, err := retention.Prune(t.Context(), db, kind, 100, false)
+		if err != nil || len(removed) > 50 {
+			t.Fatalf("%v after %v", err, removed)
+		}
+		removed, more = append(removed, n), again
+	}
+	return removed
+}
+
+func TestALongThreadGoesInPieces(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `update agent_retention set keep = '30 days' where kind = 'messages'`)
+	exec(t, pool, `
+		insert into agent_threads (id, channel, updated_at, next_seq)
+		select t, 'chat', now() - interval '60 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
+	exec(t, pool, `
+		with x as (insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f') returning id)
+		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
+		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t, generate_series(1, 150) n`)
+	if n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false); n != 100 || !more || err != nil {
+		t.Errorf("the first piece: %d, %v, %v", n, more, err)
+	}
+	if oldest := value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`); oldest != 101 {
+		t.Errorf("message %d of the first thread is its oldest, want 101", oldest)
+	}
+	for _, n := range pieces(t, pool, "messages") {
+		if n > 100 {
+			t.Errorf("a piece has deleted %d messages", n)
+		}
+	}
+	if left := value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 || left[0] != "2" {
+		t.Errorf("threads %v have messages, want 2, in which an execution that goes on has spoken", left)
+	}
+	if left := value[int](t, pool, `select count(*) from agent_threads`); left != 1 {
+		t.Errorf("%d threads are left", left)
+	}
+}
+
+func TestManyCheckpointsGoInPieces(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
+	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+		exec(t, tx, `set local session_replication_role = replica`)
+		exec(t, tx, `
+			with x as (
+			  insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
+			  select agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
+			    from (select now() - interval '2 days' as at) a, generate_series(1, 3) n returning id)
+			insert into agent_checkpoints (execution_id, step, claim) select x.id, n, 1 from x, generate_series(1, 150) n`)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	removed := pieces(t, pool, "executions")
+	if left := value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 || len(removed) != 6 {
+		t.Errorf("%d checkpoints are left after %v", left, removed)
+	}
+}
+
+// A row may change between the statement that finds it and the one that deletes it.
+func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f')`)
+	exec(t, pool, `insert into agent_budgets (scope, reserved_tokens) values ('run:x', 1)`)
+	exec(t, pool, `update agent_retention set keep = '35 days' where kind = 'hour_counts'`)
+	exec(t, pool, `insert into agent_activity_counts (span, start, kind, skill, surface, model) values ('hour', now(), 'call', '', '', '')`)
+	exec(t, pool, `
+		insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
+	exec(t, pool, `
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id) values ('00000000-0000-7000-8000-000000000001', 'e', '{}', 't')`)
+	exec(t, pool, `
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
+		values ('e', '1', 't', 't', 'dead', '', '')`)
+	exec(t, pool, `
+		insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
+	exec(t, pool, `
+		insert into agent_automation_runs (automation_id, scheduled_for, status) values ('00000000-0000-7000-8000-000000000002', now(), 'dead')`)
+	for kind, key := range map[string]string{
+		"executions": `select id::text from agent_executions`, "budgets": `select scope from agent_budgets`,
+		"hour_counts": `select ctid::text from agent_activity_counts`, "outbox": `select id::text from agent_webhook_outbox`,
+		"deliveries": `select id::text from agent_webhook_deliveries`, "automation_runs": `select id::text from agent_automation_runs`,
+	} {
+		keys := texts(t, pool, key)
+		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil || len(keys) != 1 || tag.RowsAffected() != 0 {
+			t.Errorf("%s: %d rows of %v are deleted: %v", kind, tag.RowsAffected(), keys, err)
+		}
+	}
+}
