@@ -1,9 +1,9 @@
 -- Activity: the log of what the agent did.
 --
--- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and retention
--- drops a partition. A call that is under way has a row in agent_activity_open as well, so that its end is a HOT update. Counts
--- by hour and day are kept beside the log, so that figures cost nothing when the log is large. agent_prompts has the exact
--- prompt of every model call, in parts that are stored once.
+-- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and
+-- retention drops a partition. A call that is under way has a row in agent_activity_open as well, so that its end is a
+-- HOT update. Counts by hour and day stand beside the log, so figures stay cheap however large the log is.
+-- agent_prompts has the exact prompt of every model call, in parts that are stored once.
 
 create table agent_activity (
   id              uuid default agent_uuid7() primary key,

@@ -1,7 +1,7 @@
 -- Threads: conversations, each with an owner and an order.
 --
--- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends; the messages of others are
--- queued and sent when the lane is free. Whoever may read and write in a thread is in agent_thread_access.
+-- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends; the messages of others
+-- are queued and sent when the lane is free. agent_thread_access lists who else may read and write in a thread.
 
 create table agent_threads (
   id              text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),

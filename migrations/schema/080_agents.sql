@@ -1,7 +1,8 @@
 -- Agents: who acts, what it remembers and what it wants.
 --
--- An agent's definition is kept in every version. Memory has an owner and a revision: a write names the revision that it is
--- based on. An objective has steps and needs evidence for its end.
+-- agent_agents keeps every version of an agent's definition. Memory has an owner and a revision: a write names the
+-- revision that it is based on. An objective has steps, and a step needs evidence that it is done. Ended logins and the
+-- secret values of the database are here, too.
 
 create table agent_agents (
   name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),

@@ -1,7 +1,7 @@
 -- Skills: what an agent can do, and what needs an approval.
 --
--- A skill that fails too often is taken out of service by self-heal, and comes back by a trial or by an admin. An approval
--- is bound to execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
+-- Self-heal disables a skill that fails too often. A trial or an admin enables it again. An approval is bound to
+-- execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
 
 create table agent_skills (
   id              uuid default agent_uuid7() primary key,

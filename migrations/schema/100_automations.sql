@@ -1,6 +1,7 @@
--- Automations: what is started by a clock or by an event.
+-- Automations: work that a clock, an event or a signal starts.
 --
--- A run of an automation is recorded before it begins, so that an occurrence runs once, whichever process sees it first.
+-- Each run is a row before it begins, unique for its time or event. So an occurrence runs once, whichever process sees
+-- it first.
 
 create table agent_automations (
   id              uuid default agent_uuid7() primary key,

@@ -1,7 +1,7 @@
 -- Webhooks: deliveries that come in, and messages that go out.
 --
--- A delivery is stored before it is acknowledged, and is run once, however often it comes. What is sent stands in an outbox,
--- which is written in the transaction of its cause.
+-- A delivery is stored before it is acknowledged, and is run once, however often it comes. An outgoing message is a row
+-- of the outbox, written in the transaction of its cause.
 
 create table agent_webhook_endpoints (
   id              uuid default agent_uuid7() primary key,

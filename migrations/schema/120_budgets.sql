@@ -1,7 +1,8 @@
 -- Budgets: what model calls may cost.
 --
--- A call reserves its worst case before it is made and settles what it used. A reservation is keyed by execution and step, so
--- that a retry uses the one that is there. What nobody reported is counted at its worst case, and flagged.
+-- A call reserves its worst case before it is made and settles what it used. A reservation is keyed by execution and
+-- step, so that a retry uses the one that is there. A call whose usage no provider reported counts at its worst case,
+-- and is flagged.
 
 create table agent_budgets (
   scope           text primary key check ((scope <> '') AND (length(scope) <= 255)),

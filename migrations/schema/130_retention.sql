@@ -1,6 +1,6 @@
--- Retention: what goes, and when.
+-- Retention: how long rows are kept.
 --
--- Each kind of row has a policy (agent_retention). What is under way, and what something else needs, stays.
+-- Each kind of row has a policy (agent_retention). A row stays while it is under way, and while another row needs it.
 -- The statements that find and delete old rows are in the Go package retention.
 
 create table agent_retention (

@@ -1,6 +1,6 @@
--- Why: what caused what.
+-- Why: causes and effects.
 --
--- agent_links has a row for each cause that no other table has. The function why answers in words and references.
+-- agent_links has a row for each cause that no other table records. The function why answers in words and references.
 
 create type agent_reason as (
   at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb
