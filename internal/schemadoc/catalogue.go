@@ -84,11 +84,7 @@ func Read(ctx context.Context, db postgres.DB, files fs.FS) ([]*Noun, error) {
 		return nil, err
 	}
 	for _, r := range relations {
-		at, known := places[r.Name]
-		if !known {
-			return nil, fmt.Errorf("no file of migrations/schema makes %s", r.Name)
-		}
-		n := nouns[at.file]
+		n := nouns[find(places, r.Name).file]
 		switch r.Kind {
 		case "v":
 			n.Views = append(n.Views, r)
@@ -101,7 +97,7 @@ func Read(ctx context.Context, db postgres.DB, files fs.FS) ([]*Noun, error) {
 	if err := readCode(ctx, db, nouns, places); err != nil {
 		return nil, err
 	}
-	order := func(a, b string) int { return cmp.Compare(places[a].statement, places[b].statement) }
+	order := func(a, b string) int { return cmp.Compare(find(places, a).statement, find(places, b).statement) }
 	for _, n := range nouns {
 		for _, all := range [][]*Relation{n.Tables, n.Views, n.Types} {
 			slices.SortStableFunc(all, func(a, b *Relation) int { return order(a.Name, b.Name) })
@@ -204,12 +200,9 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 		return err
 	}
 	for _, f := range functions {
-		at, known := places[f.Name]
-		if !known {
-			return fmt.Errorf("no file of migrations/schema makes the function %s", f.Name)
-		}
 		f.Arguments, f.Result = short(f.Arguments), short(f.Result)
-		nouns[at.file].Calls = append(nouns[at.file].Calls, f)
+		n := nouns[find(places, f.Name).file]
+		n.Calls = append(n.Calls, f)
 	}
 	closed, err := collect[Closed](db.Query(ctx, `
 		select t.typname::text as name, coalesce(format_type(nullif(t.typbasetype, 0), null), '') as base,
@@ -225,7 +218,8 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 	}
 	for _, c := range closed {
 		c.Check = short(c.Check)
-		nouns[places[c.Name].file].Closed = append(nouns[places[c.Name].file].Closed, c)
+		n := nouns[find(places, c.Name).file]
+		n.Closed = append(n.Closed, c)
 	}
 	return nil
 }

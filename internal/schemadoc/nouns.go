@@ -62,6 +62,23 @@ func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
 // place is where a name is made: the file's number, and the number of the statement in it.
 type place struct{ file, statement int }
 
+// find is the place of a name. A name of a later change stands with the known name that has the same beginning.
+func find(places map[string]place, name string) place {
+	at, known := places[name]
+	for part := name; !known && part != ""; part = part[:len(part)-1] {
+		for other, p := range places {
+			if strings.HasPrefix(other, part) && (!known || p.before(at)) {
+				at, known = p, true
+			}
+		}
+	}
+	return at
+}
+
+func (p place) before(q place) bool {
+	return p.file < q.file || p.file == q.file && p.statement < q.statement
+}
+
 // essay is what follows the noun: a sentence of its own.
 func essay(text string) string {
 	text = strings.TrimSpace(text)
