@@ -92,14 +92,14 @@ func (r *Relation) columnList() string {
 }
 
 // oneOf finds a check that is a list of values.
-var oneOf = regexp.MustCompile(`^check \((\w+) in \(([^)]*)\)\)$`)
+var oneOf = regexp.MustCompile(`^check \((?:\w+ is null or \()?(\w+) in \(([^)]*)\)\)?\)$`)
 
 func (r *Relation) write(b *strings.Builder) {
 	fmt.Fprintf(b, "\n### %s\n\n", r.Name)
 	if r.Comment != "" {
 		fmt.Fprintf(b, "%s\n\n", r.Comment)
 	}
-	b.WriteString("| Column | Type | Default | |\n|---|---|---|---|\n")
+	b.WriteString("| Column | Type | Default | Meaning |\n|---|---|---|---|\n")
 	values := map[string][]string{}
 	var checks []string
 	for _, c := range r.Constraints {

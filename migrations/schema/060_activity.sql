@@ -92,7 +92,7 @@ comment on index agent_activity_open_execution is 'Finds the actions of an execu
 create unique index agent_activity_open_step on agent_activity_open (execution_id, claim, step) where step <> '';
 comment on index agent_activity_open_step is 'Allows one action under way for each step of a claim.';
 comment on table agent_activity_open is
-  'Actions under way. The rows are few, so the end of an action is found without the log''s indexes.';
+  'Actions under way. They are listed here, so the end of an action changes no index of the log.';
 comment on column agent_activity_open.activity_id is 'The row of the log.';
 comment on column agent_activity_open.claim is 'The claim that began it.';
 comment on column agent_activity_open.step is 'The step that it belongs to.';

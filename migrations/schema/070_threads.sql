@@ -137,7 +137,7 @@ comment on column agent_thread_access.reusable is
   'Any number of visitors may join by the token until it ends. Otherwise one may.';
 comment on column agent_thread_access.execution_id is 'The token ends with this execution.';
 comment on column agent_thread_access.expires_at is 'When the token ends.';
-comment on column agent_thread_access.used_at is 'When the token was first used.';
+comment on column agent_thread_access.used_at is 'When the token was last used.';
 comment on column agent_thread_access.joined_with is
   'The token that the participant joined by. Revoking the token ends the access.';
 comment on column agent_thread_access.created_by is 'The person or program that granted it.';

@@ -42,7 +42,7 @@ comment on column agent_skills.disabled_reason is 'Why it is out of service.';
 comment on column agent_skills.disabled_by is 'self-heal or an admin. Empty: it is enabled.';
 comment on column agent_skills.disabled_at is 'When it was disabled.';
 comment on column agent_skills.enabled_at is 'When it was put back into service. Failures before it do not count.';
-comment on column agent_skills.trial_at is 'When the one trial after the cool-down began.';
+comment on column agent_skills.trial_at is 'When the one trial after the cool-down was offered.';
 comment on column agent_skills.evidence is 'The figures for which self-heal disabled it.';
 comment on column agent_skills.source is 'workspace or builtin.';
 comment on column agent_skills.state_revision is
