@@ -123,7 +123,7 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	}
 	for anew := o.Anew; ; anew = false {
 		began := time.Now()
-		n, more, err := persist(ctx, pool, d.Kind, anew)
+		n, more, err := pruneWithRetry(ctx, pool, d.Kind, anew)
 		d.Removed += n
 		if err != nil || !more {
 			return err
@@ -135,8 +135,8 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	}
 }
 
-// persist does one piece, and again when it met a lock.
-func persist(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool, err error) {
+// pruneWithRetry does one piece, and again when it met a lock.
+func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool, err error) {
 	for try := 1; ; try++ {
 		removed, more, err = prune(ctx, db, kind, pieceRows, anew)
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {

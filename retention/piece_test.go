@@ -1,9 +1,11 @@
 package retention_test
 
 import (
+	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -53,23 +55,64 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	}
 }
 
-func TestManyCheckpointsGoInPieces(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
+// over makes executions that ended two days ago, each with an event and so many checkpoints.
+func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
+	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		exec(t, tx, `set local session_replication_role = replica`)
 		exec(t, tx, `
 			with x as (
 			  insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
 			  select agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
-			    from (select now() - interval '2 days' as at) a, generate_series(1, 3) n returning id)
-			insert into agent_checkpoints (execution_id, step, claim) select x.id, n, 1 from x, generate_series(1, 150) n`)
+			    from (select now() - interval '2 days' as at) a, generate_series(1, $1) n returning id),
+			c as (insert into agent_checkpoints (execution_id, step, claim) select x.id, n, 1 from x, generate_series(1, $2) n)
+			insert into agent_events (event, key, external_id, execution_id) select 'AGENT_COMPLETED', x.id, 'completed ' || x.id, x.id from x`,
+			executions, checkpoints)
 		return nil
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// A locked row keeps what it belongs to, and nothing else.
+func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `update agent_retention set keep = '1 day' where kind in ('executions', 'messages')`)
+	over(t, pool, 4, 0)
+	exec(t, pool, `
+		insert into agent_threads (id, channel, updated_at, next_seq)
+		select t, 'chat', now() - interval '2 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
+	exec(t, pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, status) select t, 1, 1, 'user', '', 'received' from generate_series(1, 4) t`)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
+	exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
+	for _, kind := range []string{"executions", "messages"} {
+		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, false); removed != 3 || err != nil {
+			t.Errorf("beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
+		}
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, kind := range []string{"executions", "messages"} {
+		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, true); removed != 1 || err != nil {
+			t.Errorf("afterwards %d %s are deleted, want 1: %v", removed, kind, err)
+		}
+	}
+}
+
+func TestManyCheckpointsGoInPieces(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
+	over(t, pool, 3, 150)
 	removed := pieces(t, pool, "executions")
 	if left := value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 || len(removed) != 6 {
 		t.Errorf("%d checkpoints are left after %v", left, removed)
