@@ -21,7 +21,7 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 		t.Fatal(err)
 	}
 	if missing := schemadoc.Missing(nouns); len(missing) > 0 {
-		t.Errorf("without a comment in migrations/schema: %s", strings.Join(missing, ", "))
+		t.Errorf("without a comment in migrations/schema, or a table: %s", strings.Join(missing, ", "))
 	}
 	for path, want := range map[string]string{
 		"../docs/schema.md":  schemadoc.Page(nouns),
@@ -38,6 +38,35 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 		}
 		if diff := cmp.Diff(strings.Split(string(got), "\n"), strings.Split(want, "\n")); diff != "" {
 			t.Errorf("%s differs; run go test ./migrations -run TestTheSchemaPage -update\n%s", path, diff)
+		}
+	}
+}
+
+func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
+	db := pgtest.DB(t)
+	exec(t, db, `
+		create domain agent_mood as text check (value is null or value in ('glad', 'sad'));
+		create table agent_webhook_moods (
+		  execution_id uuid primary key references agent_executions (id), mood agent_mood, size int);
+		create index agent_webhook_moods_size on agent_webhook_moods (size);
+		comment on column agent_webhook_moods.size is 'In | bytes.'`)
+	nouns, err := schemadoc.Read(t.Context(), db, migrations.Files())
+	if err != nil {
+		t.Fatal(err)
+	}
+	missing := "agent_mood, agent_webhook_moods, agent_webhook_moods.mood, agent_webhook_moods_size"
+	if got := strings.Join(schemadoc.Missing(nouns), ", "); got != missing {
+		t.Errorf("missing are %s, want %s", got, missing)
+	}
+	page, picture := schemadoc.Page(nouns), schemadoc.Picture(nouns)
+	for want, text := range map[string]string{
+		"| `size` | integer, *null* |  | In \\| bytes. |": page,
+		"`agent_mood` (glad, sad)":                        page,
+		">agent_webhook_moods</text>":                     picture,
+		">execution_id → agent_executions</text>":         picture,
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the document has not %q", want)
 		}
 	}
 }

@@ -74,37 +74,44 @@ func (r *Relation) key() []string {
 	return nil
 }
 
-// Missing lists what has to be commented and is not.
+// Missing lists what has to have a comment and has none, and references to tables that are not there.
 func Missing(nouns []*Noun) []string {
 	var all []string
+	need := func(comment, name string) {
+		if comment == "" {
+			all = append(all, name)
+		}
+	}
+	tables := map[string]bool{}
+	for _, n := range nouns {
+		for _, r := range n.Tables {
+			tables[r.Name] = true
+		}
+	}
 	for _, n := range nouns {
 		for _, r := range slices.Concat(n.Tables, n.Views, n.Types) {
-			if r.Comment == "" {
-				all = append(all, r.Name)
-			}
-			if r.Kind == "v" || r.Kind == "c" {
-				continue
-			}
+			need(r.Comment, r.Name)
+		}
+		for _, r := range n.Tables {
 			for _, c := range r.Columns {
-				if c.Comment == "" && !slices.Contains(plain, c.Name) {
-					all = append(all, fmt.Sprintf("%s.%s", r.Name, c.Name))
+				if !slices.Contains(plain, c.Name) {
+					need(c.Comment, r.Name+"."+c.Name)
 				}
 			}
 			for _, x := range r.Indexes {
-				if x.Comment == "" {
-					all = append(all, x.Name)
+				need(x.Comment, x.Name)
+			}
+			for _, f := range r.references() {
+				if !tables[f.target] {
+					all = append(all, fmt.Sprintf("%s in refersTo of %s", f.target, r.Name))
 				}
 			}
 		}
 		for _, f := range n.Calls {
-			if f.Comment == "" {
-				all = append(all, f.Name+"()")
-			}
+			need(f.Comment, f.Name+"()")
 		}
 		for _, c := range n.Closed {
-			if c.Comment == "" {
-				all = append(all, c.Name)
-			}
+			need(c.Comment, c.Name)
 		}
 	}
 	return all
