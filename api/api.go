@@ -41,6 +41,8 @@
 //     second, in which the request has no connection most of the time. Then the answer is 503 with Retry-After and names that transaction.
 //   - What an admin changes is an activity under an op_ trace, committed together with the change. A lane
 //     that is broken is recorded under the trace of who held it.
+//   - Questions about the log may be answered from a read replica (see internal/replica); X-Replica-Lag-Seconds says
+//     so. Routes of what a client may write, and state that it polls, answer from the primary.
 //   - Times are RFC 3339 in UTC, ids strings, names snake_case.
 //
 // /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It looks at the
@@ -61,12 +63,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
 // Options are what the API stands on.
 type Options struct {
 	Pool   *pgxpool.Pool      // required
+	Read   *replica.Reader    // for questions about the log; Pool when nil
 	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
 	Engine *executions.Engine // required: cancels executions and says whether this process works
 	// Agents finds whose memory a request is about; nil is an installation without settings.
@@ -110,7 +114,7 @@ func New(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
+		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
 		unsettled: newUnsettled(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
@@ -125,6 +129,7 @@ func New(o Options) (http.Handler, error) {
 // server is what the handlers share.
 type server struct {
 	pool     *pgxpool.Pool
+	read     *replica.Reader
 	engine   *executions.Engine
 	agents   *agents.Directory
 	memory   *memory.Index

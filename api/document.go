@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 var pathParam = regexp.MustCompile(`\{(\w+)\}`)
@@ -116,17 +117,7 @@ func (s *schemas) parameters(rt route) []object {
 // responses lists what a route can answer.
 func (s *schemas) responses(rt route) object {
 	answer := object{"description": "Done", "content": s.answered(rt)}
-	if strings.Contains(rt.path, "{") || rt.handler != nil {
-		answer["headers"] = object{"X-Trace-Id": object{
-			"description": "The trace that the answer belongs to.", "schema": object{"type": "string"},
-		}}
-	}
-	if rt.versioned {
-		headers, _ := answer["headers"].(object)
-		if headers == nil {
-			headers = object{}
-		}
-		headers["ETag"] = object{"description": "The revision of what the answer shows.", "schema": object{"type": "string"}}
+	if headers := headersOf(rt); len(headers) > 0 {
 		answer["headers"] = headers
 	}
 	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
@@ -155,6 +146,24 @@ func (s *schemas) responses(rt route) object {
 		all["default"] = object{"description": "Refused", "content": refused}
 	}
 	return all
+}
+
+// headersOf describes the headers of an answer.
+func headersOf(rt route) object {
+	headers := object{}
+	if strings.Contains(rt.path, "{") || rt.handler != nil {
+		headers["X-Trace-Id"] = object{"description": "The trace that the answer belongs to.", "schema": object{"type": "string"}}
+	}
+	if rt.versioned {
+		headers["ETag"] = object{"description": "The revision of what the answer shows.", "schema": object{"type": "string"}}
+	}
+	if rt.replica {
+		headers[replica.Header] = object{
+			"description": "The answer is from a read replica, which was so far behind. Cache-Control: no-cache asks the primary.",
+			"schema":      object{"type": "number"},
+		}
+	}
+	return headers
 }
 
 // answered describes an answer: JSON, a stream of events, or either, as the request asks.

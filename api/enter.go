@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -50,6 +51,11 @@ func (s *server) enter(rt route, next http.Handler) http.Handler {
 			}
 			s.refuse(w, r, rt, err, "")
 			return
+		}
+		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
+			if who, _ := r.Context().Value(callerKey{}).(caller); who.login != nil {
+				replica.Wrote(w, r) // the pages that this browser asks for next show it
+			}
 		}
 		if caller := r.Header.Get("Traceparent"); caller != "" {
 			r = r.WithContext(trace.WithCaller(r.Context(), caller))

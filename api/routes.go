@@ -37,6 +37,7 @@ type route struct {
 	ends         bool                          // of a stream: it is waited for at shutdown
 	openAI       bool                          // is refused in OpenAI's format
 	foreign      bool                          // takes what a browser sends from another origin
+	replica      bool                          // may be answered from the read replica
 	page         bool                          // for people: not in the document, refused with a page
 	idempotent   bool                          // honours Idempotency-Key
 	maxBody      int64                         // bytes
@@ -97,22 +98,22 @@ func (s *server) probes() []route {
 func (s *server) reading() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/traces", answer: page[activity.TraceSummary]{}, handle: s.listTraces,
+			method: "GET", path: "/v1/traces", answer: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
 			about: "Pieces of work, newest first, each rolled up to one line.",
 			params: listing(surfaceParam, oneOf("status", "State of the root execution", statuses()...),
 				text("agent", "Who acted in the root execution"), sinceParam),
 		}, {
-			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace,
+			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace, replica: true,
 			about: "The story of a trace. The id may be the prefixed one, its ULID alone, or the 32 hex digits of OpenTelemetry.",
 		}, {
-			method: "GET", path: "/v1/traces/{id}/prompts", answer: prompts.Page{}, handle: s.getPrompts,
+			method: "GET", path: "/v1/traces/{id}/prompts", answer: prompts.Page{}, handle: s.getPrompts, replica: true,
 			about: "The exact prompt of each model call of a trace, redacted; a part that several calls share is in it once.",
 			params: []param{
 				{name: "activity_id", about: "Only the model call of this activity", check: checkUUID},
 				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), text("cursor", "next_cursor of the page before"),
 			},
 		}, {
-			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity,
+			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity, replica: true,
 			about: "What was done, newest first. Without since, trace_id and skill the other filters look back 30 days.",
 			params: listing(surfaceParam, oneOf("status", "State of the activity", activityStatuses()...),
 				text("skill", "Name of the skill"), text("lane", "Lane the work was done in"), traceParam,

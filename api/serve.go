@@ -2,6 +2,7 @@ package api
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"net/http"
 	"runtime/debug"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 // request is one that has passed its route's checks.
@@ -39,16 +41,36 @@ func (s *server) own(rt route) http.Handler {
 			s.refuse(w, r, rt, err, "")
 			return
 		}
-		got, err := rt.run(in)
+		got, from, err := s.run(rt, in)
 		if err != nil {
 			s.refuse(w, r, rt, err, got.trace)
 			return
 		}
+		from.Tell(w.Header())
 		if got.status == 0 {
 			got.status = max(rt.status, http.StatusOK)
 		}
 		s.write(w, r, got)
 	})
+}
+
+// run calls the route's function, which may read from the replica.
+func (s *server) run(rt route, in request) (got answer, from *replica.Source, err error) {
+	if !rt.replica {
+		got, err = rt.run(in)
+		return got, nil, err
+	}
+	r := in.Request
+	from, err = s.read.Do(r.Context(), replica.Fresh(r), func(ctx context.Context) (err error) {
+		in.Request = r.WithContext(ctx)
+		if replica.From(ctx).Replica() { // a connection that breaks is no reason to ask there again
+			got, err = rt.handle(in)
+			return err
+		}
+		got, err = rt.run(in)
+		return err
+	})
+	return got, from, err
 }
 
 // run calls the route's function. What may be done twice is done again when a connection to the database broke under it, so

@@ -6,7 +6,7 @@ import (
 )
 
 func (s *server) listTraces(r request) (answer, error) {
-	rows, next, err := activity.Traces(r.Context(), s.pool, activity.TraceFilter{
+	rows, next, err := activity.Traces(r.Context(), s.read, activity.TraceFilter{
 		Surface: r.query["surface"], Status: r.query["status"], Since: r.query.time("since"), Limit: r.query.limit(),
 		Agent: r.query["agent"], Cursor: r.query["cursor"],
 	})
@@ -17,7 +17,7 @@ func (s *server) listTraces(r request) (answer, error) {
 }
 
 func (s *server) getTrace(r request) (answer, error) {
-	t, err := activity.TraceOf(r.Context(), s.pool, r.PathValue("id"))
+	t, err := activity.TraceOf(r.Context(), s.read, r.PathValue("id"))
 	if err != nil {
 		return answer{}, err
 	}
@@ -28,7 +28,7 @@ func (s *server) getTrace(r request) (answer, error) {
 }
 
 func (s *server) getPrompts(r request) (answer, error) {
-	page, err := prompts.Of(r.Context(), s.pool, r.PathValue("id"), prompts.Filter{
+	page, err := prompts.Of(r.Context(), s.read, r.PathValue("id"), prompts.Filter{
 		ActivityID: r.query["activity_id"], Limit: r.query.number("limit"), Cursor: r.query["cursor"],
 	})
 	if err != nil {
@@ -38,7 +38,7 @@ func (s *server) getPrompts(r request) (answer, error) {
 }
 
 func (s *server) listActivity(r request) (answer, error) {
-	rows, next, err := activity.Recent(r.Context(), s.pool, activity.Filter{
+	rows, next, err := activity.Recent(r.Context(), s.read, activity.Filter{
 		Surface: r.query["surface"], Status: activity.Status(r.query["status"]), Skill: r.query["skill"],
 		Lane: r.query["lane"], TraceID: r.query["trace_id"], Agent: r.query["agent"], Since: r.query.time("since"),
 		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: r.query["cursor"],

@@ -22,9 +22,9 @@ func (c *cli) activityListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List actions, newest first", Args: args(0, 0, "no arguments"),
 		Example: "  agent activity ls --status error --since 24h\n  agent activity ls --skill table_sizes --json",
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
 			f.Status = activity.Status(status)
-			rows, next, err := activity.Recent(cmd.Context(), s.pool, f)
+			rows, next, err := activity.Recent(cmd.Context(), s.read, f)
 			if err != nil {
 				return err
 			}
@@ -76,7 +76,7 @@ func (r reportCommand[T]) command(c *cli) (*cobra.Command, *activity.ReportFilte
 	var f activity.ReportFilter
 	cmd := &cobra.Command{
 		Use: r.use, Short: r.short, Args: args(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := r.read(cmd.Context(), s, f)
 			if err != nil {
 				return err
@@ -107,9 +107,9 @@ func (c *cli) spendCommand() *cobra.Command {
 				return nil, "", usageError("--skill: %w", activity.ErrSkillOrPurpose)
 			}
 			if by == string(activity.ByPurpose) {
-				return activity.SpendByPurpose(ctx, s.pool, f)
+				return activity.SpendByPurpose(ctx, s.read, f)
 			}
-			return activity.Spend(ctx, s.pool, f)
+			return activity.Spend(ctx, s.read, f)
 		},
 		row: func(x activity.Spending) []string {
 			return []string{
@@ -143,7 +143,7 @@ func (c *cli) slowestCommand() *cobra.Command {
 		use: "slowest", short: "Skills by how long their calls take", empty: "no skill was called in that time",
 		heading: []string{"SKILL", "CALLS", "P50 MS", "P95 MS", "MAX MS", "SLOWEST TRACE"},
 		read: func(ctx context.Context, s *session, f activity.ReportFilter) ([]activity.Slow, string, error) {
-			return activity.Slowest(ctx, s.pool, f)
+			return activity.Slowest(ctx, s.read, f)
 		},
 		row: func(x activity.Slow) []string {
 			most := ""
@@ -161,7 +161,7 @@ func (c *cli) failingCommand() *cobra.Command {
 		use: "failing", short: "Skills by how often their calls fail", empty: "no skill failed in that time",
 		heading: []string{"SKILL", "STATE", "CALLS", "ERRORS", "RATE", "IN A ROW", "LAST ERROR", "LAST TRACE"},
 		read: func(ctx context.Context, s *session, f activity.ReportFilter) ([]activity.Failure, string, error) {
-			return activity.Failing(ctx, s.pool, f)
+			return activity.Failing(ctx, s.read, f)
 		},
 		row: func(x activity.Failure) []string {
 			return []string{
@@ -176,8 +176,8 @@ func (c *cli) auditCommand() *cobra.Command {
 	var f activity.Filter
 	cmd := &cobra.Command{
 		Use: "audit", Short: "Who did what, to which object, when, why, on whose behalf, with what result, newest first", Args: args(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := activity.Audit(cmd.Context(), s.pool, f)
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
+			got, err := activity.Audit(cmd.Context(), s.read, f)
 			if err != nil {
 				return err
 			}

@@ -118,6 +118,7 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 		autonomy = pause.String() + "; `agent resume` ends it"
 	}
 	add("autonomy", err, autonomy)
+	examineReplica(ctx, s, add)
 	c.examineNamed(ctx, s, add)
 	examineEmbedding(ctx, s, add)
 }

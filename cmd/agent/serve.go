@@ -22,6 +22,7 @@ func (c *cli) serveCommand() *cobra.Command {
 		Use:   "serve",
 		Short: "Run the agent: heartbeats, executions, HTTP",
 		Long: `Run the agent on the database that DATABASE_URL names. As many as wanted may serve one database.
+Pages and questions are read from the standby that DATABASE_READ_URL names, if it is set.
 
 AGENT_ADMIN_TOKEN guards the HTTP API. SIGTERM or ^C stops: /readyz says 503 at once and the rest goes on for AGENT_DRAIN_DELAY;
 then no connection is taken and requests under way finish within AGENT_SHUTDOWN_TIMEOUT; then no work is taken and steps
@@ -110,7 +111,7 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, err
 	}
 	handler, err = api.New(api.Options{
-		Pool: a.adminPool(), Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, Memory: a.index, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Pool: a.adminPool(), Read: a.read, Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, Memory: a.index, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
 		DocumentBytes: int64(a.config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})

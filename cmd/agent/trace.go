@@ -21,7 +21,7 @@ func (c *cli) traceCommand() *cobra.Command {
 ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show.`,
 		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
 		Args:    args(1, 1, "a trace id, last, or ls"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, args []string, s *session) error {
 			if asked {
 				return c.showPrompts(cmd.Context(), s, args[0])
 			}
@@ -34,7 +34,7 @@ ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits t
 }
 
 func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
-	story, err := activity.TraceOf(ctx, s.pool, id)
+	story, err := activity.TraceOf(ctx, s.read, id)
 	if errors.Is(err, activity.ErrNotFound) {
 		return hint(err, "see agent trace ls")
 	}
@@ -46,7 +46,7 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 
 // newestTrace is the id of the newest trace of a surface, or of all when that is empty.
 func newestTrace(ctx context.Context, s *session, surface string) (string, error) {
-	newest, _, err := activity.Traces(ctx, s.pool, activity.TraceFilter{Surface: surface, Limit: 1})
+	newest, _, err := activity.Traces(ctx, s.read, activity.TraceFilter{Surface: surface, Limit: 1})
 	if err != nil {
 		return "", err
 	}
@@ -61,7 +61,7 @@ func (c *cli) traceLastCommand() *cobra.Command {
 	var asked bool
 	cmd := &cobra.Command{
 		Use: "last", Short: "Show the newest trace", Args: args(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err
@@ -81,8 +81,8 @@ func (c *cli) traceListCommand() *cobra.Command {
 	var f activity.TraceFilter
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List traces, newest first", Args: args(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			page, next, err := activity.Traces(cmd.Context(), s.pool, f)
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
+			page, next, err := activity.Traces(cmd.Context(), s.read, f)
 			if err != nil {
 				return err
 			}

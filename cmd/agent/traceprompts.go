@@ -22,7 +22,7 @@ func promptsFlag(cmd *cobra.Command, asked *bool) {
 func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 	all := prompts.Page{Calls: []prompts.Call{}, Parts: map[string]prompts.Part{}}
 	for cursor := ""; ; cursor = *all.Next {
-		page, err := prompts.Of(ctx, s.pool, id, prompts.Filter{Cursor: cursor})
+		page, err := prompts.Of(ctx, s.read, id, prompts.Filter{Cursor: cursor})
 		if errors.Is(err, activity.ErrNotFound) {
 			return hint(err, "see agent trace ls")
 		}

@@ -21,7 +21,7 @@ ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits t
 select * from why('hb_01JD…').`,
 		Example: "  agent why last\n  agent why last --surface heartbeat\n  agent why hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
 		Args:    args(1, 1, "a trace id, or last"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.showWhy(cmd, s, args[0])
 		}),
 	}
@@ -30,7 +30,7 @@ select * from why('hb_01JD…').`,
 }
 
 func (c *cli) showWhy(cmd *cobra.Command, s *session, id string) error {
-	answer, err := why.Of(cmd.Context(), s.pool, id)
+	answer, err := why.Of(cmd.Context(), s.read, id)
 	if errors.Is(err, activity.ErrNotFound) {
 		return hint(err, "see agent trace ls")
 	}
@@ -44,7 +44,7 @@ func (c *cli) whyLastCommand() *cobra.Command {
 	var surface string
 	cmd := &cobra.Command{
 		Use: "last", Short: "Say why the newest run happened", Args: args(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err

@@ -3,6 +3,7 @@
 package failover_test
 
 import (
+	"bufio"
 	"context"
 	"io"
 	"net/http"
@@ -196,10 +197,14 @@ func (r *replicated) sameAnswers(t *testing.T) {
 
 // otherDatabase tries a replica of another database of the same cluster.
 func (r *replicated) otherDatabase(t *testing.T) {
-	environ := r.environ("DATABASE_READ_URL=" + strings.Replace(urlOf(r.standby), "/agent?", "/postgres?", 1))
-	a := launch(t, t.TempDir(), environ, "serve")
-	if code := a.Exit(); code != 2 || !strings.Contains(a.Err.String(), "DATABASE_READ_URL: it is another database than DATABASE_URL") {
-		t.Errorf("exit %d, want 2 and an error that names the setting: %s", code, a.Err.Tail(30))
+	for url, says := range map[string]string{
+		strings.Replace(urlOf(r.standby), "/agent?", "/postgres?", 1): "it is another database than DATABASE_URL",
+		urlOf(r.standby, r.primary):                                   "it names 2 servers",
+	} {
+		a := launch(t, t.TempDir(), r.environ("DATABASE_READ_URL="+url), "serve")
+		if code := a.Exit(); code != 2 || !strings.Contains(a.Err.String(), "DATABASE_READ_URL: "+says) {
+			t.Errorf("exit %d, want 2 and an error that says %q: %s", code, says, a.Err.Tail(30))
+		}
 	}
 }
 
@@ -252,6 +257,7 @@ func (r *replicated) served(t *testing.T) {
 	}
 	ofReplica := func(p page) bool { return p.lag != "" }
 	from("pages come from the replica", "/traces/"+oldTrace, ofReplica)
+	r.questions(base)
 
 	r.standby.sql(`select pg_wal_replay_pause()`)
 	admin := r.logIn(base)
@@ -261,6 +267,8 @@ func (r *replicated) served(t *testing.T) {
 	from("the old state is shown with its lag", "/", func(p page) bool {
 		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") && regexp.MustCompile(`From the replica, \d+\.\d s behind`).MatchString(p.body)
 	})
+	r.seesItsOwn(admin, base)
+	r.asksThePrimary(base)
 	r.standby.sql(`select pg_wal_replay_resume()`)
 	from("the replica catches up", "/", func(p page) bool { return p.lag != "" && strings.Contains(p.body, "Autonomous work is paused") })
 
@@ -275,6 +283,86 @@ func (r *replicated) served(t *testing.T) {
 
 	r.primary.stop(syscall.SIGQUIT)
 	from("pages are shown without the primary", "/traces/"+oldTrace, func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
+	if got := get(t, admin, base+"/traces", false); got.status != http.StatusServiceUnavailable {
+		t.Errorf("a login that cannot be checked: status %d, want 503", got.status)
+	}
+	if asked := r.ask("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) || !strings.Contains(asked.Err.String(), "the primary does not answer") {
+		t.Errorf("agent why without the primary:\n%s\n%s", asked.Out.Tail(30), asked.Err.Tail(30))
+	}
+}
+
+// questions come from the replica with its lag, over HTTP and on the command line, and are those of the primary.
+func (r *replicated) questions(base string) {
+	r.t.Helper()
+	trace := "/v1/traces/" + oldTrace
+	for _, path := range []string{
+		"/v1/traces", trace, trace + "/why", trace + "/prompts", "/v1/activity", "/v1/activity/spend", "/v1/activity/slowest", "/v1/activity/failing",
+		"/v1/activity/audit",
+	} {
+		there, here := get(r.t, http.DefaultClient, base+path, false), get(r.t, http.DefaultClient, base+path, true)
+		if there.status != http.StatusOK || there.lag == "" || here.lag != "" || there.body != here.body {
+			r.t.Errorf("%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag, here.lag, there.body, here.body)
+		}
+	}
+	for _, path := range []string{"/v1/executions", "/v1/executions/" + oldRun, "/v1/lanes", "/v1/skills"} {
+		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
+			r.t.Errorf("%s: status %d, lag %q, want the primary's", path, got.status, got.lag)
+		}
+	}
+	for _, args := range [][]string{{"why", oldTrace}, {"activity", "ls"}} {
+		if asked := r.ask(args...); !strings.Contains(asked.Out.String(), oldTrace) || !strings.HasPrefix(asked.Err.String(), "from the replica, 0.") {
+			r.t.Errorf("agent %v:\n%s\n%s", args, asked.Out.Tail(30), asked.Err.Tail(30))
+		}
+	}
+	if doctor := r.ask("doctor"); !strings.Contains(doctor.Out.String(), "ok   replica") {
+		r.t.Errorf("agent doctor: %s", doctor.Out.String())
+	}
+}
+
+// ask runs a command to its end.
+func (r *replicated) ask(args ...string) *agent {
+	r.t.Helper()
+	asked := launch(r.t, r.t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby), "AGENT_LOG_LEVEL=error"), args...)
+	asked.Exit()
+	return asked
+}
+
+// seesItsOwn watches a page as who has just written: what comes in is the primary's, while the replica stands still.
+func (r *replicated) seesItsOwn(admin *http.Client, base string) {
+	r.t.Helper()
+	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodGet, base+"/live/", http.NoBody)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	resp, err := admin.Do(req)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	r.act("seen_by_itself")
+	lines := bufio.NewScanner(resp.Body)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		if strings.Contains(lines.Text(), "From the replica") {
+			r.t.Fatalf("who wrote is shown the replica's state: %.300s", lines.Text())
+		}
+		if strings.Contains(lines.Text(), "seen_by_itself") {
+			return
+		}
+	}
+	r.t.Errorf("what was done is not streamed: %v", lines.Err())
+}
+
+// asksThePrimary asks for a trace that the replica has not replayed.
+func (r *replicated) asksThePrimary(base string) {
+	r.t.Helper()
+	const newTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
+	r.exec(`insert into agent_executions (trace_id, surface, agent, flow, status) values ('` + newTrace + `', 'operate', 'agent', 'external:turn', 'pending')`)
+	for _, path := range []string{"/v1/traces/" + newTrace, "/traces/" + newTrace} {
+		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
+			r.t.Errorf("%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status, got.lag)
+		}
+	}
 }
 
 // logIn is a browser that has logged in.

@@ -1,15 +1,16 @@
 // Package replica reads what is only shown from a streaming standby of the database, where DATABASE_READ_URL names one.
 //
-// The rule. A read may come from the standby when somebody only looks at its result, as at a page of the Engine Room.
-// All else reads from the primary: what decides, writes, checks a token, a login or a lane, follows a turn under way,
-// or is the state that a client's next write is based on.
+// The rule. A read may come from the standby when somebody only looks at its result: the pages of the Engine Room, the
+// questions about the log over HTTP, and `agent why`, `agent trace` and `agent activity`. All else reads from the
+// primary: what decides, writes, checks a token, a login or a lane, follows a turn under way, or is the state that a
+// client's next write is based on.
 //
 // In code, a [Reader] is the only way to the standby, and stands beside the pool as the field Read. It reads from the
-// primary unless its context is from [Reader.Choose] or [Reader.Do], which choose once for a page as a whole.
+// primary unless its context is from [Reader.Choose] or [Reader.Do], which choose once for a page or an answer.
 //
 // It promises:
 //
-//   - A [Source] says how far behind the primary its reads are, so that each page can tell.
+//   - A [Source] says how far behind the primary its reads are, so that each page and answer can tell.
 //   - Who wrote reads from the primary for [FreshFor], in which every standby that is read has replayed the write.
 //   - A standby that is away, starts, is too far behind, was promoted, or belongs to another database is not read. One
 //     log line says so, and another that it is read again.
@@ -50,7 +51,8 @@ const (
 
 // Options say what a Reader reads.
 type Options struct {
-	Primary *pgxpool.Pool // required
+	// Primary is nil for a command that could not reach it.
+	Primary *pgxpool.Pool
 	// Probe asks the primary for its position; Primary when nil.
 	Probe *pgxpool.Pool
 	// Open connects to the standby. It is called again until it works.
@@ -101,8 +103,8 @@ func New(o Options) *Reader {
 	return &Reader{Options: o, again: make(chan struct{}, 1)}
 }
 
-// Configured reports whether there may be a standby.
-func (r *Reader) Configured() bool { return r.Open != nil }
+// Configured reports whether there may be a standby; a nil Reader has none.
+func (r *Reader) Configured() bool { return r != nil && r.Open != nil }
 
 // Run measures until ctx ends.
 func (r *Reader) Run(ctx context.Context) error {
@@ -136,6 +138,8 @@ func (r *Reader) Close() {
 // ErrOther reports a standby of another database, or with another schema: a mistake in DATABASE_READ_URL.
 var ErrOther = errors.New("it does not name a standby of this database")
 
+var errAway = errors.New("the primary could not be reached")
+
 // Measure finds out whether the standby can be read, and how far behind it is. The error says why it is not read.
 func (r *Reader) Measure(ctx context.Context) (time.Duration, error) {
 	r.measuring.Lock()
@@ -164,7 +168,10 @@ func (r *Reader) report(ctx context.Context, before, now *state) {
 
 func (r *Reader) measure(ctx context.Context) state {
 	asked := time.Now()
-	primary, away := ask(ctx, r.Probe)
+	primary, away := position{}, errAway
+	if r.Probe != nil {
+		primary, away = ask(ctx, r.Probe)
+	}
 	if away == nil {
 		r.identity = primary.Identity
 		r.lag.note(asked, primary.Position)

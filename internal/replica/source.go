@@ -70,7 +70,7 @@ func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Sour
 func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context) error) (*Source, error) {
 	chosen, from := r.Choose(ctx, fresh)
 	err := fn(chosen)
-	if !from.Replica() || err == nil && !from.Failed() || ctx.Err() != nil {
+	if !from.Replica() || err == nil && !from.Failed() || ctx.Err() != nil || r.Primary == nil {
 		return from, err
 	}
 	if from.Failed() {
