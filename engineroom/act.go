@@ -13,7 +13,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
-	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
 // backField says where the form was; it is not sent on.
@@ -45,12 +44,9 @@ func (room *Room) act(l lever) http.Handler {
 	})
 }
 
-// goBack leaves a message and shows the page again, with what was written.
+// goBack leaves a message and shows the page again.
 func (room *Room) goBack(w http.ResponseWriter, r *http.Request, back string, f flash) {
 	room.setFlash(w, r, f)
-	if room.Read.Configured() {
-		replica.Wrote(w, r)
-	}
 	guard(w.Header())
 	http.Redirect(w, r, back, http.StatusSeeOther)
 }

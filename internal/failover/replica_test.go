@@ -223,6 +223,12 @@ func (r *replicated) tooFar(t *testing.T) {
 	if _, from := near.Choose(t.Context(), false); from.Replica() {
 		t.Error("a replica that is too far behind is read")
 	}
+	promoted := r.reader(replica.Options{Open: func(ctx context.Context) (*pgxpool.Pool, error) {
+		return postgres.Open(ctx, urlOf(r.primary), postgres.Options{MaxConns: 1})
+	}})
+	if _, err := promoted.Measure(t.Context()); err == nil || err.Error() != "it is not a standby" {
+		t.Errorf("a replica that is none any more: %v", err)
+	}
 	behind, err := far.Measure(t.Context())
 	if err != nil || behind < replica.ReplayWait {
 		t.Errorf("the replica is %s behind, error %v; want more than %s", behind, err, replica.ReplayWait)
