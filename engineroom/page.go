@@ -143,12 +143,14 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		wild[m[1]] = r.PathValue(m[1])
 	}
 	query := r.URL.Query()
+	fresh := replica.Fresh(r)
 	if prefix != "" {
 		query.Del("seen")
+		fresh = replica.JustWrote(r)
 	}
 	address := url.URL{Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix), RawQuery: query.Encode()}
 	return &visit{
-		path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI(), fresh: replica.Fresh(r),
+		path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI(), fresh: fresh,
 	}
 }
 

@@ -36,6 +36,12 @@ func Fresh(r *http.Request) bool {
 	if strings.Contains(strings.ToLower(r.Header.Get("Cache-Control")), "no-cache") {
 		return true
 	}
+	return JustWrote(r)
+}
+
+// JustWrote reports whether a request's browser wrote a moment ago. It is Fresh for an event stream, for which browsers
+// always send Cache-Control: no-cache.
+func JustWrote(r *http.Request) bool {
 	_, err := r.Cookie(local.CookieName(r, wroteCookie))
 	return err == nil
 }
