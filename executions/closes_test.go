@@ -117,31 +117,26 @@ var onRecord = map[string]string{
 	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
 }
 
-// A last step, or an event, that is on record takes the ends beside it out of their batch: they are written one by one.
+// A last step that is on record takes the ends beside it out of their batch: they are written one by one.
 func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	t.Parallel()
-	for what, record := range onRecord {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.DB(t)
-			w := worker(t, pool)
-			ids, claims := make([]string, 2), make([]int64, 2)
-			for i := range ids {
-				ids[i] = pending(t, pool)
-				claims[i] = mustClaim(t, pool, ids[i], w)
-			}
-			exec(t, pool, record, postgres.Strict{"id": ids[1]})
-			before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
-			_, err := pool.Exec(t.Context(), `
-				select close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
-				postgres.Strict{"ids": ids, "claims": claims})
-			if !postgres.IsCode(err, "23505") {
-				t.Errorf("they ended: %v", err)
-			}
-			if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
-				t.Errorf("before %s\nafter  %s", before, after)
-			}
-		})
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	ids, claims := make([]string, 2), make([]int64, 2)
+	for i := range ids {
+		ids[i] = pending(t, pool)
+		claims[i] = mustClaim(t, pool, ids[i], w)
+	}
+	exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
+	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
+	_, err := pool.Exec(t.Context(), `
+		select close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
+		postgres.Strict{"ids": ids, "claims": claims})
+	if !postgres.IsCode(err, "23505") {
+		t.Errorf("they ended: %v", err)
+	}
+	if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+		t.Errorf("before %s\nafter  %s", before, after)
 	}
 }
 

@@ -69,7 +69,7 @@ type PauseChange struct {
 }
 
 // Attended reports whether a person waits for the executions of a surface, so that a pause leaves them alone. The
-// database has the same rule (agent_attended).
+// database has the same rule (agent_executions_begins).
 func Attended(surface trace.Surface) bool { return surface == trace.Operate || surface == trace.Chat }
 
 // CurrentPause reads whether autonomous work is paused.

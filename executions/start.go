@@ -141,9 +141,9 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patien
 	rows, err := db.Query(ctx, `
 		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
 		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
-		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status, @worker,
-		       case when @status = 'running' then 1 else 0 end,
-		       case when @status = 'running' then clock_timestamp() end, @input, @dedupe_key,
+		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status::text, @worker,
+		       case when @status::text = 'running' then 1 else 0 end,
+		       case when @status::text = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds
 		  from set_config('lock_timeout', coalesce(@patience, current_setting('lock_timeout')), true)
 		on conflict do nothing

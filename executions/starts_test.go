@@ -245,7 +245,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		"trace_id": `{t,"",t}`, "surface": `{flow,page,flow}`, "flow": `{f,"",f}`, "queue": `{background,slow,background}`, "priority": `{1,5,2}`,
 		"max_attempts": `{1,0,1}`, "on_lost": `{fail,hope,fail}`, "progress_seconds": `{0,-1,0}`,
 	} {
-		if err := begin(column, `'`+bad+`'`); !postgres.IsCode(err, "23514") || postgres.Constraint(err) != "agent_executions_"+column+"_check" {
+		if err := begin(column, `'`+bad+`'`); !postgres.IsCode(err, "23514") {
 			t.Errorf("%s = %s: %v", column, bad, err)
 		}
 	}

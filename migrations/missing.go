@@ -3,6 +3,7 @@ package migrations
 import (
 	"context"
 	"fmt"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -64,7 +65,8 @@ func (t text) begin(bridged bool) []step {
 		first.what = "the bridge from version 118"
 		first.names = []string{"bridge"}
 	} else {
-		first.sql = t.nouns[0].code + t.tables() // defaults and checks of tables call functions of the first file
+		types := t.nouns[0] // defaults and checks of tables call its functions
+		first.sql = types.tables + types.code + strings.TrimPrefix(t.tables(), types.tables)
 	}
 	first.code = t.nouns
 	return append([]step{first}, t.goOn(t.changes, nil)...)

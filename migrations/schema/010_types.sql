@@ -16,6 +16,30 @@
 -- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they
 -- would have answered.
 
+-- Closed sets of words. A domain is checked wherever a value is written, by whomever.
+create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow'));
+create domain agent_execution_status as text
+  check (value in ('pending', 'running', 'waiting', 'completed', 'failed', 'timeout', 'cancelled'));
+create domain agent_result_type as text check (value in ('success', 'failure', 'timeout', 'cancelled'));
+create domain agent_wait_kind as text
+  check (value in ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval', 'lane'));
+create domain agent_queue as text check (value in ('background', 'interactive'));
+create domain agent_priority as smallint check (value between 1 and 4);
+create domain agent_on_lost as text check (value in ('resume', 'fail', 'hand_on'));
+create domain agent_positive as int check (value > 0);
+create domain agent_seconds as int check (value >= 0);
+comment on domain agent_surface is 'Where a run began: the clock, an admin, a visitor, another system, or another run.';
+comment on domain agent_execution_status is
+  'Pending, running and waiting are under way; completed, failed, timeout and cancelled are ends.';
+comment on domain agent_result_type is 'How an execution ended, in one word; null before.';
+comment on domain agent_wait_kind is 'What an execution can wait for.';
+comment on domain agent_queue is 'Interactive is for what a person waits for.';
+comment on domain agent_priority is '1 is first, 4 is last.';
+comment on domain agent_on_lost is
+  'What the loss of its worker means to a run: it is resumed, it fails, or another may take it on.';
+comment on domain agent_positive is 'A number from 1 on.';
+comment on domain agent_seconds is 'A duration in whole seconds, from 0 on.';
+
 -- Code
 
 -- As before, in a form that is expanded where it is called. Of the 60 bits of time the last 12 are the part of a millisecond.

@@ -4,25 +4,25 @@
 -- a larger claim. The claim is the execution's fencing token. A checkpoint, an end, an activity or a wait that carries an older
 -- one is refused with SQLSTATE LK001, whoever sends it. An end (completed, failed, timeout, cancelled) releases the lanes,
 -- closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. Other transitions than those of
--- agent_executions_valid are refused with SQLSTATE LK002. A worker whose lease has ended loses its claims at the next sweep.
+-- agent_executions_moves are refused with SQLSTATE LK002. A worker whose lease has ended loses its claims at the next sweep.
 
 create table agent_executions (
   id               uuid default agent_uuid7() primary key,
   trace_id         text not null,
-  surface          text not null,
+  surface          agent_surface not null,
   agent            text not null default 'agent',
   flow             text not null,
   parent_id        uuid,
   awaited          boolean not null default false,
   thread_id        text,
-  queue            text not null default 'background',
-  priority         smallint not null default 2,
-  status           text not null default 'pending',
+  queue            agent_queue not null default 'background',
+  priority         agent_priority not null default 2,
+  status           agent_execution_status not null default 'pending',
   claimed_by       uuid,
   claim            bigint not null default 0,
   input            jsonb not null default '{}',
   variables        jsonb not null default '{}',
-  waiting_for      text,
+  waiting_for      agent_wait_kind,
   waiting_key      text,
   waiting_until    timestamptz,
   waiting_data     jsonb,
@@ -31,10 +31,10 @@ create table agent_executions (
   wake             int not null default 0,
   hinted_at        timestamptz not null default clock_timestamp(),
   attempt          int not null default 0,
-  max_attempts     int not null default 5,
-  on_lost          text not null default 'resume',
-  progress_seconds int not null default 0,
-  result_type      text,
+  max_attempts     agent_positive not null default 5,
+  on_lost          agent_on_lost not null default 'resume',
+  progress_seconds agent_seconds not null default 0,
+  result_type      agent_result_type,
   result_summary   text not null default '',
   result           jsonb,
   error_message    text,
@@ -710,7 +710,7 @@ begin
   if not found then
     return;
   elsif not e.outside then
-    return query select null::text, null::timestamptz, e.claim, e.status, null::text, 'inside'::text;
+    return query select null::text, null::timestamptz, e.claim, e.status::text, null::text, 'inside'::text;
     return;
   end if;
   select k.* into w from agent_workers k where k.id = e.claimed_by for update;
@@ -722,7 +722,7 @@ begin
       update agent_workers k set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
        where k.id = w.id returning k.* into w;
     end if;
-    return query select case when w.owner = p_owner then w.lock_id end, w.expires_at, e.claim, e.status, w.owner,
+    return query select case when w.owner = p_owner then w.lock_id end, w.expires_at, e.claim, e.status::text, w.owner,
                         case when w.owner <> p_owner then 'held' end;
     return;
   end if;
@@ -733,7 +733,7 @@ begin
     select x.* into e from agent_executions x where x.id = p_id;
   end if;
   if e.status not in ('pending', 'running') then
-    return query select null::text, null::timestamptz, e.claim, e.status, null::text,
+    return query select null::text, null::timestamptz, e.claim, e.status::text, null::text,
                         case when e.status = 'waiting' then 'waiting' else 'ended' end;
     return;
   end if;
@@ -776,7 +776,7 @@ begin
        and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
     returning k.id)
   select a.id, k.execution_id, x.trace_id, b.id is not null or t.id is not null, coalesce(b.expires_at, case when t.id is not null then k.expires_at end),
-         x.status, t.id is not null or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
+         x.status::text, t.id is not null or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
     from unnest(p_lock_ids) with ordinality a (id, n)
     left join agent_workers k on k.lock_id = a.id and (p_id is null or k.execution_id = p_id)
     left join agent_executions x on x.id = k.execution_id
@@ -901,7 +901,7 @@ begin
        where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue
          and (x.flow, x.surface) > (k.flow, k.surface)
        order by x.flow, x.surface limit 1) n)
-  select k.flow, k.surface from kinds k
+  select k.flow, k.surface::text from kinds k
    where k.flow <> all (p_skip)
      and (k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null));
 end $$;
@@ -1017,7 +1017,7 @@ set jit = off as $$
 #variable_conflict use_column
 begin
   return query
-  select r.id, r.wake, q.queue, r.priority, r.trace_id, 'ready'::text
+  select r.id, r.wake, q.queue, r.priority::smallint, r.trace_id, 'ready'::text
     from (values ('background'), ('interactive')) q (queue)
    cross join lateral agent_ready_kinds(q.queue) k
    cross join lateral (
@@ -1032,99 +1032,90 @@ end $$;
 comment on function ready_agent_executions is
   'What could be claimed now, first come first; nothing that a limit holds back.';
 
--- What holds of every execution, of how one begins, and of what it may become. A function for several that has looked at all of them, and writes
--- what this would, passes it by: begin_agent_executions by lanekeeper.valid, close_agent_executions by lanekeeper.follows.
-create or replace function agent_executions_valid() returns trigger language plpgsql as $$
-declare
-  bad text;
-  done text;
+-- How an execution begins. The closed sets are the domains of the columns.
+create or replace function agent_executions_begins() returns trigger language plpgsql as $$
 begin
-  if tg_op = 'INSERT' then
-    if new.status not in ('pending', 'running') then
-      raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
-    end if;
-    if new.claimed_by is not null and new.surface not in ('operate', 'chat')
-       and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes' then
-      perform refuse_while_paused();
-    end if;
-    if new.flow = 'external' or new.flow like 'external:%' then
-      if new.status <> 'pending' or new.claimed_by is not null then
-        raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
-      end if;
-      new.hinted_at := 'infinity';
-      if new.on_lost = 'resume' then
-        new.on_lost := 'fail';                               -- nobody here could resume it
-      end if;
-    end if;
-  else
-    if (old.status = new.status) is not true then
-      if (case old.status
-            when 'running' then new.status not in ('completed', 'failed', 'timeout', 'waiting', 'cancelled')
-            when 'waiting' then new.status not in ('running', 'timeout', 'failed', 'cancelled')
-            when 'pending' then new.status not in ('running', 'cancelled')
-            else true end) is not false then
-        raise exception 'execution % cannot go from % to %', old.id, old.status, new.status using errcode = 'LK002';
-      end if;
-      new.updated_at := clock_timestamp();
-      if new.status = 'running' then
-        new.started_at := coalesce(new.started_at, new.updated_at);
-      end if;
-      if new.status = 'waiting' then
-        new.claimed_by := null;
-        new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
-      elsif num_nonnulls(new.waiting_for, new.waiting_key, new.waiting_until, new.waiting_data, new.waiting_step) > 0 then
-        new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
-        new.waiting_data := null; new.waiting_step := null;
-      end if;
-      if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
-        new.claimed_by := null;
-        new.completed_at := coalesce(new.completed_at, new.updated_at);
-        new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
-      end if;
-      if new.claimed_by is null or new.flow = 'external' or new.flow like 'external:%' then
-        done := set_config('lanekeeper.changed', 'yes', true);   -- an assignment costs less than a statement
-      end if;
-    elsif old.claimed_by is not null and new.claimed_by is null and exists (
-          select from agent_limits l where (l.kind = 'flow' and l.name = new.flow) or (l.kind = 'surface' and l.name = new.surface)) then
-      perform pg_notify('agent_ready', '');                  -- a place is free
-    end if;
-    if old.claimed_by is null and new.claimed_by is not null and new.surface not in ('operate', 'chat')
-       and coalesce(current_setting('lanekeeper.unpaused', true), '') <> 'yes' and agent_is_held_back() then
-      if old.outside then
-        perform refuse_while_paused();
-      elsif old.status <> 'waiting' then
-        return null;                                         -- it stays in the queue
-      else
-        new.claimed_by := null;                              -- its wait has ended all the same
-      end if;
-    end if;
+  if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
+    raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
+  end if;
+  if new.trace_id = '' or new.flow = '' then
+    raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
   end if;
   new.outside := new.flow = 'external' or new.flow like 'external:%';
-  bad := case
-    when new.trace_id = '' then 'trace_id'
-    when new.surface not in ('heartbeat', 'operate', 'chat', 'webhook', 'flow') then 'surface'
-    when new.flow = '' then 'flow'
-    when new.queue not in ('background', 'interactive') then 'queue'
-    when new.priority not between 1 and 4 then 'priority'
-    when new.max_attempts <= 0 then 'max_attempts'
-    when new.on_lost not in ('resume', 'fail', 'hand_on') then 'on_lost'
-    when new.progress_seconds < 0 then 'progress_seconds'
-    when new.waiting_for not in ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval', 'lane') then 'waiting_for'
-    when new.result_type not in ('success', 'failure', 'timeout', 'cancelled') then 'result_type'
-    when new.claimed_by is not null and new.status <> 'running' then 'claimed_by'
-  end;
-  if bad is not null then
-    raise exception 'new row for relation "agent_executions" violates check constraint "agent_executions_%_check"', bad
-      using errcode = 'check_violation', table = 'agent_executions', constraint = 'agent_executions_' || bad || '_check',
-            detail = format('%s is %s', bad, to_jsonb(new) -> bad);
+  if new.outside then
+    if new.status <> 'pending' then
+      raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
+    end if;
+    new.hinted_at := 'infinity';
+    if new.on_lost = 'resume' then
+      new.on_lost := 'fail';                                 -- nobody here could resume it
+    end if;
+  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') then
+    if not pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+      perform refuse_while_paused();
+    elsif exists (select from agent_pauses p where p.resumed_at is null) then   -- a look of its own: it sees every pause before the lock
+      perform refuse_while_paused();
+    end if;
   end if;
   return new;
 end $$;
+comment on function agent_executions_begins is
+  'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
+  'the agent is paused.';
 
---
--- It was six triggers, with a statement for each thing that an end may leave to be done. Most ends leave nothing but their event, so
--- one trigger looks once, and does what there is, in the order of before. The look comes after the row was locked and changed, as
--- those statements did.
+-- What an execution may become. What follows from a status is written here, so that no writer can leave it out.
+create or replace function agent_executions_moves() returns trigger language plpgsql as $$
+begin
+  if new.status <> old.status then
+    if (case old.status
+         when 'running' then new.status not in ('completed', 'failed', 'timeout', 'waiting', 'cancelled')
+         when 'waiting' then new.status not in ('running', 'timeout', 'failed', 'cancelled')
+         when 'pending' then new.status not in ('running', 'cancelled')
+         else true end) then
+      raise exception 'execution % cannot go from % to %', old.id, old.status, new.status using errcode = 'LK002';
+    end if;
+    new.updated_at := clock_timestamp();
+    if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
+      new.claimed_by := null;
+      new.completed_at := coalesce(new.completed_at, new.updated_at);
+      new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
+    elsif new.status = 'waiting' then
+      new.claimed_by := null;
+      new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
+    else
+      new.started_at := coalesce(new.started_at, new.updated_at);
+    end if;
+    if new.status <> 'waiting' and old.status = 'waiting' then
+      new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
+      new.waiting_data := null; new.waiting_step := null;
+    end if;
+  elsif new.claimed_by is not null and new.status <> 'running' or new.waiting_for is not null and new.status <> 'waiting'
+        or (new.completed_at is null) = (new.status in ('completed', 'failed', 'timeout', 'cancelled')) then
+    raise exception 'execution % is %: that does not go with a worker, a wait or an end of its own', old.id, old.status
+      using errcode = 'LK002';
+  end if;
+  if new.claim < old.claim then
+    raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
+  end if;
+  if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat') and agent_is_held_back() then
+    if old.outside then
+      perform refuse_while_paused();
+    elsif old.status <> 'waiting' then
+      return null;                                           -- it stays in the queue
+    end if;
+    new.claimed_by := null;                                  -- its wait has ended all the same
+  end if;
+  if new.trace_id = '' or new.flow = '' then
+    raise exception 'execution % has a trace and a flow', old.id using errcode = 'check_violation';
+  end if;
+  if new.flow <> old.flow or new.outside <> old.outside then
+    new.outside := new.flow = 'external' or new.flow like 'external:%';
+  end if;
+  return new;
+end $$;
+comment on function agent_executions_moves is
+  'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
+  'work is not claimed while the agent is paused.';
 
 create or replace function emit_agent_execution_end(e agent_executions) returns void language plpgsql as $$
 declare
@@ -1144,48 +1135,6 @@ begin
   insert into agent_status_changes (execution_id, n, status, waiting_for)
   values (p_id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = p_id), p_status, p_waiting_for);
 end $$;
-
-create or replace function finish_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
-                                        p_errors text[], p_failed_steps text[], p_variables jsonb[])
-returns table (n int, verdict text)
-language plpgsql volatile
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
-set jit = off as $$
-#variable_conflict use_column
-declare
-  locked uuid[];
-  plain uuid[];
-begin
-  if exists (select from unnest(p_statuses) s where s is null or s not in ('completed', 'failed', 'timeout')) then
-    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
-  end if;
-  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
-  -- itself. The claims are compared again once the rows are locked, and the clock that ends a lease is read after that.
-  locked := array(select w.id from (
-    select x.id from agent_executions x where x.id = any (p_ids) and x.claim = p_claims[array_position(p_ids, x.id)]
-       for update skip locked) w);
-  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
-  plain := array(select x.id from agent_executions x
-    where x.id = any (locked) and x.status = 'running'
-      and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
-      and not exists (select from agent_locks l where l.execution_id = x.id)
-      and not exists (select from agent_lock_loans k where k.lender = x.id)
-      and not exists (select from agent_budget_reservations b where b.execution_id = x.id)
-    order by x.id);
-  update agent_executions x
-     set status = p_statuses[array_position(p_ids, x.id)], result_summary = coalesce(p_summaries[array_position(p_ids, x.id)], ''),
-         result = p_results[array_position(p_ids, x.id)], error_message = p_errors[array_position(p_ids, x.id)],
-         failed_step = p_failed_steps[array_position(p_ids, x.id)],
-         variables = coalesce(p_variables[array_position(p_ids, x.id)], x.variables)
-   where x.id = any (plain);
-  return query
-  select t.n::int, case when t.id = any (plain) and t.n = array_position(p_ids, t.id) then 'ended' else 'alone' end
-    from unnest(p_ids) with ordinality t (id, n);
-end $$;
-comment on function finish_agent_executions is
-  'finish_agent_execution for several runs that hold no lanes, in one transaction, each under its own fence, '
-  'with its variables where they are not null. ended: it is. alone: nothing was changed, because the claim is '
-  'not live or the run holds something; call finish_agent_execution for it, which says so.';
 
 -- As before, but what was lost in the middle of nothing has nothing to be asked for.
 create or replace function take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
@@ -1225,18 +1174,6 @@ end $$;
 comment on function take_agent_executions is
   'claim_agent_executions, with all that each has recorded. held where lanes or calls of an earlier claim are '
   'open, or a call was interrupted. missed: a row of its own, some were locked by others; ask again soon.';
-
-create or replace function agent_attended(p_surface text) returns boolean language sql immutable as $$
-  select p_surface in ('operate', 'chat')
-$$;
-comment on function agent_attended is
-  'Whether a person waits for the executions of a surface. All others are autonomous.';
-
-create or replace function agent_autonomous_paused() returns boolean language plpgsql stable as $$
-begin
-  return exists (select from agent_pauses p where p.resumed_at is null);
-end $$;
-comment on function agent_autonomous_paused is 'Whether autonomous work is paused.';
 
 create or replace function agent_pause_check(p_by text, p_reason text) returns void language plpgsql immutable as $$
 begin
@@ -1311,8 +1248,71 @@ end $$;
 comment on function resume_agent is
   'End the pause; what is ready is taken at once. changed is false when the agent is not paused.';
 
--- What follows an end that has not said to do it itself. As before, but what it looks for is found by the ids of what has ended, also by a plan
--- that was made when nobody waited and nothing was asked for.
+-- Give back what an execution holds that has ended: lanes, calls that were under way, questions to people. Answers how many
+-- lanes it had.
+create or replace function release_agent_execution(e agent_executions) returns int language plpgsql as $$
+declare
+  freed int;
+begin
+  -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
+  if e.surface <> 'webhook' then
+    perform emit_agent_execution_end(e);
+  end if;
+  freed := release_agent_locks(e.id);
+  perform close_agent_activity(e.id, e.status);
+  perform void_agent_approvals(e.id);
+  perform close_agent_requests(e.id);
+  if e.status = 'cancelled' then
+    perform withdraw_agent_messages(e.id);
+  end if;
+  return freed;
+end $$;
+comment on function release_agent_execution is
+  'Give back what an execution that has ended holds: lanes, calls under way, approvals and requests. Answers '
+  'how many lanes it had.';
+
+create or replace function follow_agent_execution_end(e agent_executions) returns void language plpgsql as $$
+begin
+  if e.status = 'cancelled' then
+    perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+        then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
+       from (select x.id from agent_executions x
+              where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
+  end if;
+  perform settle_agent_budgets(e.id);
+  if e.flow = 'webhook' and e.status <> 'completed' then
+    perform close_agent_webhook(e);
+  end if;
+end $$;
+comment on function follow_agent_execution_end is
+  'What an end means to others: a cancel ends the children that were waited for, budgets are settled, a delivery '
+  'is given up.';
+
+create or replace function agent_executions_that_hold(p_ids uuid[]) returns uuid[]
+language plpgsql stable set enable_seqscan = off set jit = off as $$
+begin
+  return array(
+    select l.execution_id from agent_locks l where l.execution_id = any (p_ids)
+    union select k.lender from agent_lock_loans k where k.lender = any (p_ids)
+    union select o.execution_id from agent_activity_open o where o.execution_id = any (p_ids)
+    union select a.execution_id from agent_approvals a where a.execution_id = any (p_ids) and a.parked and a.status in ('pending', 'approved')
+    union select r.execution_id from agent_requests r where r.execution_id = any (p_ids) and (r.status = 'pending') is true
+    union select b.execution_id from agent_budget_reservations b where b.execution_id = any (p_ids));
+end $$;
+comment on function agent_executions_that_hold is
+  'Those executions that have lanes, calls under way, open questions to people, or reserved budgets.';
+
+create or replace function agent_executions_awaited(p_ids uuid[]) returns uuid[]
+language plpgsql stable set enable_seqscan = off set jit = off as $$
+begin
+  return array(select t.id from unnest(p_ids) t (id) where exists (
+    select from agent_executions x
+     where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1);
+end $$;
+comment on function agent_executions_awaited is 'Those executions that another one waits for.';
+
+-- One look finds what there is to do, after the rows were locked and changed. Most ends leave nothing but their event: those that
+-- end together began together, so one probe of each table, from the first id to the last, tells that none has anything there.
 create or replace function agent_executions_changed() returns trigger
 language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
@@ -1322,68 +1322,43 @@ declare
   has record;
   e agent_executions;
   freed jsonb := '{}';              -- by execution: how many lanes its end freed
-  done text;
 begin
-  done := set_config('lanekeeper.changed', '', true);
-  select array_agg(n.id order by n.id) filter (where n.ended) as over,
-         coalesce(array_agg(n.id) filter (where n.ended and (n.status = 'cancelled' or n.outside or n.flow = 'webhook' and n.status <> 'completed')),
-                  '{}') as odd,
-         bool_or(n.ended and n.status = 'cancelled') as cancelled, bool_or(n.outside) as outside,
-         exists (select from agent_limits) as limited, exists (select from agent_webhook_targets t where t.enabled) as hooks
+  select array_agg(c.id order by c.id) as over,
+         array_agg(c.id) filter (where c.status = 'cancelled' or c.outside or c.flow = 'webhook' and c.status <> 'completed') as odd,
+         bool_or(c.status = 'cancelled') as cancelled,
+         exists (select from agent_limits) as limits, exists (select from changed o where o.outside) as outside
     into seen
-    from (select c.*, c.status in ('completed', 'failed', 'timeout', 'cancelled')
-                 and c.id not in (select o.id from was o where o.status in ('completed', 'failed', 'timeout', 'cancelled')) as ended
-            from changed c) n;
-  if seen.limited and exists (
+    from changed c where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
+  if seen.limits and exists (
        select from was o join changed n on n.id = o.id
-        where o.claimed_by is not null and n.claimed_by is null and exists (
-          select from agent_limits l where (l.kind = 'flow' and l.name = n.flow) or (l.kind = 'surface' and l.name = n.surface))) then
+         join agent_limits l on l.kind = 'flow' and l.name = n.flow or l.kind = 'surface' and l.name = n.surface
+        where o.claimed_by is not null and n.claimed_by is null) then
     perform pg_notify('agent_ready', '');                    -- a place is free
   end if;
+  if seen.outside then
+    perform note_agent_status(n.id, n.status, n.waiting_for)
+       from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
+  end if;
   if seen.over is null then
-    if seen.outside then
-      perform note_agent_status(n.id, n.status, n.waiting_for)
-         from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
-    end if;
     return null;
   end if;
   over := seen.over;
   if seen.cancelled then
     perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
   end if;
-  select array(select l.execution_id from agent_locks l where l.execution_id = any (over)
-               union all select n.lender from agent_lock_loans n where n.lender = any (over)) as lanes,
-         array(select o.execution_id from agent_activity_open o where o.execution_id = any (over)) as calls,
-         array(select a.execution_id from agent_approvals a
-                where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')) as approvals,
-         array(select r.execution_id from agent_requests r where r.execution_id = any (over) and (r.status = 'pending') is true) as requests,
-         array(select b.execution_id from agent_budget_reservations b where b.execution_id = any (over)) as budgets,
-         array(select t.id from unnest(over) t (id) where exists (
-           select from agent_executions x
-            where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0)) as awaited
+  select exists (select from agent_locks l where l.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_lock_loans k where k.lender between over[1] and over[cardinality(over)])
+         or exists (select from agent_activity_open o where o.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_approvals a where a.parked and a.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_requests r where r.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_budget_reservations b where b.execution_id between over[1] and over[cardinality(over)]) as something,
+         exists (select from agent_webhook_targets t where t.enabled) as hooks,
+         exists (select from agent_executions x where x.waiting_for = 'agent') as parents
     into has;
-  odd := case when seen.hooks then over else seen.odd || has.lanes || has.calls || has.approvals || has.requests || has.budgets end;
-  if odd <> '{}' then
+  odd := case when has.hooks then over when has.something then seen.odd || agent_executions_that_hold(over) else seen.odd end;
+  if odd is not null then
     for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
-      if seen.hooks and e.surface <> 'webhook' then
-        perform emit_agent_execution_end(e);
-      end if;
-      if e.id = any (has.lanes) then
-        freed := freed || jsonb_build_object(e.id, release_agent_locks(e.id));
-      end if;
-      if e.id = any (has.calls) then
-        perform close_agent_activity(e.id, e.status);
-      end if;
-      if e.id = any (has.approvals) then
-        perform void_agent_approvals(e.id);
-      end if;
-      if e.id = any (has.requests) then
-        perform close_agent_requests(e.id);
-      end if;
-      if e.status = 'cancelled' then
-        perform withdraw_agent_messages(e.id);
-      end if;
+      freed := freed || jsonb_build_object(e.id, release_agent_execution(e));
     end loop;
   end if;
   insert into agent_events (event, key, data, external_id, execution_id)
@@ -1393,129 +1368,19 @@ begin
          'completed ' || n.id, n.id
     from changed n where n.id = any (over) order by n.id
   on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
-  if has.awaited <> '{}' then
-    insert into agent_untold_ends (execution_id) select t.id from unnest(has.awaited) t (id) order by 1 on conflict do nothing;
+  if has.parents then
+    insert into agent_untold_ends (execution_id) select unnest(agent_executions_awaited(over)) on conflict do nothing;
   end if;
-  if odd <> '{}' then
+  if odd is not null then
     for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      if e.status = 'cancelled' and exists (select from agent_executions x where x.parent_id = e.id and x.awaited) then
-        perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
-            then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
-           from (select x.id from agent_executions x
-                  where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting')
-                  order by x.id) c;
-      end if;
-      if e.id = any (has.budgets) then
-        perform settle_agent_budgets(e.id);
-      end if;
-      if e.flow = 'webhook' and e.status <> 'completed' then
-        perform close_agent_webhook(e);
-      end if;
-      if e.outside then
-        perform note_agent_status(e.id, e.status, e.waiting_for);
-      end if;
+      perform follow_agent_execution_end(e);
     end loop;
-  end if;
-  if seen.outside then
-    perform note_agent_status(n.id, n.status, n.waiting_for)
-       from changed n join was o on o.id = n.id where n.outside and n.status <> o.status and n.id <> all (over);
   end if;
   return null;
 end $$;
-
-create or replace function start_agent_executions(p_traces text[], p_surfaces text[], p_agents text[], p_flows text[], p_parents uuid[], p_awaited boolean[],
-  p_inherits boolean[], p_threads text[], p_queues text[], p_priorities int[], p_inputs jsonb[], p_on_lost text[], p_max_attempts int[],
-  p_progress int[], p_here boolean[], p_worker uuid, p_background int, p_interactive int, p_skip text[])
-returns table (n int, execution agent_executions)
-language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
-set jit = off as $$
-#variable_conflict use_column
-declare
-  ids uuid[] := array(select agent_uuid7() from generate_series(1, cardinality(p_flows)));
-  places jsonb := jsonb_build_object('background', p_background, 'interactive', p_interactive);
-  next jsonb := '{}';
-  line text;
-  held_back boolean := true;        -- the agent is paused, or is about to be
-  mine boolean[] := array_fill(false, array[cardinality(p_flows)]);
-begin
-  if p_worker is not null and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()) then
-    if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-      held_back := exists (select from agent_pauses p where p.resumed_at is null);
-    end if;
-    for i in 1 .. cardinality(p_flows) loop
-      mine[i] := p_here[i];
-      continue when p_here[i] or (places ->> p_queues[i])::int <= 0 or p_flows[i] = 'external' or p_flows[i] like 'external:%'
-                 or held_back and p_surfaces[i] not in ('operate', 'chat');
-      line := p_queues[i] || ' ' || p_surfaces[i] || ' ' || p_flows[i];
-      if not next ? line then
-        next := next || jsonb_build_object(line, agent_next_in_line(p_queues[i], p_flows[i], p_surfaces[i], p_skip));
-      end if;
-      if (next ->> line)::boolean then
-        mine[i] := true;
-        places := places || jsonb_build_object(p_queues[i], (places ->> p_queues[i])::int - 1);
-      end if;
-    end loop;
-  end if;
-  perform set_config('lanekeeper.unpaused', case when held_back then '' else 'yes' end, true);
-  return query
-  with x as (
-    insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status, claimed_by,
-           claim, started_at, input, on_lost, max_attempts, progress_seconds)
-    select t.id, t.trace, t.surface, t.agent, t.flow, t.parent, t.awaited, t.inherits, t.thread, t.queue, t.priority,
-           case when t.mine then 'running' else 'pending' end, case when t.mine then p_worker end, t.mine::int,
-           case when t.mine then clock_timestamp() end, t.input, t.on_lost, t.max_attempts, t.progress
-      from unnest(ids, p_traces, p_surfaces, p_agents, p_flows, p_parents, p_awaited, p_inherits, p_threads, p_queues, p_priorities, p_inputs,
-                  p_on_lost, p_max_attempts, p_progress, mine)
-           with ordinality t (id, trace, surface, agent, flow, parent, awaited, inherits, thread, queue, priority, input, on_lost, max_attempts, progress, mine, n)
-     order by t.n
-    returning x.*)
-  select array_position(ids, x.id), x::agent_executions from x;
-  perform set_config('lanekeeper.unpaused', '', true);
-end $$;
-comment on function start_agent_executions is
-  'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would '
-  'take next, as far as so many places are free. The others are pending.';
-
--- As finish_agent_executions, and it answers the rows of those for which they are wanted.
-create or replace function end_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
-  p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[])
-returns table (n int, ended boolean, execution agent_executions)
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
-set jit = off as $$
-#variable_conflict use_column
-declare
-  locked uuid[];
-  plain uuid[];
-begin
-  if exists (select from unnest(p_statuses) s where s is null or s not in ('completed', 'failed', 'timeout')) then
-    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
-  end if;
-  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
-  -- itself. The claims are compared again once the rows are locked, and the clock that ends a lease is read after that.
-  locked := array(select x.id from agent_executions x where x.id = any (p_ids) and x.claim = p_claims[array_position(p_ids, x.id)]
-                     for update skip locked);
-  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
-  plain := array(select x.id from agent_executions x
-    where x.id = any (locked) and (x.status = 'running') is true
-      and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
-      and not exists (select from agent_locks l where l.execution_id = x.id)
-      and not exists (select from agent_lock_loans k where k.lender = x.id)
-      and not exists (select from agent_budget_reservations b where b.execution_id = x.id));
-  return query
-  with u as (
-    update agent_executions x
-       set (status, result_summary, result, error_message, failed_step, variables) = (
-         select p_statuses[a.i], coalesce(p_summaries[a.i], ''), p_results[a.i], p_errors[a.i], p_failed_steps[a.i],
-                coalesce(p_variables[a.i], x.variables)
-           from (select array_position(p_ids, x.id) as i offset 0) a)
-     where x.id = any (plain)
-    returning x.*)
-  select array_position(p_ids, u.id), true, case when p_wanted[array_position(p_ids, u.id)] then u::agent_executions end from u;
-end $$;
-comment on function end_agent_executions is
-  'Finish several executions, each under its claim, as finish_agent_execution does. Of one that is not in the '
-  'answer nothing was written, because it has lanes or budgets, its row is locked, or its claim is not live; '
-  'finish it by itself.';
+comment on function agent_executions_changed is
+  'What follows a change of status, in its transaction: an end frees what the execution holds, emits '
+  'AGENT_COMPLETED once and wakes who waits for it; a freed place is told.';
 
 -- A claim of autonomous work, as agent_executions_held treats it, for one that begins claimed.
 create or replace function refuse_while_paused() returns void language plpgsql as $$
@@ -1558,8 +1423,6 @@ declare
   time_ bigint;
   high text;                        -- the first half of their ids: the time
   low bigint;                       -- the second
-  valid boolean;
-  done text;
 begin
   if p_worker is not null then
     asked := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
@@ -1595,14 +1458,6 @@ begin
   for i in 1 .. several loop
     ids[i] := (high || to_hex(low + i))::uuid;
   end loop;
-  -- What agent_executions_valid looks at.
-  valid := p_surfaces <@ array['heartbeat', 'operate', 'chat', 'webhook', 'flow'] and '' <> all (p_traces) and '' <> all (p_flows)
-           and 'external' <> all (p_flows) and array_to_string(p_flows, ' ') not like '%external:%' and not held_back
-           and (p_queues is null or p_queues <@ array['background', 'interactive']) and (p_priorities is null or p_priorities <@ array[1, 2, 3, 4])
-           and (p_on_lost is null or p_on_lost <@ array['resume', 'fail', 'hand_on'])
-           and (p_max_attempts is null or 0 < all (p_max_attempts)) and (p_progress is null or 0 <= all (p_progress));
-  done := set_config('lanekeeper.unpaused', case when held_back then '' else 'yes' end, true)
-       || set_config('lanekeeper.valid', case when valid then 'yes' else '' end, true);
   -- Series and subscripts: unnest with so many arrays makes a table of each first.
   return query
   insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
@@ -1613,12 +1468,12 @@ begin
          at_, case when mine[i] then at_ end, at_, at_, coalesce(p_inputs[i], '{}'), coalesce(p_on_lost[i], 'resume'),
          coalesce(p_max_attempts[i], 5), coalesce(p_progress[i], 0)
     from generate_series(1, several) i
-  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost, x.input;
-  done := set_config('lanekeeper.unpaused', '', true) || set_config('lanekeeper.valid', '', true);
+  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
 end $$;
 comment on function begin_agent_executions is
-  'Start several executions, as start_agent_executions does. What is null, of one or of all, is as it is by '
-  'default. at is when they were created, and started where they begin claimed.';
+  'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would '
+  'take next, as far as so many places are free. The others are pending. What is null, of one or of all, is as '
+  'it is by default. at is when they were created, and started where they begin claimed.';
 
 create or replace function close_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
                                                   p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[],
@@ -1635,67 +1490,28 @@ declare
   workers uuid[];
   places tid[];
   alive uuid[];
-  together boolean;                 -- they began within a quarter of a second
-  rich boolean;                     -- one of them may have more than a result
-  bound uuid[] := '{}';             -- they have lanes or budgets
-  odd boolean;                      -- more follows than is done here
-  hooks boolean;
-  limited boolean;
-  parents boolean;                  -- somebody waits for an execution
-  awaited uuid[] := '{}';           -- by a parent
-  at_ timestamptz;
+  bound uuid[];                     -- they have lanes or budgets
   ended int;
-  done text;
 begin
   if (p_statuses <@ array['completed', 'failed', 'timeout']) is not true then
     raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
   end if;
   -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
   -- itself. A row that was changed before it was locked is compared again; the clock that ends a lease is read after the locks.
-  select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid),
-         bool_or(x.outside or x.flow = 'webhook' and p_statuses[array_position(p_ids, x.id)] <> 'completed')
-    into ending, claims, workers, places, odd
+  select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
+    into ending, claims, workers, places
     from (select y.* from (
-            select x.id, x.claim, x.claimed_by, x.ctid, x.flow, x.outside from agent_executions x
+            select x.id, x.claim, x.claimed_by, x.ctid from agent_executions x
              where x.id = any (p_ids) for update skip locked) y order by y.id) x;
   if ending is null then
     return;
   end if;
-  -- Most batches began together: one look at each table then tells that none has anything there. None of this comes or goes while its execution
-  -- is locked, but for the targets.
-  together := left(ending[1]::text, 11) = left(ending[cardinality(ending)]::text, 11);
+  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
   select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
-         not together
-         or exists (select from agent_locks l where l.execution_id between ending[1] and ending[cardinality(ending)])
-         or exists (select from agent_lock_loans k where k.lender between ending[1] and ending[cardinality(ending)])
-         or exists (select from agent_budget_reservations b where b.execution_id between ending[1] and ending[cardinality(ending)])
-         or exists (select from agent_activity_open o where o.execution_id between ending[1] and ending[cardinality(ending)])
-         or exists (select from agent_approvals a where a.parked and a.execution_id between ending[1] and ending[cardinality(ending)])
-         or exists (select from agent_requests r where r.execution_id between ending[1] and ending[cardinality(ending)]),
-         exists (select from agent_webhook_targets t where t.enabled),
-         exists (select from agent_limits),
-         exists (select from agent_executions x where x.waiting_for = 'agent')
-    into alive, rich, hooks, limited, parents;
-  if rich then
-    -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
-    select array(
-             select l.execution_id from agent_locks l where l.execution_id = any (ending)
-             union all select k.lender from agent_lock_loans k where k.lender = any (ending)
-             union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending)),
-           odd or exists (select from agent_activity_open o where o.execution_id = any (ending))
-               or exists (select from agent_approvals a where a.execution_id = any (ending) and a.parked and a.status in ('pending', 'approved'))
-               or exists (select from agent_requests r where r.execution_id = any (ending) and (r.status = 'pending') is true)
-      into bound, odd;
-  end if;
-  odd := odd or hooks;
-  if limited then
-    limited := exists (select from agent_executions x join agent_limits l
-                           on l.kind = 'flow' and l.name = x.flow or l.kind = 'surface' and l.name = x.surface where x.id = any (ending));
-  end if;
-  if parents then
-    awaited := array(select t.id from unnest(ending) t (id) where exists (
-      select from agent_executions x where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0));
-  end if;
+         array(select l.execution_id from agent_locks l where l.execution_id = any (ending)
+               union all select k.lender from agent_lock_loans k where k.lender = any (ending)
+               union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending))
+    into alive, bound;
   if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- which one that does not run is not in
     places := array(
       select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
@@ -1703,15 +1519,13 @@ begin
                   then places[t.x] end
         from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, several) i offset 0) t order by t.i);
   end if;
-  at_ := clock_timestamp();
-  -- Where none is odd, the update writes what agent_executions_valid would, and agent_executions_changed has nothing to do.
-  done := set_config('lanekeeper.fenced', 'yes', true) || set_config('lanekeeper.follows', case when odd then '' else 'yes' end, true);
+  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+  select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i]
+    from generate_series(1, several) i where places[i] is not null and p_steps[i] is not null;
   return query
   update agent_executions x
-     set status = p_statuses[i], updated_at = at_, completed_at = at_, claimed_by = null,
-         result_type = case p_statuses[i] when 'completed' then 'success' when 'failed' then 'failure' else p_statuses[i] end,
-         result_summary = coalesce(p_summaries[i], ''), result = p_results[i], error_message = p_errors[i],
-         failed_step = p_failed_steps[i], variables = coalesce(p_variables[i], x.variables)
+     set status = p_statuses[i], result_summary = coalesce(p_summaries[i], ''), result = p_results[i],
+         error_message = p_errors[i], failed_step = p_failed_steps[i], variables = coalesce(p_variables[i], x.variables)
     from generate_series(1, several) i
    where x.ctid = places[i]
   returning i, x.updated_at, x.completed_at, case when p_wanted[i] then x.result end, case when p_wanted[i] then x.variables end,
@@ -1720,39 +1534,12 @@ begin
   if ended <> num_nonnulls(variadic places) then
     raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
   end if;
-  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
-  select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i], at_
-    from generate_series(1, several) i where places[i] is not null and p_steps[i] is not null;
-  if not odd then
-    -- The first half of an id is the time, read under the statement's lock of the table: who follows the events by their ids relies on that.
-    insert into agent_events (id, event, key, data, external_id, execution_id, created_at)
-    select ((select '0' || to_hex((c.time >> 12 << 16) | 28672 | (c.time & 4095))
-               from (select floor(extract(epoch from clock_timestamp()) * 4096000)::bigint as time offset 0) c)
-            || to_hex((uuid_hash_extended(p_ids[t.i], 0) & 4611686018427387903) | -9223372036854775808))::uuid, 'AGENT_COMPLETED', t.key,
-           jsonb_build_object('execution_id', t.key, 'result_summary', coalesce(p_summaries[t.i], ''))
-             || case p_statuses[t.i] when 'completed' then '{"status": "completed", "result_type": "success", "locks_released": 0}'::jsonb
-                  when 'failed' then '{"status": "failed", "result_type": "failure", "locks_released": 0}'::jsonb
-                  else '{"status": "timeout", "result_type": "timeout", "locks_released": 0}'::jsonb end,
-           'completed ' || t.key, p_ids[t.i], at_
-      from (select i, p_ids[i]::text as key from generate_series(1, several) i where places[i] is not null offset 0) t;
-  end if;
-  done := set_config('lanekeeper.fenced', '', true) || set_config('lanekeeper.follows', '', true);
-  if odd then
-    return;
-  end if;
-  if awaited <> '{}' then
-    insert into agent_untold_ends (execution_id)
-    select p_ids[i] from generate_series(1, several) i where places[i] is not null and p_ids[i] = any (awaited) order by 1 on conflict do nothing;
-  end if;
-  if limited and num_nonnulls(variadic places) > 0 then
-    perform pg_notify('agent_ready', '');                    -- a place is free
-  end if;
 end $$;
 comment on function close_agent_executions is
   'Finish several executions, each under its claim and together with the result of its last step (none where '
   'p_steps is null), as finish_agent_execution does. Of one that is not in the answer nothing was written, '
   'because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself. Where a '
-  'last step or an event is on record already nothing is written at all (SQLSTATE 23505): finish each by '
+  'last step is on record already nothing is written at all (SQLSTATE 23505): finish each by '
   'itself. The answer has what the caller does not know; result and variables where p_wanted. Cheapest in the '
   'order of p_ids.';
 
@@ -1892,13 +1679,11 @@ comment on function agent_flow_may_join is
   'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
   'execution or one above it was started in it, or it was opened to the flow.';
 
--- Both are passed by where a function for several has looked at all of them and writes what the guard would: begin_agent_executions,
--- close_agent_executions.
-create or replace trigger agent_executions_begin before insert on agent_executions
-  for each row when (current_setting('lanekeeper.valid', true) is distinct from 'yes') execute function agent_executions_valid();
+create or replace trigger agent_executions_begins before insert on agent_executions
+  for each row execute function agent_executions_begins();
 
 create or replace trigger agent_executions_outside before update of hinted_at on agent_executions
-  for each row when (new.flow = 'external' or new.flow like 'external:%') execute function agent_executions_outside();
+  for each row when (new.outside) execute function agent_executions_outside();
 
 create or replace trigger agent_status_begins after insert on agent_executions
   for each row when (new.outside) execute function agent_status_changed();
@@ -1906,13 +1691,11 @@ create or replace trigger agent_status_begins after insert on agent_executions
 create or replace trigger agent_limits_changed after insert or update or delete on agent_limits
   for each statement execute function agent_limits_changed();
 
-create or replace trigger agent_executions_valid before update of status, claimed_by, trace_id, surface, flow, outside, queue, priority,
-  max_attempts, on_lost, progress_seconds, waiting_for, result_type on agent_executions
-  for each row when (current_setting('lanekeeper.follows', true) is distinct from 'yes') execute function agent_executions_valid();
+create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, outside
+  on agent_executions for each row execute function agent_executions_moves();
 
 create or replace trigger agent_executions_changed after update on agent_executions
-  referencing old table as was new table as changed for each statement
-  when (current_setting('lanekeeper.changed', true) <> '') execute function agent_executions_changed();
+  referencing old table as was new table as changed for each statement execute function agent_executions_changed();
 
 create or replace trigger agent_workers_lanes after delete on agent_workers
   for each row when (old.kind = 'process') execute function free_agent_worker_lanes();

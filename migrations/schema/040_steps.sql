@@ -33,19 +33,27 @@ comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- Code
 
-create or replace function agent_checkpoints_fence() returns trigger language plpgsql as $$
+-- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution is locked,
+-- which waits for a takeover that is under way; then the clock decides about the worker's lease.
+create or replace function agent_checkpoints_fence() returns trigger language plpgsql set enable_seqscan = off as $$
 declare
-  e record;
+  stale record;
 begin
-  -- As fence_agent_execution, which is asked where this does not know: the row is locked first, then the clock decides.
-  select x.status, x.claimed_by into e from agent_executions x where x.id = new.execution_id and x.claim = new.claim for key share;
-  if found and (e.status = 'waiting' or (e.status = 'running' and exists (
-       select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
-    return new;
+  select n.execution_id, n.claim into stale from written n
+   where not exists (
+     select from (select e.status, e.claimed_by, e.forked_from from agent_executions e
+                   where e.id = n.execution_id and e.claim = n.claim for key share) x
+      where x.status = 'waiting' or x.status = 'pending' and x.forked_from is not null
+         or x.status = 'running' and exists (
+              select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp()))
+   limit 1;
+  if found then
+    perform fence_agent_execution(stale.execution_id, stale.claim);
   end if;
-  perform fence_agent_execution(new.execution_id, new.claim);
-  return new;
+  return null;
 end $$;
+comment on function agent_checkpoints_fence is
+  'Refuse a checkpoint whose claim is not the live one of its execution (SQLSTATE LK001), whoever writes it.';
 
 create or replace function agent_fork_cut(p_id uuid, p_step text) returns timestamptz
 language plpgsql stable as $$
@@ -193,7 +201,6 @@ declare
   workers uuid[];
   alive uuid[];
   good int[];                       -- places of the steps that count; null: all do
-  done text;
 begin
   -- Locked rows are passed over. One that was changed before it was locked is compared again; the clock that ends a lease is read after
   -- the locks.
@@ -226,11 +233,9 @@ begin
        and exists (select from generate_series(1, several) i
                     where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good)));
   end if;
-  done := set_config('lanekeeper.fenced', 'yes', true);
   insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
   select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i]
     from generate_series(1, several) i where good is null or i = any (good);
-  done := set_config('lanekeeper.fenced', '', true);
   if good is not null then
     return query select i, 'alone' from generate_series(1, several) i where i <> all (good);
   end if;
@@ -241,5 +246,8 @@ comment on function record_agent_steps is
   'is not live; record it by itself. Where one is on record already nothing is written at all (SQLSTATE 23505): '
   'record each by itself. Cheapest in the order of p_ids.';
 
-create or replace trigger agent_checkpoints_fence before insert or update on agent_checkpoints
-  for each row when (current_setting('lanekeeper.fenced', true) is distinct from 'yes') execute function agent_checkpoints_fence();
+create or replace trigger agent_checkpoints_fence after insert on agent_checkpoints
+  referencing new table as written for each statement execute function agent_checkpoints_fence();
+
+create or replace trigger agent_checkpoints_fence_update after update on agent_checkpoints
+  referencing new table as written for each statement execute function agent_checkpoints_fence();

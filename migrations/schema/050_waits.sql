@@ -598,7 +598,7 @@ begin
   end if;
   p_data := jsonb_build_object('event', p_event, 'event_id', event_id, 'data', p_data, 'timed_out', false);
   if cardinality(ids) > 1 then                               -- which of them is first is for those who claim from the queue
-    return query select 1, event_id, x.id, x.queue, null::agent_executions, false, null::text[], null::bigint[], null::text[],
+    return query select 1, event_id, x.id, x.queue::text, null::agent_executions, false, null::text[], null::bigint[], null::text[],
                         null::boolean[], null::jsonb[], null::timestamptz[]
                    from agent_executions x where x.id = any (ids) order by x.id;
     perform resume_agent_execution_for(x.id, x.wait_number, p_data, null) from agent_executions x where x.id = any (ids) order by x.id;
@@ -615,7 +615,6 @@ begin
               or agent_next_in_line(waiter.queue, waiter.flow, waiter.surface, p_skip)),
          exists (select from agent_locks l where l.execution_id = waiter.id) or exists (select from agent_lock_loans k where k.lender = waiter.id)
     into mine, lanes;
-  perform set_config('lanekeeper.fenced', 'yes', true), set_config('lanekeeper.unpaused', case when mine then 'yes' else '' end, true);
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
   values (waiter.id, waiter.step, waiter.claim, p_data, kind, p_key, waiter.updated_at)
   on conflict (execution_id, step) do nothing;
@@ -625,7 +624,7 @@ begin
        set status = 'running', wake = x.wake + 1, attempt = 0, claimed_by = case when mine then p_worker end, claim = x.claim + mine::int
      where x.id = waiter.id
     returning x.*)
-  select 1, event_id, x.id, x.queue, case when x.claimed_by = p_worker then x::agent_executions end,
+  select 1, event_id, x.id, x.queue::text, case when x.claimed_by = p_worker then x::agent_executions end,
          coalesce(x.claimed_by = p_worker and (
            lanes or x.claim > 2 * x.wait_number + 1 or exists (select from agent_activity_open o where o.execution_id = x.id)), false),
          c.steps, c.claims, c.prints, c.failed, c.outputs, c.times
@@ -634,7 +633,6 @@ begin
       select array_agg(k.step) as steps, array_agg(k.claim) as claims, array_agg(k.fingerprint) as prints, array_agg(k.failed) as failed,
              array_agg(k.output) as outputs, array_agg(k.created_at) as times
         from agent_checkpoints k where k.execution_id = x.id and x.claimed_by = p_worker) c on true;
-  perform set_config('lanekeeper.fenced', '', true), set_config('lanekeeper.unpaused', '', true);
   if lanes then
     perform park_agent_locks(waiter.id, false);
   end if;
@@ -754,8 +752,6 @@ begin
       end if;
     end loop;
   end if;
-  perform set_config('lanekeeper.fenced', 'yes', true),      -- their rows are locked, and they wait
-          set_config('lanekeeper.unpaused', 'yes', true);
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
   select t.id, t.at_, t.under_, jsonb_build_object('event', p_events[t.n], 'event_id', rows_[t.n], 'data', coalesce(p_data[t.n], '{}'),
                                                    'timed_out', false), kinds[t.n], p_keys[t.n], t.since_
@@ -772,7 +768,7 @@ begin
            claimed_by = case when x.id = any (taken) then p_worker end, claim = x.claim + (x.id = any (taken))::int
      where x.id = any (woken)
     returning x.*)
-  select by_[array_position(woken, x.id)], rows_[by_[array_position(woken, x.id)]], x.id, x.queue,
+  select by_[array_position(woken, x.id)], rows_[by_[array_position(woken, x.id)]], x.id, x.queue::text,
          case when x.claimed_by = p_worker then x::agent_executions end,
          coalesce(x.claimed_by = p_worker and (
            x.claim > 2 * x.wait_number + 1 or exists (select from agent_activity_open o where o.execution_id = x.id)), false),
@@ -787,7 +783,6 @@ begin
     from unnest(p_ids, rows_, here) with ordinality t (id, event_id, here, n)
     left join lateral (select r.id from agent_events r where t.here and t.event_id is null and r.external_id = t.id limit 1) v on true
    where not exists (select from unnest(woken, by_) o (id, n) where o.n = t.n and o.id is not null);
-  perform set_config('lanekeeper.fenced', '', true), set_config('lanekeeper.unpaused', '', true);
 end $$;
 comment on function hand_agent_events is
   'hand_agent_event for several events in one transaction, each under its own rules. Rows: n is the place of '
@@ -931,23 +926,18 @@ begin
             union all select step_, claim_, '', false, p_data, ended
              where not exists (select from agent_checkpoints c where c.execution_id = id_ and c.step = step_)) k;
   end if;
-  void := set_config('lanekeeper.fenced', 'yes', true);      -- its row is locked, and it waits
-  void := set_config('lanekeeper.unpaused', case when mine then 'yes' else '' end, true);
+  insert into agent_checkpoints (execution_id, step, claim, output, created_at, waited_for, waited_key, waited_since)
+  values (id_, step_, claim_, p_data, ended, kind, p_key, since)
+  on conflict (execution_id, step) do nothing;
   return query
-  with c as (
-    insert into agent_checkpoints (execution_id, step, claim, output, created_at, waited_for, waited_key, waited_since)
-    values (id_, step_, claim_, p_data, ended, kind, p_key, since)
-    on conflict (execution_id, step) do nothing)
   update agent_executions x
      set status = 'running', wake = x.wake + 1, attempt = 0, claimed_by = case when mine then p_worker end, claim = x.claim + mine::int
    where x.id = id_
-  returning 1, event_id, x.id, x.queue, case when x.claimed_by = p_worker then x end,
+  returning 1, event_id, x.id, x.queue::text, case when x.claimed_by = p_worker then x end,
             coalesce(x.claimed_by = p_worker and (
               lanes or x.claim > 2 * x.wait_number + 1 or exists (select from agent_activity_open o where o.execution_id = x.id)), false),
             coalesce(steps, array[step_]), coalesce(claims, array[claim_]), coalesce(prints, array['']), coalesce(failed, array[false]),
             coalesce(outputs, array[p_data]), coalesce(times, array[ended]);
-  void := set_config('lanekeeper.fenced', '', true);
-  void := set_config('lanekeeper.unpaused', '', true);
   if lanes then
     perform park_agent_locks(id_, false);
   end if;

@@ -873,9 +873,16 @@ comment on function amend_agent_prompt is
   'Record how the prompt of a model call went out: its options, and its messages where they are not null. It '
   'belongs into the transaction that ends the call, and never fails it: problem says why nothing was amended.';
 
+create or replace function agent_activity_fence() returns trigger language plpgsql as $$
+begin
+  perform fence_agent_execution(new.execution_id, new.claim);
+  return new;
+end $$;
+comment on function agent_activity_fence is
+  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001).';
+
 create or replace trigger agent_activity_fence before insert on agent_activity
-  for each row when (new.claim is not null)
-  execute function agent_checkpoints_fence();
+  for each row when (new.claim is not null) execute function agent_activity_fence();
 
 -- After the insert: by then its transaction has an xid. The comparison is all that an ordinary insert pays.
 create or replace trigger agent_activity_late after insert on agent_activity
