@@ -155,8 +155,8 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	db := pgtest.DB(t)
 	id := insertExecution(t, db)
-	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`, id); !postgres.IsCode(err, "23514") {
-		t.Errorf("claiming a pending execution without running it: %v, want SQLSTATE 23514", err)
+	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`, id); !postgres.IsCode(err, "LK002") {
+		t.Errorf("claiming a pending execution without running it: %v, want SQLSTATE LK002", err)
 	}
 }
 
