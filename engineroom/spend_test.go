@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -76,7 +77,7 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700 from unnest(array['', ':chat']) s`); err != nil {
 		t.Fatal(err)
 	}
-	room := &Room{Options: Options{Pool: pool, Limits: budgets.Limits{
+	room := &Room{Options: Options{Read: replica.Primary(pool), Limits: budgets.Limits{
 		Day: budgets.Limit{USD: 10}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 5000}},
 	}}}
 	got, err := room.budgetLines(t.Context(), nil)

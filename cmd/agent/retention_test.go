@@ -21,7 +21,7 @@ func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, end := range []string{"running", "completed"} {
-		_, err = db.Exec(t.Context(), `update agent_executions set status = $1, completed_at = case when $1 = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
+		_, err = db.Exec(t.Context(), `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
 		if err != nil {
 			t.Fatal(err)
 		}
