@@ -14,8 +14,12 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	pool, server := open(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	const run = "01a20055-1dbc-7d0e-8014-41a4f664fe0a"
-	if _, err := pool.Exec(t.Context(), `alter table agent_executions disable trigger user`); err != nil {
-		t.Fatal(err)
+	for _, sql := range []string{
+		`alter table agent_executions disable trigger user`, `alter domain agent_wait_kind drop constraint agent_wait_kind_check`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
 	}
 	const unknown = "01a20055-1dbc-7d0e-8014-41a4f664fe0b"
 	put(t, pool, `
