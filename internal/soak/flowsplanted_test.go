@@ -164,7 +164,7 @@ func TestTheTriggersOfTheSoakNoteWhatMustNotBe(t *testing.T) {
 		noted, notedOfFlows, helpers,
 		`insert into agent_executions (id, trace_id, surface, flow) values (id('x'), tr('fl', 1), 'flow', 'talk')`,
 		`select cancel_agent_execution(id('x'), 'me', 'enough')`,
-		`alter table agent_checkpoints disable trigger agent_checkpoints_fence`,
+		`alter table agent_checkpoints disable trigger agent_checkpoints_fence, disable trigger agent_checkpoints_fence_update`,
 		`insert into agent_checkpoints (execution_id, step, claim, output) values (id('x'), 'changed', 1, '1'), (id('x'), 'gone', 1, '1'),
 		   (id('x'), 'loop', 1, '{"next": 16}'), (id('x'), 'loop@3/set', 1, '1'), (id('x'), 'back', 1, '{"next": 16}'), (id('x'), 'same', 1, '1')`,
 		`update agent_checkpoints set output = '2' where step = 'changed'`, `delete from agent_checkpoints where step = 'gone'`,
