@@ -19,7 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table.
+// loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table,
+// after the fence of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
 	exec(t, db, `create table test_writes (n int)`)
@@ -33,7 +34,7 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 		  end if;
 		  return null;
 		end $$`, k))
-	exec(t, db, fmt.Sprintf(`create trigger test_lose after insert on %s for each row execute function test_lose()`, table))
+	exec(t, db, fmt.Sprintf(`create trigger test_lose after insert on %s for each statement execute function test_lose()`, table))
 }
 
 // TestATurnSurvivesTheLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
@@ -167,10 +168,15 @@ func TestAStreamOfAnAnswerThatIsRecordedIsNotRestarted(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me look.").AndCall("weather", `{}`), modeltest.Text("Nine, and it is sunny."))
 	first, _ := w.silent(t)
-	loseAt(t, w.pool, "agent_checkpoints", 1)
-	exec(t, w.pool, `drop trigger test_lose on agent_checkpoints`)
-	exec(t, w.pool, `create trigger test_lose after insert on agent_checkpoints for each row
-	  when (new.step = 'answer') execute function test_lose()`)
+	exec(t, w.pool, `
+		create function test_lose() returns trigger language plpgsql as $$
+		begin
+		  update agent_workers set expires_at = clock_timestamp() - interval '1 second'
+		   where exists (select from written where step = 'answer') and id in (select claimed_by from agent_executions);
+		  return null;
+		end $$`)
+	exec(t, w.pool, `create trigger test_lose after insert on agent_checkpoints referencing new table as written
+	  for each statement execute function test_lose()`)
 	exec(t, w.pool, `
 		create function test_wait() returns trigger language plpgsql as $$
 		begin
