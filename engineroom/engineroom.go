@@ -18,7 +18,7 @@
 //   - Nothing is loaded from another host, and the Content-Security-Policy allows no inline script or style.
 //   - A part that cannot be read says so in its place; the others are shown.
 //   - Pages only show, so they may be read from a replica (see internal/replica), and then say how far behind it is.
-//     The page that talks with the agent follows a turn, and who pulled a lever sees what came of it: both read from
+//     The page that talks with the agent follows a turn, and an admin who acted sees the result: both read from
 //     the primary.
 //   - Every page can be read with JavaScript off, and every lever pulled.
 //

@@ -32,6 +32,9 @@ var attacks = map[string]string{
 	"stale checkpoint":     `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', 99)`,
 	"old checkpoint":       `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', -1)`,
 	"checkpoint of none":   `insert into agent_checkpoints (execution_id, step, claim) select gen_random_uuid(), 'stolen', 1 where $1::uuid is not null`,
+	"checkpoint moved":     `update agent_checkpoints set claim = 99 where execution_id = $1`,
+	"begins while paused":  `insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 't', 'flow', 'f', 'running', gen_random_uuid() where $1::uuid is not null`,
+	"claimed while paused": `update agent_executions set status = 'running', claimed_by = gen_random_uuid() where id = $1 and status = 'pending'`,
 	"stale activity":       `insert into agent_activity (trace_id, execution_id, claim, kind, agent, surface, skill_name, status) values ('t', $1, 99, 'note', 'a', 'flow', 's', 'success')`,
 	"claimed without run":  `update agent_executions set claimed_by = gen_random_uuid(), status = status where id = $1 and status <> 'running'`,
 	"ended without an end": `update agent_executions set completed_at = clock_timestamp() where id = $1 and completed_at is null`,
@@ -78,6 +81,9 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	for _, s := range states {
 		subjects[s] = inState(t, pool, s)
 	}
+	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
+		subjects[executions.Running].id, subjects[executions.Running].claim)
+	exec(t, pool, `select pause_agent('an attack')`)
 	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints) from agent_executions x`
 	before := value[string](t, pool, everything)
 	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler hands on what a session sets
@@ -148,5 +154,5 @@ func copied(t *testing.T, conn *pgx.Conn, x subject) {
 // refusedByRule reports whether an error is a rule's: not one of syntax, rights or the connection.
 func refusedByRule(err error) bool {
 	var e *pgconn.PgError
-	return errors.As(err, &e) && slices.Contains([]string{"LK001", "LK002", "23502", "23514"}, e.Code)
+	return errors.As(err, &e) && slices.Contains([]string{"LK001", "LK002", "LK003", "23502", "23514"}, e.Code)
 }

@@ -70,17 +70,6 @@ begin
   end loop;
 end $$;
 
-create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow'));
-create domain agent_execution_status as text
-  check (value in ('pending', 'running', 'waiting', 'completed', 'failed', 'timeout', 'cancelled'));
-create domain agent_result_type as text check (value in ('success', 'failure', 'timeout', 'cancelled'));
-create domain agent_wait_kind as text
-  check (value in ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval', 'lane'));
-create domain agent_queue as text check (value in ('background', 'interactive'));
-create domain agent_priority as smallint check (value between 1 and 4);
-create domain agent_on_lost as text check (value in ('resume', 'fail', 'hand_on'));
-create domain agent_positive as int check (value > 0);
-create domain agent_seconds as int check (value >= 0);
 alter table agent_executions
   alter column surface type agent_surface,
   alter column queue type agent_queue,

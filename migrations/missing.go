@@ -61,7 +61,7 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 func (t text) begin(bridged bool) []step {
 	first := step{what: "the baseline", version: baseline, hash: digest(t.tables()), names: []string{"baseline"}}
 	if bridged {
-		first.sql = t.bridge
+		first.sql = t.nouns[0].tables + t.bridge // the types
 		first.what = "the bridge from version 118"
 		first.names = []string{"bridge"}
 	} else {

@@ -399,7 +399,7 @@ func (r *replicated) logIn(base string) *http.Client {
 	return client
 }
 
-// pause pulls the lever of the overview.
+// pause pauses the agent on the overview.
 func (r *replicated) pause(client *http.Client, base string) page {
 	r.t.Helper()
 	return post(r.t, client, base+"/act/v1/pause", url.Values{"reason": {"a test"}, "back": {"/"}})

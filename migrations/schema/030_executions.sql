@@ -1050,12 +1050,8 @@ begin
     if new.on_lost = 'resume' then
       new.on_lost := 'fail';                                 -- nobody here could resume it
     end if;
-  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') then
-    if not pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-      perform refuse_while_paused();
-    elsif exists (select from agent_pauses p where p.resumed_at is null) then   -- a look of its own: it sees every pause before the lock
-      perform refuse_while_paused();
-    end if;
+  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') and agent_is_held_back() then
+    perform refuse_while_paused();
   end if;
   return new;
 end $$;
@@ -1295,7 +1291,8 @@ begin
     select l.execution_id from agent_locks l where l.execution_id = any (p_ids)
     union select k.lender from agent_lock_loans k where k.lender = any (p_ids)
     union select o.execution_id from agent_activity_open o where o.execution_id = any (p_ids)
-    union select a.execution_id from agent_approvals a where a.execution_id = any (p_ids) and a.parked and a.status in ('pending', 'approved')
+    union select a.execution_id from agent_approvals a
+           where a.execution_id = any (p_ids) and a.parked and a.status in ('pending', 'approved')
     union select r.execution_id from agent_requests r where r.execution_id = any (p_ids) and (r.status = 'pending') is true
     union select b.execution_id from agent_budget_reservations b where b.execution_id = any (p_ids));
 end $$;
