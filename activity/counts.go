@@ -29,7 +29,7 @@ const ByHour Period = "hour" // one line per hour (UTC)
 // that can be counted at once. It writes nothing where there is nothing to count, or where another process
 // is at it. A pass is one transaction, and blocks nobody who writes to the log.
 func Count(ctx context.Context, db postgres.DB) (more bool, err error) {
-	err = db.QueryRow(ctx, `select c.more from count_agent_activity(@most) c`, postgres.Strict{"most": countMost}).Scan(&more)
+	err = db.QueryRow(ctx, `select c.more from lanekeeper.count_agent_activity(@most) c`, postgres.Strict{"most": countMost}).Scan(&more)
 	if err != nil {
 		return false, fmt.Errorf("count activities: %w", err)
 	}

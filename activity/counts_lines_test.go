@@ -143,7 +143,7 @@ func TestFiguresSayUntilWhenTheyAreComplete(t *testing.T) {
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, created_at)
-		select agent_uuid7(at), 'hb_x', 'model', 'm', at
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'm', at
 		  from (select clock_timestamp() - interval '1 second' * (25001 - n) / 10 as at from generate_series(1, 25000) n) x`)
 	if err != nil {
 		t.Fatal(err)
@@ -156,7 +156,7 @@ func TestFiguresSayUntilWhenTheyAreComplete(t *testing.T) {
 		t.Fatalf("of 25000 rows that are not counted: %+v", sums)
 	}
 	var before int64
-	err = db.QueryRow(t.Context(), `select count(*) from agent_activity where id < agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
+	err = db.QueryRow(t.Context(), `select count(*) from agent_activity where id < lanekeeper.agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
 		postgres.Strict{"until": *sums.Until}).Scan(&before)
 	if err != nil || before < sums.Lines[0].Calls || before > sums.Lines[0].Calls+2 {
 		t.Errorf("until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
@@ -256,7 +256,7 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 			return err
 		},
 		"health of many calls": func(db postgres.DB) error {
-			_, err := db.Exec(t.Context(), `select from agent_skill_figures(0)`)
+			_, err := db.Exec(t.Context(), `select from lanekeeper.agent_skill_figures(0)`)
 			return err
 		},
 	} {

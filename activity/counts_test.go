@@ -27,8 +27,8 @@ func hurry(t *testing.T, db postgres.DB) {
 	_, err := db.Exec(t.Context(), `
 		drop trigger agent_activity_late on agent_activity;
 		create trigger agent_activity_late after insert on agent_activity
-		  for each row when (new.id < agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
-		  execute function agent_activity_late()`)
+		  for each row when (new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
+		  execute function lanekeeper.agent_activity_late()`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -36,7 +36,7 @@ func hurry(t *testing.T, db postgres.DB) {
 
 // pass counts at most so many rows, with the lag that goes with hurry.
 func pass(ctx context.Context, db postgres.DB, most int) error {
-	_, err := db.Exec(ctx, `select count_agent_activity($1, '60 milliseconds')`, most)
+	_, err := db.Exec(ctx, `select lanekeeper.count_agent_activity($1, '60 milliseconds')`, most)
 	return err
 }
 
@@ -44,7 +44,7 @@ func pass(ctx context.Context, db postgres.DB, most int) error {
 func counted(t *testing.T, db postgres.DB, most int) {
 	t.Helper()
 	var last string
-	if err := db.QueryRow(t.Context(), `select agent_uuid7()::text`).Scan(&last); err != nil {
+	if err := db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := db.Exec(t.Context(), `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last); err != nil {
@@ -103,9 +103,9 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
-		       array[agent_count_tokens(a.token_usage ->> 'prompt_tokens'), agent_count_tokens(a.token_usage ->> 'completion_tokens'),
-		             agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint,
-		             agent_count_tokens(a.token_usage ->> 'unknown_tokens'), (agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
+		       array[lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens'), lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens'),
+		             lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint,
+		             lanekeeper.agent_count_tokens(a.token_usage ->> 'unknown_tokens'), (lanekeeper.agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err
@@ -221,9 +221,9 @@ func chaos(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
 	for range 1 + r.IntN(4) {
-		id := "agent_uuid7()"
+		id := "lanekeeper.agent_uuid7()"
 		if r.IntN(3) == 0 {
-			id = fmt.Sprintf("agent_uuid7(clock_timestamp() - interval '%d milliseconds')", []int{10, 50, 100, 5000, 86_400_000}[r.IntN(5)])
+			id = fmt.Sprintf("lanekeeper.agent_uuid7(clock_timestamp() - interval '%d milliseconds')", []int{10, 50, 100, 5000, 86_400_000}[r.IntN(5)])
 		}
 		status := []string{"success", "error", "running", "skipped", "pending_approval", "unknown"}[r.IntN(6)]
 		_, err := tx.Exec(ctx, `

@@ -17,7 +17,7 @@ const healthByRows = `
 	with calls as (
 	  select c.*, max(c.created_at) filter (where c.status = 'success') over (partition by c.skill_name) as last_ok
 	    from agent_skill_calls c
-	   where c.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))
+	   where c.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))
 	     and c.created_at >= clock_timestamp() - interval '7 days')
 	select s.name as skill, count(c.id) as calls,
 	       case when count(c.id) > 0 then round(avg((c.status = 'success')::int), 3) end::text as success_rate,
@@ -64,7 +64,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 	}
 	_, err = db.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, surface, status, error_class, duration_ms, created_at)
-		select agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
+		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
 		       case when random() < 0.03 then 'running' when random() < 0.03 then 'skipped' when random() < z.rate then 'error' else 'success' end,
 		       case when z.skill = 'refused' or random() < 0.05 then 'denied' when random() < 0.1 then 'timeout' else '' end,
 		       case when random() < 0.95 then exp(random() * 9)::bigint - 1 end, z.at
@@ -105,7 +105,7 @@ func TestTheViewOfHealthSaysWhatTheRowsSay(t *testing.T) {
 			sums := healthBy(t, db, `
 				select s.name as skill, coalesce(f.calls, 0) as calls, round((f.calls - f.failed)::numeric / nullif(f.calls, 0), 3)::text as success_rate,
 				       coalesce(f.streak, 0) as streak, null::float8 as p50_ms, null::float8 as p95_ms
-				  from agent_skills s left join agent_skill_figures($1) f on f.skill = s.name order by s.name`, read)
+				  from agent_skills s left join lanekeeper.agent_skill_figures($1) f on f.skill = s.name order by s.name`, read)
 			for i := range want {
 				want[i].P50MS, want[i].P95MS = nil, nil
 			}
@@ -123,7 +123,7 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 	rows, err := db.Query(t.Context(), `
 		select f.skill, f.p50_ms, f.p95_ms, percentile_cont(0.5) within group (order by c.duration_ms),
 		       percentile_cont(0.95) within group (order by c.duration_ms)
-		  from agent_skill_figures(0) f
+		  from lanekeeper.agent_skill_figures(0) f
 		  left join agent_skill_calls c on c.skill_name = f.skill
 		   and c.created_at >= date_trunc('day', (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
 		 group by f.skill, f.p50_ms, f.p95_ms`)

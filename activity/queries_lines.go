@@ -55,8 +55,8 @@ const (
 		       (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
 		   and (@skill::text = '' or a.skill_name = @skill)
 		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
-		   and (@since::timestamptz is null or (a.id >= agent_uuid7_floor(@since) and a.created_at >= @since))
-		   and (@until::timestamptz is null or (a.id < agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
+		   and (@since::timestamptz is null or (a.id >= lanekeeper.agent_uuid7_floor(@since) and a.created_at >= @since))
+		   and (@until::timestamptz is null or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
 		   and (@before::text is null or a.id < @before::text::uuid)`
 	narrowed = `
 		       (@surface::text = '' or a.surface = @surface)
@@ -80,7 +80,7 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300) as surface,
 		       left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose, left(a.step, 300) as step, a.status,
 		       coalesce(left(a.error_message, 300), '') as error_message, left(a.error_class, 300) as error_class,
-		       left(a.model, 300) as model, agent_tokens(a.token_usage, 'total_tokens') as tokens,
+		       left(a.model, 300) as model, lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens,
 		       a.cost_usd::float8 as cost_usd, a.duration_ms, coalesce(left(a.thread_id, 300), '') as thread_id,
 		       left(a.lane, 300) as lane, a.created_at, a.finished_at
 		  from (select * from agent_activity a where`+indexed+`
@@ -170,9 +170,9 @@ func Unfold(ctx context.Context, db postgres.DB, id string) (Unfolded, error) {
 		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
 		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0) as error_size,
 		       a.parent_id::text, a.claim, left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
-		       agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
-		       agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
-		  from agent_activity a where a.id = agent_uuid(@id)`, postgres.Strict{"id": id})
+		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
+		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
+		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
 	if err != nil {
 		return Unfolded{}, fmt.Errorf("read activity: %w", err)
 	}

@@ -44,12 +44,12 @@ func fill(t *testing.T, db postgres.DB) {
 		       clock_timestamp() - (date_trunc('month', clock_timestamp() at time zone 'UTC') - interval '1 month') at time zone 'UTC' as span;
 		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, surface, token_usage, created_at,
 		       finished_at, duration_ms)
-		select agent_uuid7(at), 'hb_' || lpad((n / 6)::text, 26, '0'), case n % 6 when 0 then 'model' else 'call' end,
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad((n / 6)::text, 26, '0'), case n % 6 when 0 then 'model' else 'call' end,
 		       'skill_' || n % 97, case n % 11 when 0 then 'error' else 'success' end, '',
 		       case n % 5 when 0 then 'chat' else 'heartbeat' end, '{"total_tokens": 5}', at, at, n % 1000
 		  from (select n, now - span * n / 24001 as at from since, generate_series(1, 24000) n) x;
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat',
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat',
 		       'pending', at
 		  from (select n, now - span * n / 4001 as at from since, generate_series(1, 4000) n) x;
 		drop table since;

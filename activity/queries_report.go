@@ -59,8 +59,8 @@ func Spend(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, str
 		  from agent_spend s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
 		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
-		   and (@skill::text = '' or s.skill = agent_count_key(@skill)) and (@surface::text = '' or s.surface = agent_count_key(@surface))
-		   and (@model::text = '' or s.model = agent_count_key(@model))
+		   and (@skill::text = '' or s.skill = lanekeeper.agent_count_key(@skill)) and (@surface::text = '' or s.surface = lanekeeper.agent_count_key(@surface))
+		   and (@model::text = '' or s.model = lanekeeper.agent_count_key(@model))
 		 order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model
 		 offset @offset limit @limit::int + 1`)
 }
@@ -76,8 +76,8 @@ func SpendByPurpose(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spen
 		  from agent_spend_by_purpose s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
 		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
-		   and @skill::text = '' and (@surface::text = '' or s.surface = agent_count_key(@surface))
-		   and (@model::text = '' or s.model = agent_count_key(@model))
+		   and @skill::text = '' and (@surface::text = '' or s.surface = lanekeeper.agent_count_key(@surface))
+		   and (@model::text = '' or s.model = lanekeeper.agent_count_key(@model))
 		 order by s.day desc, s.cost_usd desc, s.tokens desc, s.purpose, s.surface, s.model
 		 offset @offset limit @limit::int + 1`)
 }
@@ -102,7 +102,7 @@ type Slow struct {
 func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
 	return reported[Slow](ctx, db, f, `
 		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
-		  from agent_slowest_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		  from lanekeeper.agent_slowest_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
 		 where @skill::text = '' or s.skill = @skill
 		 order by s.p95_ms desc, s.skill
 		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list the slowest skills")
@@ -130,7 +130,7 @@ func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, st
 	list, next, err := reported[Failure](ctx, db, f, `
 		select s.skill, s.calls, s.errors, s.rate, s.streak, s.p50_ms, s.p95_ms, s.last_error, coalesce(s.last_error_class, '') as last_class,
 		       s.last_failed_at as last_failed, coalesce(s.last_trace_id, '') as last_trace, s.state
-		  from agent_failing_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		  from lanekeeper.agent_failing_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
 		 where @skill::text = '' or s.skill = @skill
 		 order by s.errors desc, s.skill
 		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list failing skills")

@@ -43,7 +43,7 @@ func put(t *testing.T, db postgres.DB, a act) string {
 	err := db.QueryRow(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, error_message, purpose, surface, model,
 		       lane, parent_id, created_at, finished_at, duration_ms, token_usage, cost_usd, led_to, cause_id)
-		select agent_uuid7(at), @trace, @kind, @skill, @status, @class, nullif(@message::text, ''), @purpose, @surface, @model,
+		select lanekeeper.agent_uuid7(at), @trace, @kind, @skill, @status, @class, nullif(@message::text, ''), @purpose, @surface, @model,
 		       @lane, nullif(@parent::text, '')::uuid, at, case when @status::text <> 'running' then at end,
 		       case when @status::text <> 'running' then @ms::bigint end, @usage, @cost::text::numeric,
 		       coalesce(@led_to::jsonb, '{}'), nullif(@cause::text, '')::uuid
@@ -132,8 +132,8 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 func TestRecentFilters(t *testing.T) {
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
-		create table agent_activity_past partition of agent_activity for values from (agent_uuid7_floor('2020-01-01 00:00Z'))
-		  to (agent_uuid7_floor(date_trunc('month', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
+		create table agent_activity_past partition of agent_activity for values from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
+		  to (lanekeeper.agent_uuid7_floor(date_trunc('month', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -191,7 +191,7 @@ func TestUntilIsToTheMicrosecond(t *testing.T) {
 		var id string
 		err := db.QueryRow(t.Context(), `
 			insert into agent_activity (id, trace_id, skill_name, status, created_at, finished_at)
-			values (agent_uuid7($1), $2, 'x', 'success', $1, $1) returning id::text`,
+			values (lanekeeper.agent_uuid7($1), $2, 'x', 'success', $1, $1) returning id::text`,
 			at.Add(time.Duration(300*us)*time.Microsecond), string(trace.New(trace.Flow))).Scan(&id)
 		if err != nil {
 			t.Fatal(err)

@@ -93,12 +93,12 @@ func assemble(roots []root, rows []Row) Trace {
 // Spent is what the model calls under a trace have used and cost so far.
 func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, costUSD float64, err error) {
 	err = db.QueryRow(ctx, `
-		select coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint,
-		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint,
-		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint,
+		select coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint,
 		       coalesce(bool_or(a.token_usage -> 'estimated' = 'true'), false), coalesce(sum(a.cost_usd), 0)::float8,
-		       coalesce(sum(agent_tokens(a.token_usage, 'unknown_tokens')), 0)::bigint,
-		       coalesce(sum(agent_usd(a.token_usage, 'unknown_usd')), 0)::float8
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens')), 0)::bigint,
+		       coalesce(sum(lanekeeper.agent_usd(a.token_usage, 'unknown_usd')), 0)::float8
 		  from agent_activity a
 		 where a.trace_id = @trace_id and a.kind = 'model'`,
 		perQuery, postgres.Strict{"trace_id": traceID}).
@@ -180,28 +180,28 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		          from ((select k.id from agent_executions k
 		                  where @surface::text = '' and k.parent_id is null
 		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
-		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@since::timestamptz is null or k.id >= lanekeeper.agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
 		                union all
 		                (select k.id from agent_executions k
 		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is null
 		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
-		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@since::timestamptz is null or k.id >= lanekeeper.agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
 		                union all
 		                (select k.id from agent_executions k
 		                  where k.surface = nullif(@surface::text, '') and k.parent_id is null and k.claimed_by is not null
 		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
-		                    and (@since::timestamptz is null or k.id >= agent_uuid7_floor(@since))
+		                    and (@since::timestamptz is null or k.id >= lanekeeper.agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
 		                  order by k.id desc limit @limit::int + 1)
 		                order by id desc limit @limit::int + 1) p
 		         cross join lateral (select * from agent_executions i where i.id = p.id offset 0) e) r
 		 cross join lateral (
 		       select count(*) as activities, count(*) filter (where a.status = 'error') as errors,
-		              coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
+		              coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
 		         from agent_activity a where a.trace_id = r.trace_id) t
 		 order by r.id desc`,

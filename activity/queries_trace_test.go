@@ -20,7 +20,7 @@ func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time
 	args := postgres.Strict{"trace": string(traceID), "surface": string(traceID.Surface()), "parent": parent, "ago": ago}
 	err := db.QueryRow(t.Context(), `
 		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, created_at, started_at)
-		select agent_uuid7(at), @trace, @surface, 'beat', 'running', @parent::uuid, at, at
+		select lanekeeper.agent_uuid7(at), @trace, @surface, 'beat', 'running', @parent::uuid, at, at
 		  from (select clock_timestamp() - @ago::interval as at) x
 		returning id::text`, args).Scan(&id)
 	if err != nil {

@@ -199,11 +199,11 @@ func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
 func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
 	a := start(t)
 	exec(t, a.pool, `
-		insert into agent_executions (trace_id, surface, flow) select agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
+		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 500 {
 		t.Errorf("%d executions", len(got))
 	}
-	exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (agent_trace_id('fl'), 'flow', 'beat')`)
+	exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 501 {
 		t.Errorf("%d executions", len(got))
 	}

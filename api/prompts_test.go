@@ -39,7 +39,7 @@ func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
 	if _, err := a.pool.Exec(t.Context(), `
 		with calls as (
 		  insert into agent_activity (id, trace_id, surface, agent, skill_name, kind)
-		  select agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other' else 'ops' end, 'model_call', 'model'
+		  select lanekeeper.agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other' else 'ops' end, 'model_call', 'model'
 		    from generate_series(1, 4) n returning id)
 		insert into agent_prompts (activity_id, tools, messages)
 		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace); err != nil {

@@ -37,7 +37,7 @@ func beyondKeys(ctx context.Context, db postgres.DB, id string) (old bool, err e
 	if time.Since(time.UnixMilli(milliseconds)) < keyLife/2 {
 		return false, nil
 	}
-	err = db.QueryRow(ctx, `select @id::uuid < agent_uuid7_floor(clock_timestamp() - make_interval(secs => @life))`,
+	err = db.QueryRow(ctx, `select @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @life))`,
 		postgres.Strict{"id": id, "life": keyLife.Seconds()}).Scan(&old)
 	if err != nil {
 		return false, fmt.Errorf("look at the age of %s: %w", id, err)

@@ -30,10 +30,10 @@ func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
 			}
 			made(1)
 			made(1)
-			exec(t, a.pool, `update `+test.table+` set id = agent_uuid7(clock_timestamp() - interval '25 hours')`)
+			exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
 			made(2)
 			made(2)
-			exec(t, a.pool, `update `+test.table+` set id = agent_uuid7(clock_timestamp() - interval '23 hours') where id > agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
+			exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours') where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
 			made(2)
 		})
 	}

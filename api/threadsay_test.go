@@ -29,7 +29,7 @@ func (a *agent) creates(path, body string, into any) {
 func (a *agent) outsideRun(owner string) (id, lock string) {
 	a.t.Helper()
 	id = value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
-		values (agent_trace_id('fl'), 'flow', 'outside', 'external') returning id::text`)
+		values (lanekeeper.agent_trace_id('fl'), 'flow', 'outside', 'external') returning id::text`)
 	return id, value[string](a.t, a.pool, `select lock_id from lock_agent_execution($1, $2)`, id, owner)
 }
 
@@ -70,9 +70,9 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 		t.Errorf("the admin's: %+v", got)
 	}
 	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
-	exec(t, a.pool, `select flush_agent_threads()`)
+	exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
 	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
-	exec(t, a.pool, `select flush_agent_threads()`)
+	exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
 	var shown struct{ Messages []threads.Message }
 	a.get("/v1/threads/maria", &shown)
 	var order []string

@@ -280,7 +280,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 // execution's.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	return func(b *pgx.Batch, _ string) {
-		b.Queue(`select use_agent_approval(@id, @execution_id, @step)`,
+		b.Queue(`select lanekeeper.use_agent_approval(@id, @execution_id, @step)`,
 			postgres.Strict{"id": id, "execution_id": executionID, "step": step})
 	}
 }

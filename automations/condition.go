@@ -57,9 +57,9 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	rows, err := db.Query(ctx, `
 		with a as (
 		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call') as calls,
-		         coalesce(sum(agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
+		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
 		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
-		    from agent_activity where id >= (select agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
+		    from agent_activity where id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
 		x as (
 		  select count(*) filter (where status = 'pending') as pending, count(*) filter (where status = 'running') as running,
 		         count(*) filter (where status = 'waiting') as waiting

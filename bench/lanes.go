@@ -138,7 +138,7 @@ func (b *laneBench) prepare(ctx context.Context) error {
 func (b *laneBench) holdOthers(ctx context.Context, n int) error {
 	var held int
 	err := b.pool.QueryRow(ctx, `
-		select count(*) from generate_series(1, @n::int) n, acquire_agent_lock('other:' || n, 'holder ' || n, 86400) a where a.acquired`,
+		select count(*) from generate_series(1, @n::int) n, lanekeeper.acquire_agent_lock('other:' || n, 'holder ' || n, 86400) a where a.acquired`,
 		postgres.Strict{"n": n}).Scan(&held)
 	if err != nil || held != n {
 		return errors.Join(fmt.Errorf("hold other lanes: got %d of %d", held, n), err)

@@ -55,7 +55,7 @@ func (b *room) count(ctx context.Context) error {
 	began, rows := time.Now(), 0
 	for {
 		var counted int
-		if err := b.pool.QueryRow(ctx, "select counted from count_agent_activity(50000, '1 millisecond')").Scan(&counted); err != nil {
+		if err := b.pool.QueryRow(ctx, "select counted from lanekeeper.count_agent_activity(50000, '1 millisecond')").Scan(&counted); err != nil {
 			return fmt.Errorf("count the log: %w", err)
 		}
 		rows += counted
@@ -100,7 +100,7 @@ const (
 	madeExecutions = `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at, completed_at,
 		                              waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
-		select overlay(agent_uuid7_floor(x.at)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
+		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
 		       (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + e % 5], 'flow_' || e % 20, s.status,
 		       case when e % 10 = 2 then 'visitor:' || e end, x.at, x.at, x.at + interval '1 minute',
@@ -116,9 +116,9 @@ const (
 	madeActivity = `
 		insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, purpose, status, input, output, error_message,
 		                            error_class, model, token_usage, cost_usd, duration_ms, lane, created_at, finished_at)
-		select overlay(agent_uuid7_floor(x.at)::text placing lpad(to_hex(n), 12, '0') from 25)::uuid,
+		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(n), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
-		       overlay(agent_uuid7_floor(x.began)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
+		       overlay(lanekeeper.agent_uuid7_floor(x.began)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
 		       case when n % 10 = 0 then 'model' else 'call' end, (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + e % 5],
 		       case when n % 10 = 0 then 'model' else 'skill_' || n % 30 end, case when n % 10 = 0 then 'skill_' || n % 30 else '' end,
 		       case when n % 97 = 0 then 'error' else 'success' end, jsonb_build_object('n', n, 'text', repeat('x', 100)), '{"ok": true}',

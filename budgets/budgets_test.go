@@ -140,7 +140,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	}
 	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
 	for range 2 {
-		exec(t, db, `select recover_agent_claim($1, 2)`, id)
+		exec(t, db, `select lanekeeper.recover_agent_claim($1, 2)`, id)
 	}
 	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
@@ -213,7 +213,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	}
 	settled := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select settle_agent_budget($1, 'model 1', 150, 0)`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1', 150, 0)`, id)
 		settled <- err
 	}()
 	got, err := second.Await(t.Context(), db)
@@ -287,7 +287,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 					return err
 				}
 			}
-			_, err := db.Exec(t.Context(), `select finish_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
+			_, err := db.Exec(t.Context(), `select lanekeeper.finish_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
 			return err
 		})
 	}
@@ -363,7 +363,7 @@ func TestNonsenseIsRefused(t *testing.T) {
 		}
 	}
 	for _, sql := range []string{
-		`select settle_agent_budget(gen_random_uuid(), 's', -1, 0)`, `select settle_agent_budget(gen_random_uuid(), 's', 0, null)`,
+		`select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', -1, 0)`, `select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', 0, null)`,
 	} {
 		if _, err := db.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
 			t.Errorf("%s: %v, want SQLSTATE 22023", sql, err)

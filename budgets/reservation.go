@@ -59,7 +59,7 @@ type verdict struct {
 
 const reserve = `
 	select granted, scope, unit, kind, bound::float8, spent::float8, reserved::float8
-	  from reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
+	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
 	         @prompt_usd, @token_usd, @wanted, @enough, @least)`
 
 // Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have billed and did not
@@ -94,8 +94,8 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
-		b.Queue(`select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim}) // locks go from there to budgets
-		b.Queue(`select tokens, cost_usd::float8 from write_off_agent_budget(@execution_id, @step)`,
+		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim}) // locks go from there to budgets
+		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.write_off_agent_budget(@execution_id, @step)`,
 			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
 			return row.Scan(&lost.Tokens, &lost.USD)
 		})
@@ -159,7 +159,7 @@ func (r *Reservation) reckon() {
 // nothing.
 func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
-	b.Queue(`select settle_agent_budget(@execution_id, @step, @tokens, @usd, @unknown_tokens, @unknown_usd)`, postgres.Strict{
+	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @tokens, @usd, @unknown_tokens, @unknown_usd)`, postgres.Strict{
 		"execution_id": r.ExecutionID, "step": r.Step, "tokens": tokens, "usd": usd,
 		"unknown_tokens": min(max(s.UnknownTokens, 0), tokens), "unknown_usd": min(max(s.UnknownUSD, 0), usd),
 	})

@@ -16,7 +16,7 @@ import (
 // copied, so that each goes with its own. [ErrNotFound]: there is none, or it is somebody else's.
 func Attach(ctx context.Context, tx pgx.Tx, p threads.Principal, thread, id string) (Document, error) {
 	rows, err := tx.Query(ctx, `
-		select `+columns+` from agent_documents where id = agent_uuid(@id) and `+owned+` for update`, of(p, id))
+		select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned+` for update`, of(p, id))
 	d, err := one(rows, err, "attach document")
 	if err != nil || d.ThreadID != nil && *d.ThreadID == thread {
 		return d, err

@@ -24,7 +24,7 @@ func of(p threads.Principal, id string) postgres.Strict {
 
 // GetOwn reads a document of a principal without its content. Somebody else's is [ErrNotFound].
 func GetOwn(ctx context.Context, db postgres.DB, p threads.Principal, id string) (Document, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = agent_uuid(@id) and `+owned, of(p, id))
+	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned, of(p, id))
 	return one(rows, err, "read document")
 }
 
@@ -35,7 +35,7 @@ func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after str
 	args["most"], args["oldest"] = most, oldest
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
-		 where `+owned+` and (@id = '' or case when @oldest then id > agent_uuid(@id) else id < agent_uuid(@id) end)
+		 where `+owned+` and (@id = '' or case when @oldest then id > lanekeeper.agent_uuid(@id) else id < lanekeeper.agent_uuid(@id) end)
 		 order by case when @oldest then id end, id desc limit @most`, args)
 	if err != nil {
 		return nil, fmt.Errorf("list documents: %w", err)
@@ -51,7 +51,7 @@ func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after str
 // execution has it. Somebody else's is [ErrNotFound].
 func DeleteOwn(ctx context.Context, tx pgx.Tx, p threads.Principal, id string) (Document, error) {
 	rows, err := tx.Query(ctx, `
-		select `+columns+` from agent_documents where id = agent_uuid(@id) and `+owned+` for update`, of(p, id))
+		select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned+` for update`, of(p, id))
 	d, err := one(rows, err, "delete document")
 	switch {
 	case err != nil:

@@ -14,7 +14,7 @@ import (
 func Readable(ctx context.Context, db postgres.DB, execution string, most int) ([]Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
-		 where id in (select agent_readable_documents(nullif(@execution, '')::uuid)) order by id desc limit @most`,
+		 where id in (select lanekeeper.agent_readable_documents(nullif(@execution, '')::uuid)) order by id desc limit @most`,
 		postgres.Strict{"execution": execution, "most": most})
 	if err != nil {
 		return nil, fmt.Errorf("list documents of execution: %w", err)
@@ -31,7 +31,7 @@ func Readable(ctx context.Context, db postgres.DB, execution string, most int) (
 func GetReadable(ctx context.Context, db postgres.DB, execution, id string) (Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
-		 where id in (select agent_readable_documents(nullif(@execution, '')::uuid, agent_uuid(@id)))`,
+		 where id in (select lanekeeper.agent_readable_documents(nullif(@execution, '')::uuid, lanekeeper.agent_uuid(@id)))`,
 		postgres.Strict{"execution": execution, "id": postgres.Text(id)})
 	return one(rows, err, "read document")
 }

@@ -72,10 +72,10 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	for _, agent := range []string{"sales", "billing"} {
 		quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, started_at, completed_at)
-			values (agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(), now())`, agent)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(), now())`, agent)
 		quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until, waiting_step)
-			values (agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text, now() + interval '1 hour', 's')`, agent)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text, now() + interval '1 hour', 's')`, agent)
 		quiet(t, pool, `insert into agent_threads (id, channel, agent, participant) values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
 	}
 	for path, has := range map[string]string{

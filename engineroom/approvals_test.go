@@ -141,7 +141,7 @@ func TestApprovalsAreFoundByAnIndex(t *testing.T) {
 	put(t, pool, `
 		with a as (
 		  insert into agent_approvals (id, trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at, parked, execution_id, step, expires_at)
-		  select agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'op_' || n, 'skill_' || n % 50, 1, '{}', n::text,
+		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'op_' || n, 'skill_' || n % 50, 1, '{}', n::text,
 		         (array['pending', 'approved', 'rejected', 'consumed', 'expired'])[1 + n % 5], case when n % 5 between 1 and 3 then now() end,
 		         true, gen_random_uuid(), 's', now() + interval '7 days' - n * interval '1 minute'
 		    from generate_series(1, 20000) n)

@@ -126,7 +126,7 @@ func TestDeliveriesAreFoundByAnIndex(t *testing.T) {
 	put(t, pool, `
 		with d as (
 		  insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
-		  select agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'e' || n % 9, n::text, 'wh_' || n, 'wh_' || n,
+		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'e' || n % 9, n::text, 'wh_' || n, 'wh_' || n,
 		         case when n % 500 = 0 then 'ignored' when n % 700 = 0 then 'dead' else 'done' end, '{}', 'x'
 		    from generate_series(1, 20000) n),
 		t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)

@@ -116,7 +116,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = q.queue
 		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
 		  from unnest(array['interactive', 'background']) q (queue)
-		 cross join lateral agent_ready_kinds(q.queue) k (flow, surface)
+		 cross join lateral lanekeeper.agent_ready_kinds(q.queue) k (flow, surface)
 		 limit @most + 1`, freshPlan, postgres.Strict{"counted": countedMost, "most": queueKinds})
 	if err != nil {
 		return nil, fmt.Errorf("read the queue: %w", err)

@@ -34,10 +34,10 @@ func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 // execution makes one in a state.
 func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) string {
 	t.Helper()
-	id := put(t, pool, `select agent_uuid7()::text`)
+	id := put(t, pool, `select lanekeeper.agent_uuid7()::text`)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until, waiting_step, updated_at, completed_at)
-		select @id::uuid, agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind, x.key, x.until, x.step, x.at, x.ended
+		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind, x.key, x.until, x.step, x.at, x.ended
 		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end as key,
 		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
 		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
@@ -59,7 +59,7 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	}
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
-		select agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed', clock_timestamp()
+		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed', clock_timestamp()
 		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": countedMost})
 	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil || counts["completed"] != "3+" || counts["failed"] != "1,000+" {
 		t.Errorf("counted %v, %v", counts, err)
@@ -86,7 +86,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		ids[status] = execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
 	// One that a worker has is in no index of its flow.
-	quiet(t, pool, `update agent_executions set claimed_by = agent_uuid7() where status = 'running'`)
+	quiet(t, pool, `update agent_executions set claimed_by = lanekeeper.agent_uuid7() where status = 'running'`)
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
 	for query, want := range map[string]string{
 		"":                                       "pending running waiting completed failed timeout cancelled",
@@ -138,7 +138,7 @@ func TestExecutionsGoOnOverPages(t *testing.T) {
 	pool, server := open(t)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until)
-		select agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, 'flow', 'f', 'waiting', 'event', 'k', now() + n / 7 * interval '1 hour'
+		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, 'flow', 'f', 'waiting', 'event', 'k', now() + n / 7 * interval '1 hour'
 		  from generate_series(1, 120) n`)
 	for _, path := range []string{"/executions", "/executions?status=waiting&flow=f", "/executions?view=waiting"} {
 		seen := map[string]bool{}
@@ -170,7 +170,7 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 	pool, server := open(t)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status)
-		select agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case when n > @looked then 'chat' else 'flow' end, 'f',
+		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case when n > @looked then 'chat' else 'flow' end, 'f',
 		       case when n = @looked + 3 then 'timeout' else 'failed' end
 		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": lookedAt})
 	analyse(t, pool, "agent_executions")
@@ -225,7 +225,7 @@ func TestExecutionsAreFoundByAnIndex(t *testing.T) {
 	id := execution(t, pool, "waiting", "flow", "greet")
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, waiting_for, waiting_key, waiting_until)
-		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5], 'flow_' || n % 20,
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5], 'flow_' || n % 20,
 		       case when n % 17 = 0 then 'waiting' when n % 97 = 0 then 'failed' when n % 13 = 0 then 'pending' else 'completed' end,
 		       case when n % 500 = 0 then @id::uuid end, case when n % 17 = 0 then 'event' end, case when n % 17 = 0 then 'k' || n end,
 		       case when n % 17 = 0 then at + interval '7 days' end

@@ -13,7 +13,7 @@ func did(t *testing.T, pool *pgxpool.Pool, n int) {
 	t.Helper()
 	_, err := pool.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class, error_message, created_at)
-		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end, 'number ' || n || '.',
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end, 'number ' || n || '.',
 		       case n % 3 when 0 then 'error' else 'success' end, case n % 5 when 0 then 'chat' else 'heartbeat' end,
 		       'agent_' || n % 7, 'lane_' || n % 11, case n % 3 when 0 then 'timeout_class' else '' end, case n % 3 when 0 then 'too slow' end, at
 		  from (select n, clock_timestamp() - make_interval(secs => 3 * ($1::int - n)) as at from generate_series(1, $1::int) n) x`, n)
@@ -124,7 +124,7 @@ func TestTheOverviewIsReadByItsIndexes(t *testing.T) {
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'hb_1', 'x', 1, '{}', n::text, 'rejected', clock_timestamp() from generate_series(1, 5000) n;
 		insert into agent_requests (kind, execution_id, trace_id, status)
-		select 'test', agent_uuid7(), 'x', 'closed' from generate_series(1, 5000) n;
+		select 'test', lanekeeper.agent_uuid7(), 'x', 'closed' from generate_series(1, 5000) n;
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
 		select 'e', n::text, 'x', 'x', 'done', '', '' from generate_series(1, 5000) n;
 		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{x}', '{*}');

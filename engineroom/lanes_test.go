@@ -99,7 +99,7 @@ func TestLanesAreFoundByAnIndex(t *testing.T) {
 		w as (insert into agent_workers (name, expires_at) select 'w', now() + interval '1 hour' from generate_series(1, 20) returning id),
 		x as (
 		  insert into agent_executions (id, trace_id, surface, flow, status, claimed_by)
-		  select agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case when n % 500 = 0 then 'running' else 'pending' end,
+		  select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case when n % 500 = 0 then 'running' else 'pending' end,
 		         case when n % 500 = 0 then (select id from w limit 1) end
 		    from generate_series(1, 20000) n returning 1)
 		select 'ok'`)

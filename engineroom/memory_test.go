@@ -25,7 +25,7 @@ func TestMemoryIsSummedUpByCategory(t *testing.T) {
 	keeps(t, pool, "lessons", "c", "three")
 	put(t, pool, `
 		insert into agent_memory (id, category, key, value, created_at, updated_at)
-		select agent_uuid7(at), 'facts', 'old', '1', at, at from (select clock_timestamp() - interval '30 days' as at) x returning key`)
+		select lanekeeper.agent_uuid7(at), 'facts', 'old', '1', at, at from (select clock_timestamp() - interval '30 days' as at) x returning key`)
 	put(t, pool, `
 		insert into agent_memory (category, key, value, expires_at)
 		values ('gone', 'x', '1', clock_timestamp() - interval '1 s') returning key`)

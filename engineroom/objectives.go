@@ -150,7 +150,7 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 	}
 	var id, name string
 	err := room.Read.QueryRow(ctx, `
-		select o.id::text, o.name from agent_objectives o where o.name = @key or o.id = agent_uuid(@key)
+		select o.id::text, o.name from agent_objectives o where o.name = @key or o.id = lanekeeper.agent_uuid(@key)
 		 order by o.name = @key desc limit 1`, postgres.Strict{"key": key}).Scan(&id, &name)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no objective %.60q", key)

@@ -31,7 +31,7 @@ func spoken(t *testing.T, db interface {
 		}
 		var id, trace string
 		err := tx.QueryRow(t.Context(), `
-			insert into agent_executions (trace_id, surface, flow, thread_id, input) values (agent_trace_id('op'), 'operate', 'operate', $1, jsonb_build_object('message', $2::text))
+			insert into agent_executions (trace_id, surface, flow, thread_id, input) values (lanekeeper.agent_trace_id('op'), 'operate', 'operate', $1, jsonb_build_object('message', $2::text))
 			returning id::text, trace_id`, aSession, said).Scan(&id, &trace)
 		if err != nil {
 			return err

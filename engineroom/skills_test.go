@@ -85,7 +85,7 @@ func TestSkillsAndSpendReadNothingWhole(t *testing.T) {
 	pool, _ := open(t)
 	if _, err := pool.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, token_usage, created_at, duration_ms)
-		select agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4 when 0 then 'model_call' else 'skill_' || n % 97 end,
+		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4 when 0 then 'model_call' else 'skill_' || n % 97 end,
 		       'p' || n % 7, 'heartbeat', case n % 11 when 0 then 'error' else 'success' end, '{"total_tokens": 5}', at, n % 1000
 		  from (select n, clock_timestamp() - interval '20 days' * n / 30001 as at from generate_series(1, 30000) n) x;
 		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n;
@@ -95,7 +95,7 @@ func TestSkillsAndSpendReadNothingWhole(t *testing.T) {
 		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
 		select 'day', date_trunc('day', now()) - interval '1 day' * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1 from generate_series(1, 20000) n;
 		delete from agent_activity_uncounted;
-		update agent_activity_counted set counted_upto = agent_uuid7(clock_timestamp())`); err != nil {
+		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`); err != nil {
 		t.Fatal(err)
 	}
 	analyse(t, pool, "agent_activity", "agent_activity_counts", "agent_activity_durations", "agent_executions", "agent_skills")

@@ -253,15 +253,15 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendWanted)
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
-		       agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
+		       lanekeeper.agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
 		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a
-		         where a.skill_name = 'model_call' and a.id >= agent_uuid7_floor(@since::timestamptz)
+		         where a.skill_name = 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
 		         order by a.id desc limit @walk::int) x
-		 where x.kind = 'model' and (@purpose::text = '' or agent_count_key(x.purpose) = agent_count_key(@purpose))
+		 where x.kind = 'model' and (@purpose::text = '' or lanekeeper.agent_count_key(x.purpose) = lanekeeper.agent_count_key(@purpose))
 		   and (@skill::text = '' or x.led_to ? @skill)
-		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or agent_count_key(x.model) = agent_count_key(@model))
+		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or lanekeeper.agent_count_key(x.model) = lanekeeper.agent_count_key(@model))
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
 		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model,
 		"most": mostModelCalls,

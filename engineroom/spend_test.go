@@ -17,7 +17,7 @@ func spend(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago string) {
 	t.Helper()
 	put(t, pool, `
 		insert into agent_activity (id, trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, created_at, duration_ms)
-		select agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat', $3::text::numeric,
+		select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat', $3::text::numeric,
 		       '{"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000}', at, 1234
 		  from (select clock_timestamp() - $4::text::interval as at) x returning id::text`, purpose, model, cost, ago)
 }

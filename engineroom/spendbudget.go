@@ -103,7 +103,7 @@ func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsC
 	err = room.Read.QueryRow(ctx, `
 		select count(*) from (
 		  select from agent_executions e
-		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'
+		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'
 		     and e.result_summary not like 'skipped:%'
 		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": mostHeartbeats}).Scan(&cost.Successful)
 	if err != nil {

@@ -35,7 +35,7 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	id = trace.New(trace.Heartbeat)
 	err := pool.QueryRow(t.Context(), `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, wait_number)
-		select agent_uuid7(at), @id, 'heartbeat', 'beat', 'running', 'ops', at, at + interval '1 s', 1
+		select lanekeeper.agent_uuid7(at), @id, 'heartbeat', 'beat', 'running', 'ops', at, at + interval '1 s', 1
 		  from (select clock_timestamp() - interval '1 hour' as at) x returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
 	if err != nil {
 		t.Fatal(err)
@@ -47,11 +47,11 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		  select @id, 'flow', 'collect', 'pending', e.id, at + interval '9 s' from e),
 		phase as (
 		  insert into agent_activity (id, trace_id, execution_id, kind, skill_name, step, created_at, finished_at, duration_ms, lane)
-		  select agent_uuid7(at + interval '1 s'), @id, e.id, 'phase', 'advance_plan', 'plan', at + interval '1 s',
+		  select lanekeeper.agent_uuid7(at + interval '1 s'), @id, e.id, 'phase', 'advance_plan', 'plan', at + interval '1 s',
 		         at + interval '40 min', 2399000, 'heartbeat' from e returning id)
 		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, token_usage, cost_usd,
 		       created_at, finished_at, duration_ms, error_class, error_message, input, idempotency_key)
-		select agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c, at + s * interval '1 s',
+		select lanekeeper.agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c, at + s * interval '1 s',
 		       at + (s + 2) * interval '1 s', 2000, cl, nullif(er, ''), '{"to": "ana"}', 'key-1'
 		  from e, phase, (values
 		    (2, 'model', 'model_call', 'plan/model', 'success', 'gpt-4o-mini', '{"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}', 0.5, '', ''),
@@ -145,7 +145,7 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 		values (@id, 'flow', 'import', 'running', clock_timestamp() - interval '6 hours')`, postgres.Strict{"id": string(id)})
 	sql(t, pool, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, status, created_at, finished_at, duration_ms, cost_usd)
-		select agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n when 10000 then 'error' else 'success' end,
+		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n when 10000 then 'error' else 'success' end,
 		       e.created_at + n * interval '1 s', e.created_at + n * interval '1 s', 0, 0.001
 		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
 	_, body := see(t, server.URL+"/traces/"+string(id))
@@ -170,12 +170,12 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 	pool, server := open(t)
 	deep, circle := trace.New(trace.Operate), trace.New(trace.Operate)
 	sql(t, pool, `
-		with ids as (select n, agent_uuid7(clock_timestamp() + n * interval '1 ms') as id from generate_series(1, 1000) n)
+		with ids as (select n, lanekeeper.agent_uuid7(clock_timestamp() + n * interval '1 ms') as id from generate_series(1, 1000) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, created_at, finished_at, duration_ms, kind, cost_usd)
 		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms', clock_timestamp() + interval '2 s', 1, 'phase', 0.01
 		  from ids i left join ids p on p.n = i.n - 1`, postgres.Strict{"id": string(deep)})
 	sql(t, pool, `
-		with ids as (select n, agent_uuid7() as id from generate_series(0, 2) n)
+		with ids as (select n, lanekeeper.agent_uuid7() as id from generate_series(0, 2) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
 		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
 	for _, view := range []string{"waterfall", "tree"} {

@@ -61,11 +61,11 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	left(coalesce(a.error_message, ''), @text::int) as message, octet_length(a.input::text)::bigint as input_bytes,
 	coalesce(octet_length(a.output::text), 0)::bigint as output_bytes,
 	coalesce(octet_length(a.error_message), 0)::bigint as message_bytes, left(a.error_class, 100) as class,
-	left(a.model, 200) as model, agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
-	agent_tokens(a.token_usage, 'cached_tokens') as cached, agent_tokens(a.token_usage, 'cache_write_tokens') as cache_writes,
-	agent_tokens(a.token_usage, 'completion_tokens') as completion,
-	agent_tokens(a.token_usage, 'total_tokens') as tokens,
-	agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
+	left(a.model, 200) as model, lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
+	lanekeeper.agent_tokens(a.token_usage, 'cached_tokens') as cached, lanekeeper.agent_tokens(a.token_usage, 'cache_write_tokens') as cache_writes,
+	lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as completion,
+	lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens,
+	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
 // rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that failed.

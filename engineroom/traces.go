@@ -131,7 +131,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                 from ((select w.id from (select k.id, k.agent from agent_executions k
 		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is null
 		                           and (@status::text = '' or k.status = @status)
-		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
+		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
 		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
                          where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
@@ -139,7 +139,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                       (select w.id from (select k.id, k.agent from agent_executions k
 		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
 		                           and (@status::text = '' or k.status = @status)
-		                           and (@span::interval is null or k.id >= agent_uuid7_floor(clock_timestamp() - @span::interval))
+		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
 		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
                          where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
@@ -148,7 +148,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         order by e.id desc limit @limit::int + 1) r
 		 cross join lateral (
 		       select count(*) as rows, count(*) filter (where a.status = 'error') as errors,
-		              coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
+		              coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t

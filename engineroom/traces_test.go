@@ -18,7 +18,7 @@ func began(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status strin
 	id := trace.New(surface)
 	sql(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at, started_at)
-		select agent_uuid7(at), @id, @surface, 'beat', 'running', at, at
+		select lanekeeper.agent_uuid7(at), @id, @surface, 'beat', 'running', at, at
 		  from (select clock_timestamp() - @minutes::int * interval '1 minute' as at) x`,
 		postgres.Strict{"id": string(id), "surface": string(surface), "minutes": minutes})
 	if status != "running" {
@@ -84,7 +84,7 @@ func TestTracesComeInPages(t *testing.T) {
 	pool, server := open(t)
 	sql(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case when n % 2 = 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case when n % 2 = 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at
 		  from (select n, clock_timestamp() - (200 - n) * interval '1 minute' as at from generate_series(1, 120) n) x`, nil)
 	next, seen := "/traces?status=pending", 0
 	for next != "" {
@@ -108,11 +108,11 @@ func TestNoTableIsReadWholeForATrace(t *testing.T) {
 	pool := pgtest.DB(t)
 	sql(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at, wait_number)
-		select agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at, 1
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at, 1
 		  from (select n, clock_timestamp() - n * interval '1 minute' as at from generate_series(1, 4000) n) x`, nil)
 	sql(t, pool, `
 		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, created_at, finished_at, duration_ms)
-		select agent_uuid7(e.created_at), e.trace_id, e.id, 'call', 'skill', case n when 6 then 'error' else 'success' end, e.created_at, e.created_at, 1
+		select lanekeeper.agent_uuid7(e.created_at), e.trace_id, e.id, 'call', 'skill', case n when 6 then 'error' else 'success' end, e.created_at, e.created_at, 1
 		  from agent_executions e, generate_series(1, 6) n`, nil)
 	sql(t, pool, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)

@@ -75,9 +75,9 @@ func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]trace
 	rows, err := room.Read.Query(ctx, `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
-		       coalesce(sum(agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt,
-		       coalesce(sum(agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as output,
-		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as output,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		       coalesce(sum(a.cost_usd), 0)::float8 as cost_usd, min(a.created_at) as first,
 		       max(coalesce(a.finished_at, a.created_at)) as last, min(a.surface) as surface
 		  from (select x.execution_id, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface

@@ -100,7 +100,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		select w.execution_id::text, left(w.step, 300) as step, left(w.event, 100) as event, w.timed_out, w.ended,
 		       left(coalesce(v.key, ''), 300) as key, greatest(w.before, a.before) as before
 		  from (select c.execution_id, c.step, c.ended, c.before, c.output ->> 'event' as event,
-		               c.output ->> 'timed_out' = 'true' as timed_out, agent_uuid(c.output ->> 'event_id') as event_id
+		               c.output ->> 'timed_out' = 'true' as timed_out, lanekeeper.agent_uuid(c.output ->> 'event_id') as event_id
 		          from (select k.execution_id, k.step, k.created_at as ended, k.output,
 		                       lag(k.created_at) over (partition by k.execution_id order by k.created_at) as before
 		                  from (select x.execution_id, x.step, x.created_at, x.output from agent_checkpoints x
@@ -112,7 +112,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		 cross join lateral (
 		       select max(case when b.finished_at <= w.ended then b.finished_at else b.created_at end) as before
 		         from (select y.created_at, y.finished_at from agent_activity y
-		                where y.execution_id = w.execution_id and y.id < agent_uuid7_floor(w.ended) and y.created_at <= w.ended
+		                where y.execution_id = w.execution_id and y.id < lanekeeper.agent_uuid7_floor(w.ended) and y.created_at <= w.ended
 		                order by y.id desc limit 5) b) a
 		 order by w.ended`,
 		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})

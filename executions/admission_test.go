@@ -33,7 +33,7 @@ func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
 // tryReady claims from the queue as a process does, and returns the ids, by priority and age.
 func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
 	rows, err := db.Query(ctx, `
-		select (c.execution).id::text from claim_agent_executions(@worker, 'background', @n) c
+		select (c.execution).id::text from lanekeeper.claim_agent_executions(@worker, 'background', @n) c
 		 order by (c.execution).priority, (c.execution).id`, postgres.Strict{"worker": worker, "n": n})
 	if err != nil {
 		return nil, err
@@ -173,13 +173,13 @@ func TestALimitHoldsBackNothingElse(t *testing.T) {
 	if got, want := claimReady(t, pool, w, 10), []string{held, free}; !slices.Equal(got, want) {
 		t.Errorf("claimed %v, want %v", got, want)
 	}
-	if n := value[int](t, pool, `select count(*) from sweep_agent_executions()`); n != 0 {
+	if n := value[int](t, pool, `select count(*) from lanekeeper.sweep_agent_executions()`); n != 0 {
 		t.Errorf("the sweep names %d that cannot start", n)
 	}
 	if _, err := executions.Cancel(t.Context(), pool, held, "test", ""); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from sweep_agent_executions()`); n == 0 {
+	if n := value[int](t, pool, `select count(*) from lanekeeper.sweep_agent_executions()`); n == 0 {
 		t.Error("a place is free, and the sweep names nothing")
 	}
 	if got := claimReady(t, pool, w, 10); len(got) != 1 {
@@ -199,7 +199,7 @@ func TestAWaitingRunHoldsNoPlace(t *testing.T) {
 	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
 		t.Fatalf("claim %d, %v beyond the limit", n, err)
 	}
-	exec(t, pool, `select park_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
+	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
 	mustClaim(t, pool, second, w)
 	exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
 	if got := claimReady(t, pool, w, 5); len(got) != 0 {

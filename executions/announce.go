@@ -55,8 +55,8 @@ type ended struct {
 func endedIn(b *pgx.Batch, into *[]ended) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
-		  from agent_events v join agent_executions x on x.id = agent_uuid(v.key)
-		 where v.id >= agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
+		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
+		 where v.id >= lanekeeper.agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
 		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)
 		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
 		                 = 'in progress' end

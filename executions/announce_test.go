@@ -135,7 +135,7 @@ func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
 			id, others := p.external(t), p.external(t)
 			p.lock(t, id, "first")
 			exec(t, p.pool, `
-				insert into agent_events (id, event, key) values (agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
+				insert into agent_events (id, event, key) values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
 				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
 			exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
 			c.end(t, p, id)

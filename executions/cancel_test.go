@@ -33,7 +33,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 	}
 	waits := pending(t, pool)
 	n := mustClaim(t, pool, waits, worker(t, pool))
-	exec(t, pool, `select park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
+	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, waits, "ana", ""); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
@@ -61,7 +61,7 @@ func TestCancelOfWhatIsNotThereOrHasEnded(t *testing.T) {
 	}
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, worker(t, pool))
-	exec(t, pool, `select finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
+	exec(t, pool, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
 	}

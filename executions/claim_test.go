@@ -35,7 +35,7 @@ func pending(t *testing.T, pool *pgxpool.Pool) string {
 
 // claim returns the number of a new claim, 0 when the execution was not ready.
 func claim(ctx context.Context, db postgres.DB, id, worker string) (n int64, err error) {
-	err = db.QueryRow(ctx, `select coalesce(max(claim), 0) from claim_agent_execution(@id, @worker)`,
+	err = db.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution(@id, @worker)`,
 		postgres.Strict{"id": id, "worker": worker}).Scan(&n)
 	return n, err
 }
@@ -59,7 +59,7 @@ func get(t *testing.T, db postgres.DB, id string) executions.Execution {
 }
 
 // sweep is one sweep by plain SQL, without wake-ups.
-func sweep(t *testing.T, db postgres.DB) { exec(t, db, `select sweep_agent_executions()`) }
+func sweep(t *testing.T, db postgres.DB) { exec(t, db, `select lanekeeper.sweep_agent_executions()`) }
 
 func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	t.Parallel()
@@ -163,7 +163,7 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
 		t.Errorf("an expired worker got claim %d, %v", n, err)
 	}
-	if value[bool](t, pool, `select renew_agent_worker(@id)`, postgres.Strict{"id": w}) {
+	if value[bool](t, pool, `select lanekeeper.renew_agent_worker(@id)`, postgres.Strict{"id": w}) {
 		t.Error("an expired worker was renewed")
 	}
 }
@@ -209,7 +209,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 			n := mustClaim(t, pool, id, worker(t, pool))
 			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
 				postgres.Strict{"id": id, "claim": n})
-			exec(t, pool, `select give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
+			exec(t, pool, `select lanekeeper.give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
 		},
 	}
 	for name, progress := range cases {
@@ -265,7 +265,7 @@ func TestAClaimWithoutARunIsHandedBack(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
 	id := value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
-		select agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
+		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
 	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
 		t.Errorf("attempt %d", got.Attempt)
 	}
@@ -351,8 +351,8 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	expire(t, pool, id)
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,
-		"finish":     `select finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
-		"park":       `select park_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
+		"finish":     `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+		"park":       `select lanekeeper.park_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql, args); !postgres.IsCode(err, "LK001") {
 			t.Errorf("%s: %v", name, err)

@@ -20,7 +20,7 @@ func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps 
 	t.Helper()
 	return value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
-		  from close_agent_executions(@ids, @claims, array_fill(@status::text, array[@n::int]), array_fill('said'::text, array[@n::int]),
+		  from lanekeeper.close_agent_executions(@ids, @claims, array_fill(@status::text, array[@n::int]), array_fill('said'::text, array[@n::int]),
 		       array_fill('{"v": 1}'::jsonb, array[@n::int]), null, null, array_fill('{"x": 2}'::jsonb, array[@n::int]), null,
 		       @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]))`,
 		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "status": status})
@@ -52,12 +52,12 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 			exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
 		case "lender":
 			exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
-			exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, agent_uuid7(), 30)`, args)
+			exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
 		case "cancelled":
 			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
 		case "parked":
-			exec(t, pool, `select park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			exec(t, pool, `select lanekeeper.park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "reserved":
 			exec(t, pool, `
@@ -103,7 +103,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		t.Error("a step is younger than the end of its execution")
 	}
 	for _, status := range []string{"waiting", "cancelled", "running"} {
-		_, err := pool.Exec(t.Context(), `select close_agent_executions('{}', '{}', array['completed', @status], null, null, null, null, null, null, null, null, null, null)`,
+		_, err := pool.Exec(t.Context(), `select lanekeeper.close_agent_executions('{}', '{}', array['completed', @status], null, null, null, null, null, null, null, null, null, null)`,
 			postgres.Strict{"status": status})
 		if !postgres.IsCode(err, "22023") {
 			t.Errorf("an end as %s: %v", status, err)
@@ -130,7 +130,7 @@ func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
 	_, err := pool.Exec(t.Context(), `
-		select close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
+		select lanekeeper.close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
 		postgres.Strict{"ids": ids, "claims": claims})
 	if !postgres.IsCode(err, "23505") {
 		t.Errorf("they ended: %v", err)
@@ -178,7 +178,7 @@ var consequences = map[string]consequence{
 	"none":  {prepare: `select @id::text`, follows: `select @id <> ''`},
 	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type', 'success', 'result_summary', 'said', 'locks_released', 0)`},
 	"call": {
-		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind) values (agent_uuid7(), @id, 1, 's', 'call')`,
+		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind) values (lanekeeper.agent_uuid7(), @id, 1, 's', 'call')`,
 		follows: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
 	},
 	"approval": {
@@ -281,7 +281,7 @@ func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 						mustClaim(t, pool, id, w)
 					}
 				}
-				exec(t, pool, `select finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				exec(t, pool, `select lanekeeper.finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
 				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
 					t.Fatalf("%s ended", got)
 				}
@@ -306,7 +306,7 @@ func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
 	for what, take := range map[string]string{
 		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
 		"loan": `with l as (select acquire_agent_lock('lane', 'another'))
-			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid, agent_uuid7(), 60 from l`,
+			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid, lanekeeper.agent_uuid7(), 60 from l`,
 		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
 	} {
 		for place, l := range layouts {
@@ -404,20 +404,20 @@ func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 	}
 	batch := func() int {
 		ids := value[[]string](t, tx, `
-			select array_agg(id::text) from begin_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', '{true,true,true}', @worker, 0, 0, '{}',
+			select array_agg(id::text) from lanekeeper.begin_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', '{true,true,true}', @worker, 0, 0, '{}',
 			       null, null, null, null, null, null, null, null, null, null, null)`, postgres.Strict{"worker": w})
 		before := read()
-		exec(t, tx, `select record_agent_steps(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		exec(t, tx, `select lanekeeper.record_agent_steps(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
 		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
 			t.Fatalf("%s ended", got)
 		}
-		exec(t, tx, `select finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		exec(t, tx, `select lanekeeper.finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
 		return read() - before
 	}
 	small := batch()
 	for _, grow := range []string{
-		`insert into agent_executions (id, trace_id, surface, flow, status) select agent_uuid7(), 't', 'flow', 'parent', 'running' from generate_series(1, 2000)`,
-		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = agent_uuid7()::text where flow = 'parent'`,
+		`insert into agent_executions (id, trace_id, surface, flow, status) select lanekeeper.agent_uuid7(), 't', 'flow', 'parent', 'running' from generate_series(1, 2000)`,
+		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text where flow = 'parent'`,
 		`insert into agent_requests (kind, execution_id, trace_id) select 'signature', id, 't' from agent_executions where flow = 'parent'`,
 		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions where flow = 'parent'`,

@@ -59,12 +59,12 @@ func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, er
 	return cancelledNow(id, status, err)
 }
 
-const cancelling = `select cancel_agent_execution(@id, @by, @reason)`
+const cancelling = `select lanekeeper.cancel_agent_execution(@id, @by, @reason)`
 
 // cancel requests a cancel where the execution is locked, tells who runs it, and tries until it has ended, for a while.
 func cancel(ctx context.Context, db postgres.DB, id, by, reason string, told func(), try func() (Status, error)) (Status, error) {
 	var requested bool
-	err := db.QueryRow(ctx, `select request_agent_cancel(@id, @by, @reason)`,
+	err := db.QueryRow(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
 		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&requested)
 	if err != nil && !postgres.IsCode(err, "55P03") {
 		_, err = cancelledNow(id, nil, err)
@@ -77,7 +77,7 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, told fun
 		}
 		status, err := try()
 		if postgres.IsCode(err, "55P03") { // something else that follows from the end is locked
-			if _, err = db.Exec(ctx, `select request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason}); err == nil {
+			if _, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason}); err == nil {
 				requested = true
 				status, err = standingAs(ctx, db, id)
 			}
@@ -156,7 +156,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err error) {
 	var ends []ended
 	b := &pgx.Batch{}
-	b.Queue(`select complete_agent_cancel(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
+	b.Queue(`select lanekeeper.complete_agent_cancel(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
 	endedIn(b, &ends)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)
@@ -258,7 +258,7 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 	rows, err := db.Query(ctx, `
 		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-		  from by cross join lateral deliver_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end) d
+		  from by cross join lateral lanekeeper.deliver_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end) d
 		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x on true`, args)
 	if err != nil {
 		return Delivered{}, nil, err

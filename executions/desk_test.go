@@ -245,7 +245,7 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	if _, err := pool.Exec(ctx, `select from close_agent_executions(array[$1, $2]::uuid[], '{1,1}', '{completed,completed}', null, null, null, null, null, null,
+	if _, err := pool.Exec(ctx, `select from lanekeeper.close_agent_executions(array[$1, $2]::uuid[], '{1,1}', '{completed,completed}', null, null, null, null, null, null,
 		null, null, null, null)`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
 		t.Error("ends did not wait for the standby")
 	}

@@ -82,7 +82,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	var woken int
 	b := &pgx.Batch{}
 	queuePatience(b)
-	b.Queue(`select wake_agent_parents(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+	b.Queue(`select lanekeeper.wake_agent_parents(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
 	if err != nil {
 		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
@@ -170,7 +170,7 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
 				end.last.queue(b)
 			}
-			b.Queue(`select finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+			b.Queue(`select lanekeeper.finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
 				"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
 				"result": end.result, "error": end.failure, "step": end.step,
 			}).QueryRow(func(row pgx.Row) error { return row.Scan(&done.freed) })
@@ -189,7 +189,7 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	answers := batch.Unanswered[finished](n)
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
-		  from close_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[], @failures, @failed_steps,
+		  from lanekeeper.close_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[], @failures, @failed_steps,
 		       (@variables::text[])::jsonb[], @wanted, @steps, @prints, @failed, (@outputs::text[])::jsonb[])`, endArguments(ends))
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)

@@ -170,7 +170,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 func missing(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
 		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind
-		 where r.kind = 'executions' and p.removed > 0 and (r.keep is null or @id::uuid < agent_uuid7_floor(clock_timestamp() - r.keep))`,
+		 where r.kind = 'executions' and p.removed > 0 and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
 		postgres.Strict{"id": id})
 	if err != nil {
 		return fmt.Errorf("read execution: %w", err)

@@ -89,7 +89,7 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 // fork inserts the execution with its records and its wake-up.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id *string
-	err := tx.QueryRow(ctx, `select fork_agent_execution(@id, @from, @input, @trace_id, @latest)::text`, postgres.Strict{
+	err := tx.QueryRow(ctx, `select lanekeeper.fork_agent_execution(@id, @from, @input, @trace_id, @latest)::text`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
 	}).Scan(&id)
 	switch {
@@ -114,7 +114,7 @@ func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec
 		return err
 	}
 	rows, err := tx.Query(ctx, `
-		select step, claim, fingerprint, failed, output, created_at from agent_fork_steps(@id, @from)`,
+		select step, claim, fingerprint, failed, output, created_at from lanekeeper.agent_fork_steps(@id, @from)`,
 		postgres.Strict{"id": x.ID, "from": null(s.From)})
 	if err != nil {
 		return err

@@ -497,7 +497,7 @@ func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
 		x, _ := executions.Current(ctx)
 		_, err = executions.StepTx(ctx, "approved "+id, func(ctx context.Context, tx pgx.Tx) (int, error) {
 			d.note(ctx, "pay")
-			_, err := tx.Exec(ctx, `select use_agent_approval(@id, @execution, @step)`,
+			_, err := tx.Exec(ctx, `select lanekeeper.use_agent_approval(@id, @execution, @step)`,
 				postgres.Strict{"id": id, "execution": x.ID, "step": "approved " + id})
 			return 1, err
 		})

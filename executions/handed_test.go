@@ -36,7 +36,7 @@ func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 		var answered, stored string
 		err := pool.QueryRow(t.Context(), `
 			select steps, jsonb_build_array(claims, prints, failed, outputs, times)::text
-			  from hand_over_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, '', @worker, 1, 1, '{}')`,
+			  from lanekeeper.hand_over_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, '', @worker, 1, 1, '{}')`,
 			postgres.Strict{"worker": me}).Scan(&steps, &answered)
 		if err != nil {
 			t.Fatal(err)
@@ -103,7 +103,7 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 		}, executions.Running, true},
 		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			exec(t, tx, `select resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
+			exec(t, tx, `select lanekeeper.resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
 		}, executions.Running, false},
 		"it is cancelled": {func(t *testing.T, tx pgx.Tx, id, _ string) {
 			exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})
@@ -137,7 +137,7 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 		parked(t, pool, "two", "flow", 2)
 	}
 	parked(t, pool, "one", "flow", 2)
-	request := value[string](t, pool, `select agent_uuid7()::text`)
+	request := value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
 	for name, event := range map[string][2]string{
 		"nobody waits":  {"EVENT_COMPLETED", "none"},
 		"one waits":     {"EVENT_COMPLETED", "one"},
@@ -151,7 +151,7 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 		var ids []string
 		for i, raiser := range []string{"trace fl_a", ""} {
 			ids = append(ids, value[string](t, tx, `
-				select event_id::text from hand_over_agent_event(@event, @key, '{"status": "completed", "result_type": "success"}', @id, @raiser, null, 0, 0, '{}') limit 1`,
+				select event_id::text from lanekeeper.hand_over_agent_event(@event, @key, '{"status": "completed", "result_type": "success"}', @id, @raiser, null, 0, 0, '{}') limit 1`,
 				postgres.Strict{"event": event[0], "key": event[1], "id": fmt.Sprint(name, i), "raiser": raiser}))
 		}
 		if err := tx.Commit(t.Context()); err != nil {

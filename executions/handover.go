@@ -177,7 +177,7 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 			  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 			               d.queue as woken_queue
 			          from set_config('lock_timeout', @patience, true) p
-			         cross join lateral hand_over_agent_event(case when p <> '' then @event end, @key, @data, @id, @raiser, @worker, @background,
+			         cross join lateral lanekeeper.hand_over_agent_event(case when p <> '' then @event end, @key, @data, @id, @raiser, @worker, @background,
 			                            @interactive, @skip) d) x`,
 			postgres.Strict{
 				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
@@ -193,7 +193,7 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 		select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
 		  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 		               d.queue as woken_queue
-		          from hand_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
+		          from lanekeeper.hand_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
 		postgres.Strict{
 			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
 			"interactive": at.interactive, "skip": skip,

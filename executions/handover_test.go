@@ -24,7 +24,7 @@ func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) st
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
 	n := mustClaim(t, pool, id, worker(t, pool))
-	exec(t, pool, `select park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
 }
@@ -72,14 +72,14 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, by string, ke
 	if by == several {
 		read(db.Query(t.Context(), `
 			select n, event_id::text, execution_id::text, (execution).claim, held, steps
-			  from hand_agent_events(@names, @keys, array_fill('{}'::jsonb, array[@n::int]), @ids, @worker, @places, @places, '{left}') order by 1, 3`,
+			  from lanekeeper.hand_agent_events(@names, @keys, array_fill('{}'::jsonb, array[@n::int]), @ids, @worker, @places, @places, '{left}') order by 1, 3`,
 			postgres.Strict{"names": names, "keys": keys, "n": len(keys), "ids": ids, "worker": worker, "places": places}))
 		return got
 	}
 	for i, key := range keys {
-		call := `hand_over_agent_event('EVENT_COMPLETED', @key, '{}', @id, '', @worker, @places, @places, '{left}')`
+		call := `lanekeeper.hand_over_agent_event('EVENT_COMPLETED', @key, '{}', @id, '', @worker, @places, @places, '{left}')`
 		if by == before {
-			call = `hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`
+			call = `lanekeeper.hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`
 		}
 		read(db.Query(t.Context(), `select @n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+call,
 			postgres.Strict{"n": i + 1, "key": key, "id": ids[i], "worker": worker, "places": places}))
@@ -214,7 +214,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, held, `select agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
 	got := hand(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
@@ -265,20 +265,20 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
-			exec(t, pool, `select park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+			exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
 			got := hand(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
-			exec(t, pool, `select give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			exec(t, pool, `select lanekeeper.give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
 			held := func() bool {
-				return value[bool](t, pool, `select held from take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
+				return value[bool](t, pool, `select held from lanekeeper.take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
 			}
 			if held() {
 				t.Error("what was lost in the middle of nothing is said to be held")
 			}
-			exec(t, pool, `select give_up_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			exec(t, pool, `select lanekeeper.give_up_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
 			exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
 				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
@@ -360,8 +360,8 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 	group.Go(func() error { // the old process claims and ends what it finds
 		for range n {
 			_, err := pool.Exec(ctx, `
-				select finish_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
-				  from claim_agent_executions(@worker, 'background', 2, '{}') c`, postgres.Strict{"worker": old})
+				select lanekeeper.finish_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
+				  from lanekeeper.claim_agent_executions(@worker, 'background', 2, '{}') c`, postgres.Strict{"worker": old})
 			if err != nil {
 				return err
 			}
@@ -393,12 +393,12 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
 	for name, sql := range map[string]string{
-		"over":      `select count(*) from hand_over_agent_event('EVENT_COMPLETED', @key, '{}', null, '', @worker, 1, 1, '{}')`,
-		"one":       `select count(*) from hand_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, 1, 1)`,
-		"several":   `select count(*) from hand_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1)`,
+		"over":      `select count(*) from lanekeeper.hand_over_agent_event('EVENT_COMPLETED', @key, '{}', null, '', @worker, 1, 1, '{}')`,
+		"one":       `select count(*) from lanekeeper.hand_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, 1, 1)`,
+		"several":   `select count(*) from lanekeeper.hand_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1)`,
 		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
 		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
-		"a parent":  `select tell_agent_parents(@key::uuid, @worker <> '')`,
+		"a parent":  `select lanekeeper.tell_agent_parents(@key::uuid, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx, err := pool.Begin(t.Context())
@@ -427,7 +427,7 @@ func TestAnEventThatIsHeldUpKeepsNoWorker(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select agent_wait_lock('event', 'held')`)
+	exec(t, tx, `select lanekeeper.agent_wait_lock('event', 'held')`)
 	var group errgroup.Group
 	group.Go(func() error {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")

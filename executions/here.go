@@ -156,7 +156,7 @@ func (e *Engine) Attend(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	rows, err := e.pool.Query(ctx, `select `+columns+` from claim_agent_execution(@id, @worker)`,
+	rows, err := e.pool.Query(ctx, `select `+columns+` from lanekeeper.claim_agent_execution(@id, @worker)`,
 		postgres.Strict{"id": id, "worker": worker})
 	if err != nil {
 		return fmt.Errorf("claim execution %s: %w", id, err)

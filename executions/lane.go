@@ -107,7 +107,7 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 // fenceLease gives a lane back that a claim took which had been lost by then: its successor would find it held by
 // nobody it knows. A claim that is lost after this leaves the lane to its successor.
 func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
-	_, err := r.e.pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
+	_, err := r.e.pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
 	if err == nil {
 		return nil

@@ -133,7 +133,7 @@ func (m *model) round(t *testing.T, seed uint64, round int) {
 func (m *model) quiet(t *testing.T) {
 	t.Helper()
 	sweep(t, m.pool)
-	exec(t, m.pool, `select sweep_agent_locks()`)
+	exec(t, m.pool, `select lanekeeper.sweep_agent_locks()`)
 }
 
 // end cancels everything: no lane and no loan is left.
@@ -186,7 +186,7 @@ func (m *model) check(t *testing.T, when string) {
 			 where l.parked and x.status is distinct from 'waiting'`,
 		"a lane of a waiting execution that is not parked": `
 			select l.*, x.waiting_for from agent_locks l join agent_executions x on x.id = l.execution_id
-			 where x.status = 'waiting' and not l.parked and agent_lock_parks(l.lane) and l.expires_at > clock_timestamp()`,
+			 where x.status = 'waiting' and not l.parked and lanekeeper.agent_lock_parks(l.lane) and l.expires_at > clock_timestamp()`,
 		"a lane under a claim that is over": `
 			select l.*, x.claim from agent_locks l join agent_executions x on x.id = l.execution_id
 			 where x.status = 'waiting' and l.parked and l.locked_by <> x.id || '#' || x.claim`,
@@ -385,7 +385,7 @@ func (c *client) childOf(ctx context.Context, parent string, n int64) (id string
 }
 
 func (c *client) parkOn(ctx context.Context, id string, n int64, kind, key string) error {
-	return c.do(ctx, `select park_agent_execution($1::uuid, $2, $3, $4, $5, make_interval(secs => $6), null)`,
+	return c.do(ctx, `select lanekeeper.park_agent_execution($1::uuid, $2, $3, $4, $5, make_interval(secs => $6), null)`,
 		id, n, fmt.Sprint(kind, c.rand.Uint64()), kind, key, 1+c.rand.Float64()*9)
 }
 
@@ -421,7 +421,7 @@ func (c *client) send(ctx context.Context) error {
 		if _, err := tx.Exec(ctx, `select fence_agent_execution($1::uuid, $2)`, id, n); err != nil {
 			return err
 		}
-		_, err := tx.Exec(ctx, `select send_agent_message($1, $2::uuid, $3, 'something')`, pick(c, c.threads), id, n)
+		_, err := tx.Exec(ctx, `select lanekeeper.send_agent_message($1, $2::uuid, $3, 'something')`, pick(c, c.threads), id, n)
 		return err
 	})
 }
@@ -438,7 +438,7 @@ func (c *client) heir(ctx context.Context) error {
 	var n int64
 	err := c.pool.QueryRow(ctx, `
 		select c.id::text, c.claim, l.lane from agent_executions c
-		  join agent_locks l on l.expires_at > clock_timestamp() and agent_lenders(c.id, l.execution_id, true) is not null
+		  join agent_locks l on l.expires_at > clock_timestamp() and lanekeeper.agent_lenders(c.id, l.execution_id, true) is not null
 		 where c.status = 'running' and c.claimed_by is not null and c.inherits order by random() limit 1`).Scan(&id, &n, &lane)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil
@@ -446,7 +446,7 @@ func (c *client) heir(ctx context.Context) error {
 		return err
 	}
 	if thread, ok := strings.CutPrefix(lane, "thread:"); ok && c.rand.IntN(2) > 0 {
-		return c.do(ctx, `select send_agent_message($1, $2::uuid, $3, 'from a child')`, thread, id, n)
+		return c.do(ctx, `select lanekeeper.send_agent_message($1, $2::uuid, $3, 'from a child')`, thread, id, n)
 	}
 	return c.takeAs(ctx, id, n, lane)
 }
@@ -458,7 +458,7 @@ func (c *client) takeAs(ctx context.Context, id string, n int64, lane string) er
 	}
 	var acquired bool
 	var token *int64
-	err := c.pool.QueryRow(ctx, `select acquired, fencing_token from take_agent_lock($1, $2, $3)`, lane, owner, 1+c.rand.IntN(300)).
+	err := c.pool.QueryRow(ctx, `select acquired, fencing_token from lanekeeper.take_agent_lock($1, $2, $3)`, lane, owner, 1+c.rand.IntN(300)).
 		Scan(&acquired, &token)
 	if err != nil || !acquired {
 		return err
@@ -483,9 +483,9 @@ func (c *client) outsider(ctx context.Context) error {
 	case 0:
 		return c.do(ctx, `select await_agent_lock($1, $2, 1, 1)`, lane, fmt.Sprint("run/", c.rand.IntN(3)))
 	case 1:
-		return c.do(ctx, `select send_agent_message($1, null, null, 'from outside')`, pick(c, c.threads))
+		return c.do(ctx, `select lanekeeper.send_agent_message($1, null, null, 'from outside')`, pick(c, c.threads))
 	case 2:
-		return c.do(ctx, `select receive_agent_message($1, 'hola')`, pick(c, c.threads))
+		return c.do(ctx, `select lanekeeper.receive_agent_message($1, 'hola')`, pick(c, c.threads))
 	default:
 		return c.do(ctx, `select acquire_agent_lock($1, $2, 1)`, lane, fmt.Sprint("run/", c.rand.Uint64()))
 	}
@@ -504,7 +504,7 @@ func (c *client) fenced(ctx context.Context) error {
 
 func (c *client) finish(ctx context.Context) error {
 	id, n := c.one(ctx)
-	return c.do(ctx, `select finish_agent_execution($1::uuid, $2, $3, '', null, null, null)`, id, n,
+	return c.do(ctx, `select lanekeeper.finish_agent_execution($1::uuid, $2, $3, '', null, null, null)`, id, n,
 		[]string{"completed", "failed", "timeout"}[c.rand.IntN(3)])
 }
 
@@ -515,7 +515,7 @@ func (c *client) cancel(ctx context.Context) error {
 
 func (c *client) giveUp(ctx context.Context) error {
 	id, n := c.one(ctx)
-	return c.do(ctx, `select give_up_agent_claim($1::uuid, $2)`, id, n)
+	return c.do(ctx, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, id, n)
 }
 
 func (c *client) loseWorker(ctx context.Context) error {
@@ -550,15 +550,15 @@ func (c *client) breakLane(ctx context.Context) error {
 }
 
 func (c *client) renew(ctx context.Context) error {
-	return c.do(ctx, `select renew_agent_locks(array_agg(lane), array_agg(locked_by), array_agg(fencing_token), array_agg(300))
+	return c.do(ctx, `select lanekeeper.renew_agent_locks(array_agg(lane), array_agg(locked_by), array_agg(fencing_token), array_agg(300))
 		from agent_locks where locked_by <> '' and not parked`)
 }
 
 func (c *client) wake(ctx context.Context) error {
-	return c.do(ctx, `select wake_agent_parents(t.id) from (
+	return c.do(ctx, `select lanekeeper.wake_agent_parents(t.id) from (
 		select id from agent_executions where completed_at is not null order by completed_at desc limit 1) t`)
 }
 
 func (c *client) sweep(ctx context.Context) error {
-	return c.do(ctx, `select sweep_agent_executions()`)
+	return c.do(ctx, `select lanekeeper.sweep_agent_executions()`)
 }

@@ -36,7 +36,7 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	return member{id, mustClaim(t, pool, id, worker(t, pool))}
 }
 
-const parkOnChild = `select park_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
+const parkOnChild = `select lanekeeper.park_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
 
 // line is a line of executions, each of which waits for the next, and the last of which runs. The first holds the lane.
 func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
@@ -52,7 +52,7 @@ func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 
 func takeLane(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
 	t.Helper()
-	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from take_agent_lock($1, $2)`, lane, who.owner()).
+	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from lanekeeper.take_agent_lock($1, $2)`, lane, who.owner()).
 		Scan(&acquired, &token)
 	if err != nil {
 		t.Fatal(err)
@@ -133,10 +133,10 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 	pool := pgtest.DB(t)
 	ends := map[string]func(t *testing.T, lane string, c member){
 		"finished": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 		},
 		"failed": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
 		},
 		"cancelled": func(t *testing.T, _ string, c member) {
 			exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
@@ -147,7 +147,7 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 			}
 		},
 		"handed back": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select give_up_agent_claim($1::uuid, $2)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, c.id, c.claim)
 		},
 		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
 			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -157,10 +157,10 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 		},
 		"expired, and swept": func(t *testing.T, lane string, _ member) {
 			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
-			exec(t, pool, `select sweep_agent_locks()`)
+			exec(t, pool, `select lanekeeper.sweep_agent_locks()`)
 		},
 		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
-			exec(t, pool, `select park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
 			wantHolder(t, pool, lane, c.id, true)
 			exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
 			sweep(t, pool)
@@ -202,9 +202,9 @@ func TestAnyoneInALineStopsWaiting(t *testing.T) {
 		"the first fails":            {0, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, -1},
 		"the second fails":           {1, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, 0},
 		"the third ends in timeout":  {2, `update agent_executions set status = 'timeout', claim = claim + 1 where id = $1::uuid`, 1},
-		"the first waits no longer":  {0, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 0},
-		"the second waits no longer": {1, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 1},
-		"the third waits no longer":  {2, `select resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 2},
+		"the first waits no longer":  {0, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 0},
+		"the second waits no longer": {1, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 1},
+		"the third waits no longer":  {2, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
@@ -273,7 +273,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			}
 			stale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
-			exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
+			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
 			wantHolder(t, pool, lane, all[1].id, true)
 		})
 	}
@@ -290,11 +290,11 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 			return err
 		},
 		"is handed back": func(tx postgres.DB, p, _ member) error {
-			_, err := tx.Exec(context.Background(), `select give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+			_, err := tx.Exec(context.Background(), `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
 			return err
 		},
 		"ends": func(tx postgres.DB, p, _ member) error {
-			_, err := tx.Exec(context.Background(), `select finish_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
+			_, err := tx.Exec(context.Background(), `select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
 			return err
 		},
 	}
@@ -350,8 +350,8 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 	mustTake(t, pool, lane, c)
 	tx := begun(t, pool)
 	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
-	exec(t, pool, `select finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
-	exec(t, tx, `select park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
+	exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+	exec(t, tx, `select lanekeeper.park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
 	commit(t, tx)
 	wantHolder(t, pool, lane, p.id, true)
 }
@@ -367,11 +367,11 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				all := line(t, pool, lane, who.depth)
 				p, c := all[who.stops], all[who.depth-1]
 				borrow := func(tx postgres.DB) error {
-					_, err := tx.Exec(t.Context(), `select borrow_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
+					_, err := tx.Exec(t.Context(), `select lanekeeper.borrow_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
 					return err
 				}
 				resume := func(tx postgres.DB) error {
-					_, err := tx.Exec(t.Context(), `select resume_agent_execution(x.id, x.wait_number, '{}')
+					_, err := tx.Exec(t.Context(), `select lanekeeper.resume_agent_execution(x.id, x.wait_number, '{}')
 						from agent_executions x where x.id = $1::uuid`, p.id)
 					return err
 				}
@@ -415,12 +415,12 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool { return value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
-	exec(t, tx, `select send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
+	exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select complete_agent_cancel($1)`, p.id) }, "the cancel is completed")
+	pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select lanekeeper.complete_agent_cancel($1)`, p.id) }, "the cancel is completed")
 	wantHolder(t, pool, "thread:t1", "", false)
 	wantLoans(t, pool, "thread:t1", 0)
 }
@@ -446,7 +446,7 @@ func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
 		token := mustTake(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
-		exec(t, pool, `select park_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
+		exec(t, pool, `select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
 		if c.kept {
 			wantHolder(t, pool, "thread:"+thread, lent.id, false)
 			wantLoans(t, pool, "thread:"+thread, 1)
@@ -466,10 +466,10 @@ func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
 	p, other := relative(t, pool, ""), relative(t, pool, "")
 	old := mustTake(t, pool, "thread:t1", p)
 	mustTake(t, pool, loanLane, p)
-	exec(t, pool, `select give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+	exec(t, pool, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
 	wantHolder(t, pool, loanLane, "", false)
 	stale(t, pool, "thread:t1", old)
-	if !value[bool](t, pool, `select queued from send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
+	if !value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
 		t.Error("another conversation slips in")
 	}
 	p.claim = mustClaim(t, pool, p.id, worker(t, pool))
@@ -484,7 +484,7 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	mustTake(t, pool, "pipeline:p", all[1])
 	for range 2 { // the first gives it back to the parent, who lets it expire in turn
 		exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
-		exec(t, pool, `select sweep_agent_locks()`)
+		exec(t, pool, `select lanekeeper.sweep_agent_locks()`)
 	}
 	wantLoans(t, pool, "pipeline:p", 0)
 	if !value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
@@ -506,7 +506,7 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {
-		_, err := pool.Exec(context.WithoutCancel(t.Context()), `select sweep_agent_locks('0')`)
+		_, err := pool.Exec(context.WithoutCancel(t.Context()), `select lanekeeper.sweep_agent_locks('0')`)
 		swept <- err
 	}()
 	stuck(t, pool, 1, "sweep_agent_locks")

@@ -13,8 +13,8 @@ func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
-	old := value[string](t, pool, `select agent_uuid7(clock_timestamp() - interval '31 days')::text`)
-	recent := value[string](t, pool, `select agent_uuid7(clock_timestamp() - interval '29 days')::text`)
+	old := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '31 days')::text`)
+	recent := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
 	for _, c := range []struct{ after, id, says string }{
 		{`select 1`, old, ""},
 		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet

@@ -488,7 +488,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 			t.Errorf("%s it was claimed: %d, %v", when, n, err)
 		}
 		for range 2 {
-			if n := value[int](t, pool, `select count(*)::int from sweep_agent_executions() where id = $1`, id); n != 0 {
+			if n := value[int](t, pool, `select count(*)::int from lanekeeper.sweep_agent_executions() where id = $1`, id); n != 0 {
 				t.Errorf("%s it was hinted", when)
 			}
 		}
@@ -510,7 +510,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	}
 	never("resumed")
 	claimed := p.lock(t, id, "w").Execution.Claim
-	exec(t, pool, `select give_up_agent_claim($1, $2)`, id, claimed)
+	exec(t, pool, `select lanekeeper.give_up_agent_claim($1, $2)`, id, claimed)
 	never("given up")
 	exec(t, pool, `update agent_executions set hinted_at = clock_timestamp() - interval '1 day' where id = $1`, id)
 	never("touched")
@@ -605,7 +605,7 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	if n := value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
 		t.Error("the lock is in the log")
 	}
-	why := value[string](t, pool, `select string_agg((reason).what, '; ') from agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
+	why := value[string](t, pool, `select string_agg((reason).what, '; ') from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
 		t.Errorf("why: %s", why)
@@ -630,7 +630,7 @@ func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return value[bool](t, pool, `select queued from send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
+		return value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
 	}
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {

@@ -90,7 +90,7 @@ func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from ready_agent_executions(100)`); n != 0 {
+	if n := value[int](t, pool, `select count(*) from lanekeeper.ready_agent_executions(100)`); n != 0 {
 		t.Errorf("%d are handed out as ready", n)
 	}
 	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
@@ -167,7 +167,7 @@ func TestAClaimIsBeforeThePauseOrIsNotMade(t *testing.T) {
 		exec(t, tx, sql, args...)
 		return tx
 	}
-	claiming := inTx(`select claim_agent_execution(@id, @worker)`, postgres.Strict{"id": before, "worker": w})
+	claiming := inTx(`select lanekeeper.claim_agent_execution(@id, @worker)`, postgres.Strict{"id": before, "worker": w})
 	if value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
 		t.Error("a pause would not wait for the claim")
 	}
@@ -197,7 +197,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 	for range 5 {
 		exec(t, pool, `delete from agent_executions`)
 		exec(t, pool, `
-			insert into agent_executions (trace_id, surface, flow) select agent_trace_id('fl'), 'flow', 'flow' from generate_series(1, 200)`)
+			insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'flow' from generate_series(1, 200)`)
 		stop := make(chan struct{})
 		halt := sync.OnceFunc(func() { close(stop) })
 		group, ctx := errgroup.WithContext(t.Context())
@@ -316,7 +316,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	p.begin(t, "flow")
 	id := second.arrival(t)
 	exec(t, pool, `
-		create or replace function agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
+		create or replace function lanekeeper.agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
 		language sql as $$ select 'flow', 'flow' where p_queue = 'background' $$`)
 	pause(t, pool)
 	expire(t, pool, id)

@@ -11,13 +11,13 @@ import (
 
 func (w *waiter) say(thread, text string) (queued bool) {
 	w.t.Helper()
-	return value[bool](w.t, w.pool, `select queued from send_agent_message(@thread, @id, @claim, @text)`,
+	return value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
 		postgres.Strict{"thread": thread, "id": w.id, "claim": w.n, "text": text})
 }
 
 func hears(t *testing.T, db postgres.DB, thread, text string) {
 	t.Helper()
-	exec(t, db, `select receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
+	exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
 }
 
 func answer(out *executions.Outcome) string {
@@ -97,8 +97,8 @@ func TestAQuestionInTheQueueHasTime(t *testing.T) {
 	if n := days(); n != 30 {
 		t.Errorf("its time runs while it is queued: %d days", n)
 	}
-	exec(t, pool, `select finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
-	exec(t, pool, `select flush_agent_thread('t')`)
+	exec(t, pool, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
+	exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
 	if n := days(); n != 1 {
 		t.Errorf("it has %d days for the answer, want 1", n)
 	}

@@ -167,7 +167,7 @@ func (r *run) tidy(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := r.e.pool.Exec(ctx, `
-		select release_agent_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
+		select lanekeeper.release_agent_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
 		postgres.Strict{"id": r.exec.ID})
 	if err != nil {
 		r.e.log.WarnContext(ctx, "lanes of a stopped run not looked at", "error", err)
@@ -203,7 +203,7 @@ func (r *run) load(ctx context.Context, held bool) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": r.exec.ID}
 	if held {
-		b.Queue(`select recover_agent_claim(@id, @claim)`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+		b.Queue(`select lanekeeper.recover_agent_claim(@id, @claim)`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
 	}
 	b.Queue(`select step, claim, fingerprint, failed, output, created_at from agent_checkpoints where execution_id = @id`,
 		args).Query(func(rows pgx.Rows) error {

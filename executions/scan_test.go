@@ -20,8 +20,8 @@ func TestAnExecutionIsReadAsPgxReadsIt(t *testing.T) {
 	exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, thread_id, input, variables, waiting_for, waiting_key, waiting_data, waiting_step,
 		  result_summary, result, error_message, cancelled_by, cancel_reason, dedupe_key, forked_from, forked_step, flow_version, wait_number, claim)
-		values ('fl_y', 'chat', 'flow', agent_uuid7(), 'thread ü', '{"a": [1, null, "é"]}', 'null', 'event', '', '[]', 's',
-		  'sum', '"text"', '', 'me', 'so', 'key', agent_uuid7(), 'step', 7, 2147483647, 9223372036854775807)`)
+		values ('fl_y', 'chat', 'flow', lanekeeper.agent_uuid7(), 'thread ü', '{"a": [1, null, "é"]}', 'null', 'event', '', '[]', 's',
+		  'sum', '"text"', '', 'me', 'so', 'key', lanekeeper.agent_uuid7(), 'step', 7, 2147483647, 9223372036854775807)`)
 	exec(t, pool, `update agent_executions set status = 'running' where trace_id = 'fl_x'`)
 	exec(t, pool, `update agent_executions set updated_at = 'infinity', created_at = '-infinity' where trace_id = 'fl_y'`)
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {

@@ -83,7 +83,7 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
 		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
-		  from begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
+		  from lanekeeper.begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
 		       @queue, @agent, @parent_id, @awaited, @inherits, @thread_id, @priority, @on_lost, @max_attempts, @progress_seconds)`,
 		startArguments(opens, queued > 0, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
 	if err != nil {

@@ -237,7 +237,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		}
 		at[column] = value
 		_, err := pool.Exec(t.Context(), `
-			select begin_agent_executions(`+at["trace_id"]+`, `+at["surface"]+`, `+at["flow"]+`, '{f,t,f}', $1, 0, 0, '{}', null, `+at["queue"]+`,
+			select lanekeeper.begin_agent_executions(`+at["trace_id"]+`, `+at["surface"]+`, `+at["flow"]+`, '{f,t,f}', $1, 0, 0, '{}', null, `+at["queue"]+`,
 			       null, null, null, null, null, `+at["priority"]+`, `+at["on_lost"]+`, `+at["max_attempts"]+`, `+at["progress_seconds"]+`)`, w)
 		return err
 	}
@@ -298,12 +298,12 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	for range 3 {
 		got := value[string](t, pool, `
 			with b as (
-			  select n, id, at from begin_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
+			  select n, id, at from lanekeeper.begin_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
 			         array_fill(false, '{300}'), null, 0, 0, '{}', null, null, null, null, null, null, null, null, null, null, null))
 			select concat_ws(' ', count(*), count(distinct id), count(distinct right(id::text, 16)),
 			       bool_and(substr(id::text, 15, 1) = '7' and substr(id::text, 20, 1) in ('8', '9', 'a', 'b')),
 			       array_agg(id order by id) = array_agg(id order by n),
-			       bool_and(id >= agent_uuid7_floor(at - interval '1 millisecond') and id < agent_uuid7_floor(at + interval '1 second'))) from b`)
+			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond') and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
 		if want := "300 300 300 t t t"; got != want {
 			t.Errorf("%s, want %s", got, want)
 		}

@@ -53,9 +53,9 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	switch s {
 	case executions.Running, executions.Pending, executions.Cancelled:
 	case executions.Waiting:
-		exec(t, db, `select park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
+		exec(t, db, `select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
 	case executions.Completed, executions.Failed, executions.Timeout:
-		exec(t, db, `select finish_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
+		exec(t, db, `select lanekeeper.finish_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
 	}
 	return x
 }
@@ -136,19 +136,19 @@ type deed struct {
 
 var deeds = map[string]deed{
 	"claim": {
-		`select claim_agent_execution($1::uuid, (select id from agent_workers order by expires_at desc limit 1))`, 1,
+		`select lanekeeper.claim_agent_execution($1::uuid, (select id from agent_workers order by expires_at desc limit 1))`, 1,
 		map[executions.Status]executions.Status{executions.Pending: executions.Running},
 	},
 	"complete": {
-		`select finish_agent_execution($1::uuid, $2, 'completed', 'said', null, null, null)`, 2,
+		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', 'said', null, null, null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Completed},
 	},
 	"fail": {
-		`select finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', 'step')`, 2,
+		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', 'step')`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Failed},
 	},
 	"time out": {
-		`select finish_agent_execution($1::uuid, $2, 'timeout', '', null, null, null)`, 2,
+		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'timeout', '', null, null, null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Timeout},
 	},
 	"cancel": {
@@ -158,23 +158,23 @@ var deeds = map[string]deed{
 		},
 	},
 	"park": {
-		`select park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
+		`select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Waiting},
 	},
 	"resume": {
-		`select resume_agent_execution(x.id, x.wait_number, '{}') from agent_executions x where x.id = $1::uuid`, 1,
+		`select lanekeeper.resume_agent_execution(x.id, x.wait_number, '{}') from agent_executions x where x.id = $1::uuid`, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
 	},
 	"deliver": {
 		`select deliver_agent_event('EVENT_COMPLETED', $1::text)`, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
 	},
-	"hand back": {`select give_up_agent_claim($1::uuid, $2)`, 2, nil},
+	"hand back": {`select lanekeeper.give_up_agent_claim($1::uuid, $2)`, 2, nil},
 	"lose": {
-		`select lose_agent_claims(claimed_by) from agent_executions where id = $1::uuid and claimed_by is not null`, 1, nil,
+		`select lanekeeper.lose_agent_claims(claimed_by) from agent_executions where id = $1::uuid and claimed_by is not null`, 1, nil,
 	},
 	"checkpoint": {`insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'late', $2)`, 2, nil},
-	"wake":       {`select wake_agent_parents($1::uuid)`, 1, nil},
+	"wake":       {`select lanekeeper.wake_agent_parents($1::uuid)`, 1, nil},
 }
 
 func (d deed) do(ctx context.Context, db postgres.DB, x subject) error {
@@ -376,7 +376,7 @@ func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
 	for range 2 {
 		x := inState(t, pool, executions.Running)
 		if told := value[bool](t, pool, `
-			select park_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
+			select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
 			x.id, x.claim, child.id); !told {
 			t.Error("one waits for an execution that has ended")
 		}

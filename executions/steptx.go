@@ -80,7 +80,7 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 	var text json.RawMessage
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `
-			select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
+			select set_config('lock_timeout', @patience, true), lanekeeper.fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
 			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 			  from (select current_setting('lock_timeout') as was offset 0) o`,
 			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockPatience}); err != nil {

@@ -39,7 +39,7 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 					return err
 				}
 				if i%97 == s {
-					if _, err := pool.Exec(ctx, `select count(*) from sweep_agent_executions()`); err != nil {
+					if _, err := pool.Exec(ctx, `select count(*) from lanekeeper.sweep_agent_executions()`); err != nil {
 						return err
 					}
 				}

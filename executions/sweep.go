@@ -158,7 +158,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		return err
 	}
 	b := &pgx.Batch{}
-	b.Queue(`select queue, count(*) from sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) (err error) {
+	b.Queue(`select queue, count(*) from lanekeeper.sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
 		return err
 	})
@@ -215,8 +215,8 @@ func after(seconds *float64) time.Time {
 
 // housekeep makes partitions ahead and forgets lanes that nobody uses.
 func (e *Engine) housekeep(ctx context.Context) error {
-	_, first := e.pool.Exec(ctx, `select ensure_agent_activity_partitions()`)
-	_, second := e.pool.Exec(ctx, `select sweep_agent_locks()`)
+	_, first := e.pool.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions()`)
+	_, second := e.pool.Exec(ctx, `select lanekeeper.sweep_agent_locks()`)
 	return errors.Join(first, second)
 }
 

@@ -80,7 +80,7 @@ func TestWhatALostWorkerHad(t *testing.T) {
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
-	if n := value[int](t, pool, `select lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
+	if n := value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
 		t.Errorf("%d were lost", n)
 	}
 	const gone = "running, nobody's, claim 2, wake 1, at once, noted lost, attempt "
@@ -144,7 +144,7 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 	for range 4 {
 		group.Go(func() error { return late(p.Sweep(t.Context())) })
 		group.Go(func() error { // as who asks for the run of a lost worker does
-			_, err := pool.Exec(t.Context(), `select lose_agent_claims(w.id) from agent_workers w`)
+			_, err := pool.Exec(t.Context(), `select lanekeeper.lose_agent_claims(w.id) from agent_workers w`)
 			return late(err)
 		})
 	}

@@ -48,7 +48,7 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 			return waits(t, pool, `waiting_for = 'delay', waiting_until = clock_timestamp() - interval '1 hour'`)
 		}, executions.Running},
 		"child": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
-			return waits(t, pool, `waiting_for = 'agent', waiting_key = agent_uuid7()::text, waiting_until = clock_timestamp() - interval '1 hour'`)
+			return waits(t, pool, `waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text, waiting_until = clock_timestamp() - interval '1 hour'`)
 		}, executions.Running},
 		"lane wanted": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
 			return waits(t, pool, `waiting_for = 'lane', waiting_key = 'automation:free'`)

@@ -236,7 +236,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 func (r *run) tryPark(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
 	b := &pgx.Batch{}
 	queuePatience(b)
-	b.Queue(`select park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
+	b.Queue(`select lanekeeper.park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
 			"seconds": w.timeout.Seconds(), "data": data,

@@ -113,7 +113,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	for i, id := range ids {
 		group, ctx := errgroup.WithContext(t.Context())
 		group.Go(func() error {
-			_, err := pool.Exec(ctx, `select park_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
+			_, err := pool.Exec(ctx, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
 				postgres.Strict{"id": id, "key": id, "claim": claims[i]})
 			return err
 		})
@@ -186,12 +186,12 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	for i := range 60 {
 		id := pending(t, pool)
 		n := mustClaim(t, pool, id, w)
-		exec(t, pool, `select park_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
+		exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
 			postgres.Strict{"id": id, "key": id, "claim": n})
 		acts := []func(ctx context.Context) error{
 			func(ctx context.Context) error { return deliver(ctx, pool, id, `{}`, "") },
 			func(ctx context.Context) error {
-				_, err := pool.Exec(ctx, `select sweep_agent_executions()`)
+				_, err := pool.Exec(ctx, `select lanekeeper.sweep_agent_executions()`)
 				return err
 			},
 			func(ctx context.Context) error { _, err := executions.Cancel(ctx, pool, id, "test", ""); return err },
@@ -228,7 +228,7 @@ func TestAnOutcomeWhoseAnswerWasLostIsGivenAgain(t *testing.T) {
 	n := mustClaim(t, pool, id, worker(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
-		return value[string](t, pool, `select coalesce(park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
+		return value[string](t, pool, `select coalesce(lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if first, second := park(), park(); first != second || !strings.Contains(first, `"n": 1`) {
@@ -331,12 +331,12 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, worker(t, pool))
 	resume := func(number int) bool {
-		return value[bool](t, pool, `select resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
+		return value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
 	}
 	if resume(0) {
 		t.Error("a running execution was resumed")
 	}
-	exec(t, pool, `select park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
+	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
 	if resume(2) || !resume(1) || resume(1) {
 		t.Error("another number, or the same number twice, ended the wait")
 	}

@@ -139,7 +139,7 @@ func (e *Engine) renew(ctx context.Context) error {
 	var alive bool
 	var mine, requested []string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(timed, `
-		select renew_agent_worker(@id), array(
+		select lanekeeper.renew_agent_worker(@id), array(
 		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
 		  select c.execution_id::text from agent_cancel_requests c
 		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
@@ -236,7 +236,7 @@ func (e *Engine) giveUp(ctx context.Context, r *run) {
 func (e *Engine) handBack(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	if _, err := e.pool.Exec(ctx, `select give_up_agent_claim(@id, @claim)`,
+	if _, err := e.pool.Exec(ctx, `select lanekeeper.give_up_agent_claim(@id, @claim)`,
 		postgres.Strict{"id": id, "claim": claim}); err != nil {
 		e.log.WarnContext(ctx, "execution not handed back", "execution", id, "error", err)
 		return

@@ -106,7 +106,7 @@ func Example() {
 				return err
 			}
 			// The visitor answers: any client of the database may say so.
-			if _, err := pool.Exec(ctx, `select * from receive_agent_message('maria', 'si')`); err != nil {
+			if _, err := pool.Exec(ctx, `select * from lanekeeper.receive_agent_message('maria', 'si')`); err != nil {
 				return err
 			}
 			if err := reach(ctx, pool, x.ID, executions.Completed); err != nil {

@@ -237,7 +237,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 		t.Errorf("held for %d s; loans: %s", idle, loans)
 	}
 
-	exec(t, s.pool, `select * from receive_agent_message('maria', 'Aquí está mi INE')`)
+	exec(t, s.pool, `select * from lanekeeper.receive_agent_message('maria', 'Aquí está mi INE')`)
 	until(t, s.pool, child, executions.Completed)
 	until(t, s.pool, parent, executions.Completed)
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+parent)

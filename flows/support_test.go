@@ -178,7 +178,7 @@ func said(t *testing.T, db postgres.DB) string {
 // answer is what the other side says.
 func answer(t *testing.T, w *world, text string) {
 	t.Helper()
-	exec(t, w.pool, `select * from receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
+	exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
 }
 
 // deliver sends an event.

@@ -208,7 +208,7 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from ask_agent_lock(@lane, @owner, @ttl)`,
+		  from lanekeeper.ask_agent_lock(@lane, @owner, @ttl)`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
 		return answer{}, err
@@ -227,7 +227,7 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
 		       coalesce(a.lender::text, '') as lender, a.soon
-		  from take_agent_lock(@lane, @owner, @ttl) a
+		  from lanekeeper.take_agent_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})

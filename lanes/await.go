@@ -143,7 +143,7 @@ func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) er
 		return err
 	}
 	var freed *string
-	return db.QueryRow(ctx, `select quit_agent_lock_queue(@lane, @owner)`, args).Scan(&freed)
+	return db.QueryRow(ctx, `select lanekeeper.quit_agent_lock_queue(@lane, @owner)`, args).Scan(&freed)
 }
 
 // ask asks for the lane and keeps a place in its queue when it is busy. Who listens may be handed the lane, but for the
@@ -153,7 +153,7 @@ func (w *waiter) ask(ctx context.Context, db postgres.DB, lane string, owner Own
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from queue_for_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
+		  from lanekeeper.queue_for_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
 		postgres.Strict{
 			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlace), "handed": w.freed != nil && !owner.claim,
 		})

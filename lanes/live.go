@@ -52,7 +52,7 @@ func (k *Keeper) Expire(ctx context.Context, after string) (next string, err err
 	rows, err := k.db.Query(ctx, `
 		select e.after_lane, e.lane, coalesce(e.locked_by, '') as holder, coalesce(e.execution_id::text, '') as execution_id,
 		       coalesce(e.ended_for, 0) as ended_for
-		  from expire_agent_locks(@after, @most) e`, postgres.Strict{"after": after, "most": expireMost})
+		  from lanekeeper.expire_agent_locks(@after, @most) e`, postgres.Strict{"after": after, "most": expireMost})
 	if err != nil {
 		return "", fmt.Errorf("clear lanes that ended: %w", err)
 	}

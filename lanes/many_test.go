@@ -51,7 +51,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 			"try":     `select count(*) filter (where try_acquire_agent_lock('%[1]s', 'other ' || n, 300)) from generate_series(1, %[2]d) n`,
 			"acquire": `select count(*) filter (where a.acquired) from generate_series(1, %[2]d) n, acquire_agent_lock('%[1]s', 'other ' || n, 300) a`,
 			"many": `select count(*) filter (where a.acquired) from generate_series(1, %[2]d) n,
-				acquire_many_agent_locks(array['%[1]s', '%[1]s'], array['other ' || n, 'another'], array[300, 300]) a`,
+				lanekeeper.acquire_many_agent_locks(array['%[1]s', '%[1]s'], array['other ' || n, 'another'], array[300, 300]) a`,
 		} {
 			t.Run(lane+"/"+name, func(t *testing.T) {
 				before, sql := row(t, db, lane), fmt.Sprintf(query, lane, tries)
@@ -80,7 +80,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 	t.Helper()
 	granted := map[string]string{}
 	rows, err := db.Query(t.Context(), `
-		select a.n, a.acquired, coalesce(a.locked_by, '') from acquire_many_agent_locks($1, $2, array_fill(60, array[$3::int])) a`,
+		select a.n, a.acquired, coalesce(a.locked_by, '') from lanekeeper.acquire_many_agent_locks($1, $2, array_fill(60, array[$3::int])) a`,
 		lanes, owners, len(lanes))
 	if err != nil {
 		t.Fatal(err)
@@ -141,9 +141,9 @@ func TestManyAreAskedForAtOnce(t *testing.T) {
 		t.Errorf("token %d after %d", token, old)
 	}
 	before := row(t, db, "free")
-	_, err := db.Exec(t.Context(), `select acquire_many_agent_locks(array['another', ''], array['a', 'b'], array[60, 60])`)
+	_, err := db.Exec(t.Context(), `select lanekeeper.acquire_many_agent_locks(array['another', ''], array['a', 'b'], array[60, 60])`)
 	wantCode(t, err, "22023")
-	_, err = db.Exec(t.Context(), `select acquire_many_agent_locks(array['another', 'free'], array['a'], array[60, 60])`)
+	_, err = db.Exec(t.Context(), `select lanekeeper.acquire_many_agent_locks(array['another', 'free'], array['a'], array[60, 60])`)
 	wantCode(t, err, "22023")
 	if row(t, db, "another") != "none" || row(t, db, "free") != before {
 		t.Error("a call that failed changed something")
@@ -170,7 +170,7 @@ func TestManyAreReleasedAtOnce(t *testing.T) {
 	for _, name := range names {
 		before[name] = row(t, db, name)
 	}
-	rows, err := db.Query(t.Context(), `select n from free_many_agent_locks($1, $2, $3) order by n`, names, owners, tokens)
+	rows, err := db.Query(t.Context(), `select n from lanekeeper.free_many_agent_locks($1, $2, $3) order by n`, names, owners, tokens)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -56,7 +56,7 @@ func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
 			"first look": `select await_agent_lock('x', 'clumsy', 60)`,
-			"handed":     `select queue_for_agent_lock('x', 'clumsy', 60, 60, true)`,
+			"handed":     `select lanekeeper.queue_for_agent_lock('x', 'clumsy', 60, 60, true)`,
 			"second look": `with first as materialized (select await_agent_lock('x', 'clumsy', 60))
 				select (select count(*) from first), await_agent_lock('x', 'clumsy', 60)`,
 			"granted": `select acquire_agent_lock('y', 'clumsy', 60), await_agent_lock('x', 'clumsy', 60)`,
@@ -78,7 +78,7 @@ func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := begin(t, db)
 	exec(t, hurry, `set local lock_timeout = '1s'`)
-	if !get[bool](t, hurry, `select renewed and not busy from renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
+	if !get[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
 		t.Error("the holder's renewal is held up")
 	}
 	for what, query := range map[string]string{
@@ -92,7 +92,7 @@ func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
 	if g := try(t, hurry, "y", "another", 60); g.token == 0 && g.acquired {
 		t.Error("a lane without a token")
 	}
-	exec(t, hurry, `select sweep_agent_locks(), (select count(*) from expire_agent_locks('', 100))`)
+	exec(t, hurry, `select lanekeeper.sweep_agent_locks(), (select count(*) from lanekeeper.expire_agent_locks('', 100))`)
 	if !get[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
 		t.Error("the holder cannot release")
 	}
@@ -130,9 +130,9 @@ func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
 			"release":  `select release_agent_lock('x', 'a')`,
-			"free":     `select free_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'))`,
+			"free":     `select lanekeeper.free_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'))`,
 			"break":    `select break_agent_lock('x', 'test')`,
-			"quitting": `select quit_agent_lock_queue('x', 'a')`,
+			"quitting": `select lanekeeper.quit_agent_lock_queue('x', 'a')`,
 		} {
 			for fences := 1; fences <= 2; fences++ {
 				t.Run(how+" "+what+strings.Repeat(" shared", fences-1), func(t *testing.T) {
@@ -201,7 +201,7 @@ func TestAHandOverInAnOpenTransactionHoldsUpNoWaiter(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
-	open(t, db, `select free_agent_lock('x', 'a', $1)`, token)
+	open(t, db, `select lanekeeper.free_agent_lock('x', 'a', $1)`, token)
 	hurry := begin(t, db)
 	exec(t, hurry, `set local lock_timeout = '1s'`)
 	queues(t, hurry, "x", "b", 60)

@@ -129,7 +129,7 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	k, log := keeper(t, w)
 	w.lose.Store(true)
 	exec(t, db, `alter function quit_agent_lock_queue rename to away`)
-	exec(t, db, `create function quit_agent_lock_queue(text, text) returns text language plpgsql as $$ begin
+	exec(t, db, `create function lanekeeper.quit_agent_lock_queue(text, text) returns text language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
 	if _, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour)); err == nil {
 		t.Fatal("no error although the answer was lost")

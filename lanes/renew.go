@@ -195,7 +195,7 @@ func (k *Keeper) settle(h *hold, a renewal, before time.Time, ttl time.Duration)
 func renewLanes(ctx context.Context, db postgres.DB, b leaseColumns) ([]renewal, error) {
 	rows, err := db.Query(ctx, `
 		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
-		  from renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,
+		  from lanekeeper.renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,
 		postgres.Strict{"lanes": b.lanes, "owners": b.owners, "tokens": b.tokens, "ttls": b.ttls})
 	if err != nil {
 		return nil, err

@@ -51,7 +51,7 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		`select break_agent_lock('x', 'breaking ' || $1)`,
 		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1) select count(*) = 1 from e`,
 		`with e as (update agent_locks set expires_at = 'epoch' where locked_by = $1 returning 1) select count(*) = 1 from e`,
-		`select sweep_agent_locks('1 day') = 1 or $1 = ''`, // the row is gone, only the clock is left
+		`select lanekeeper.sweep_agent_locks('1 day') = 1 or $1 = ''`, // the row is gone, only the clock is left
 		`with e as (update agent_locks set expires_at = clock_timestamp(), fencing_token = fencing_token + 3600000000
 		             where locked_by = $1 returning 1) select count(*) = 1 from e`, // the clock goes back by an hour
 		`select release_agent_lock('x', $1)`,
@@ -162,8 +162,8 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 		"release with an old token":         `select release_agent_lock('x', 'a', $1)`,
 		"renewal by another":                `select renew_agent_lock('x', 'b', (select fencing_token from agent_locks), 600)`,
 		"renewal with an old token":         `select renew_agent_lock('x', 'a', $1, 600)`,
-		"renewal of many with an old token": `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[600])`,
-		"renewal of many by another": `select renewed from renew_agent_locks(array['x'], array['b'],
+		"renewal of many with an old token": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[600])`,
+		"renewal of many by another": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['b'],
 			array[(select fencing_token from agent_locks)], array[600])`,
 		"try by another": `select try_acquire_agent_lock('x', 'b', 600)`,
 	} {
@@ -188,7 +188,7 @@ func TestAnEndedLeaseIsLostEvenIfNobodyTookIt(t *testing.T) {
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
 		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
-		"renewal of many": `select renewed or busy from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"renewal of many": `select renewed or busy from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"release":         `select release_agent_lock('x', 'a', $1)`,
 	} {
 		if get[bool](t, db, query, token) {
@@ -253,7 +253,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	exec(t, hurry, `set local lock_timeout = '1s'`)
 	for name, query := range map[string]string{
 		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
-		"renewal of many": `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"renewal of many": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"refresh":         `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
 		if !get[bool](t, hurry, query, token) {
@@ -288,7 +288,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
 		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 		"release": `select release_agent_lock('x', 'a', $1)`,
-		"many":    `select renewed from renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"many":    `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			token := mustTry(t, db, "x", "a", 1)
@@ -339,7 +339,7 @@ func TestARenewalOfManySaysWhatEachIs(t *testing.T) {
 	exec(t, tx, `set local statement_timeout = '2s'`)
 	got := get[string](t, tx, `
 		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000, false), ', ' order by lane)
-		  from renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
+		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
 		                         array[60, 60, 60, 60])`, parked, held, locked)
 	want := "held true false false, locked false true false, none false false false, parked true false true"
 	if got != want {
@@ -356,7 +356,7 @@ func TestARenewalOfManyTellsLostAndNewHoldOfOneLaneApart(t *testing.T) {
 	token := mustTry(t, db, "x", "b", 60)
 	got := get[string](t, db, `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
-		  from renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
+		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
 	if want := "false false false, true true false"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
@@ -372,7 +372,7 @@ func TestRenewalsOfManyInAnyOrderNeverDeadlock(t *testing.T) {
 	for range 6 {
 		renewers.Go(func() {
 			for range 15 {
-				_, err := db.Exec(ctx, `select renew_agent_locks(array_agg(lane), array_agg('a'::text), array_agg(fencing_token), array_agg(60))
+				_, err := db.Exec(ctx, `select lanekeeper.renew_agent_locks(array_agg(lane), array_agg('a'::text), array_agg(fencing_token), array_agg(60))
 					from (select lane, fencing_token from agent_locks order by random()) l`)
 				if err != nil {
 					t.Error(err)
@@ -387,7 +387,7 @@ func TestRenewalsOfManyInAnyOrderNeverDeadlock(t *testing.T) {
 func TestExecutionIsReadFromTheOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := get[string](t, db, `select agent_uuid7()::text`)
+	id := get[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	for owner, want := range map[string]string{id + "#3": id, id: "", "run/x#3": ""} {
 		mustTry(t, db, "lane of "+owner, owner, 60)
 		got := get[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`, "lane of "+owner)

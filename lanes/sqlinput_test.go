@@ -48,7 +48,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 			"acquire":    `select acquire_agent_lock('x', 'a', $1)`,
 			"await":      `select await_agent_lock('x', 'a', $1)`,
 			"renew":      `select renew_agent_lock('held', 'a', (select fencing_token from agent_locks), $1)`,
-			"renew many": `select renew_agent_locks(array['held'], array['a'], array[(select fencing_token from agent_locks)], array[$1::int])`,
+			"renew many": `select lanekeeper.renew_agent_locks(array['held'], array['a'], array[(select fencing_token from agent_locks)], array[$1::int])`,
 		} {
 			t.Run(where+" ttl "+what, func(t *testing.T) {
 				_, err := db.Exec(t.Context(), query, ttl)
@@ -60,11 +60,11 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		"no place in the queue":      `select await_agent_lock('held', 'b', 60, null)`,
 		"a place for 0 seconds":      `select await_agent_lock('held', 'b', 60, 0)`,
 		"a place for over 30 days":   `select await_agent_lock('held', 'b', 60, 2592001)`,
-		"fewer ttls than lanes":      `select renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
-		"no ttls":                    `select renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
-		"fewer owners than lanes":    `select renew_agent_locks(array['held'], '{}', array[1], array[60])`,
-		"a sweep of what is held":    `select sweep_agent_locks('-30 days')`,
-		"a sweep without a duration": `select sweep_agent_locks(null)`,
+		"fewer ttls than lanes":      `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
+		"no ttls":                    `select lanekeeper.renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
+		"fewer owners than lanes":    `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
+		"a sweep of what is held":    `select lanekeeper.sweep_agent_locks('-30 days')`,
+		"a sweep without a duration": `select lanekeeper.sweep_agent_locks(null)`,
 	} {
 		t.Run(what, func(t *testing.T) {
 			_, err := db.Exec(t.Context(), query)
@@ -105,7 +105,7 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 			names = append(names, "x"+string(r))
 		}
 	}
-	rows, err := db.Query(t.Context(), `select agent_lock_fits(n, 'owner') and agent_lock_fits('lane', n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
+	rows, err := db.Query(t.Context(), `select lanekeeper.agent_lock_fits(n, 'owner') and lanekeeper.agent_lock_fits('lane', n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -132,7 +132,7 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 
 // GetConflict returns one conflict, or [ErrConflictNotFound].
 func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, error) {
-	rows, err := db.Query(ctx, conflictColumns+` where c.id = agent_uuid(@id)`, postgres.Strict{"id": id})
+	rows, err := db.Query(ctx, conflictColumns+` where c.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
 	if err != nil {
 		return Conflict{}, fmt.Errorf("get memory conflict %.60q: %w", id, err)
 	}
@@ -170,7 +170,7 @@ func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, er
 	tag, err := tx.Exec(ctx, `
 		update agent_memory_conflicts
 		   set status = @status, decided_by = @by, decided_reason = left(@reason, 1000), decided_at = clock_timestamp()
-		 where id = agent_uuid(@id) and status = 'open'`,
+		 where id = lanekeeper.agent_uuid(@id) and status = 'open'`,
 		postgres.Strict{"id": id, "status": status, "by": d.By, "reason": d.Reason})
 	if err != nil {
 		return Conflict{}, fmt.Errorf("decide memory conflict: %w", err)

@@ -78,7 +78,7 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 // The zero time looks at all entries, and removes vectors of other models that are a day old.
 func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (embedded int, err error) {
 	var version *string
-	if err := db.QueryRow(ctx, `select agent_vector_version()`).Scan(&version); err != nil || version == nil {
+	if err := db.QueryRow(ctx, `select lanekeeper.agent_vector_version()`).Scan(&version); err != nil || version == nil {
 		return 0, err
 	}
 	if since.IsZero() {
@@ -322,7 +322,7 @@ type EmbeddingState struct {
 // State returns how far the entries are embedded.
 func (x *Index) State(ctx context.Context, db postgres.DB) (s EmbeddingState, err error) {
 	err = db.QueryRow(ctx, `
-		select coalesce(agent_vector_version(), ''), exists (select from pg_available_extensions where name = 'vector'),
+		select coalesce(lanekeeper.agent_vector_version(), ''), exists (select from pg_available_extensions where name = 'vector'),
 		       current_setting('server_version_num')::int / 10000,
 		       count(*), count(*) filter (where e.dimensions is not null)
 		  from agent_memory m

@@ -47,7 +47,7 @@ func (o Owner) stillThere(ctx context.Context, db postgres.DB, category, key str
 func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Entry, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_memory
-		 where id = agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())
+		 where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())
 		   and (@if_revision = 0 or revision = @if_revision)
 		returning id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at`,
 		postgres.Strict{"id": id, "if_revision": revision})
@@ -70,7 +70,7 @@ func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Ent
 func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
 	rows, err := db.Query(ctx, `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory where id = agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
+		  from agent_memory where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"id": id})
 	if err != nil {
 		return Entry{}, fmt.Errorf("get memory %.60q: %w", id, err)

@@ -123,7 +123,7 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
 		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
-		  from agent_memory_nearest(@owner, @model, @vector::real[], @most, @limit) with ordinality n (memory_id, distance, place)
+		  from lanekeeper.agent_memory_nearest(@owner, @model, @vector::real[], @most, @limit) with ordinality n (memory_id, distance, place)
 		  join agent_memory m on m.id = n.memory_id and m.owner = @owner
 		 order by n.place`,
 		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})

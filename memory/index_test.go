@@ -52,7 +52,7 @@ func (x *indexed) index(t *testing.T, model string) *memory.Index {
 func newIndexed(t *testing.T) *indexed {
 	t.Helper()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
-	x.exec(t, `create or replace function agent_vector_version() returns text language sql stable as $$ select 'test' $$`)
+	x.exec(t, `create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$ select 'test' $$`)
 	x.Index = x.index(t, "small")
 	return x
 }

@@ -28,6 +28,9 @@ const (
 	letPass = time.Second
 	// askEvery is the pause of a process that waits for another one to have migrated.
 	askEvery = 200 * time.Millisecond
+	// steadyPath is the search path that functions of the contract keep (set search_path from current). Nothing that a caller
+	// makes, such as a temporary table, comes before the tables.
+	steadyPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`
 	// outside is the first line of a file that is run statement by statement.
 	outside = "-- outside a transaction\n"
 )
@@ -80,6 +83,9 @@ func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 			return err
 		}
 		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // they turn warnings into errors
+			return err
+		}
+		if _, err := tx.Exec(ctx, steadyPath); err != nil {
 			return err
 		}
 		if s.version == baseline { // its first file is code, too

@@ -70,6 +70,9 @@ begin
   end loop;
 end $$;
 
+alter function agent_uuid7(timestamptz) set schema lanekeeper;
+alter function agent_uuid7_floor(timestamptz) set schema lanekeeper;
+
 alter table agent_executions
   alter column surface type agent_surface,
   alter column queue type agent_queue,

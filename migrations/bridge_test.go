@@ -66,7 +66,7 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 		select 'trigger ' || pg_get_triggerdef(t.oid) from pg_trigger t where not t.tgisinternal and t.tgparentid = 0
 		union all
 		select 'function ' || pg_get_functiondef(p.oid) || coalesce(obj_description(p.oid, 'pg_proc'), '')
-		  from pg_proc p where p.pronamespace = 'public'::regnamespace
+		  from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		union all
 		select 'view ' || viewname || ' ' || definition from pg_views where schemaname = 'public'`)
 	if err != nil {
@@ -135,7 +135,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 	}
 }
 
-var defines = regexp.MustCompile(`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_]+)`)
+var defines = regexp.MustCompile(`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
 
 // No body stands twice: each function, view and table is defined in one place.
 func TestNothingIsDefinedTwice(t *testing.T) {

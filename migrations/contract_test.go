@@ -54,7 +54,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
 	exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
-		given: `select give_up_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
+		given: `select lanekeeper.give_up_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
 	} {
 		tx := inFlight(t, db, id)
 		if id == over {
@@ -79,7 +79,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	}
 }
 
-const park = `select park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
+const park = `select lanekeeper.park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
 
 func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 	db := pgtest.DB(t)
@@ -107,7 +107,7 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 	tx := inFlight(t, db, id)
 	ended := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 		ended <- err
 	}()
 	blocked(t, db, 1, "finish_agent_execution")
@@ -127,17 +127,17 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	for name, query := range map[string]string{
-		"end as waiting":     `select finish_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
-		"end as running":     `select finish_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
-		"end as null":        `select finish_agent_execution($1::uuid, 1, null, '', null, null, null)`,
-		"wait for null":      `select park_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
-		"wait for unknown":   `select park_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
-		"wait without key":   `select park_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
-		"wait with no key":   `select park_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
-		"wait without step":  `select park_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
-		"wait for ever":      `select park_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
-		"wait into the past": `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
-		"wait too long":      `select park_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
+		"end as waiting":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
+		"end as running":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
+		"end as null":        `select lanekeeper.finish_agent_execution($1::uuid, 1, null, '', null, null, null)`,
+		"wait for null":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
+		"wait for unknown":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
+		"wait without key":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
+		"wait with no key":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
+		"wait without step":  `select lanekeeper.park_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
+		"wait for ever":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
+		"wait into the past": `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
+		"wait too long":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
 		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -179,16 +179,16 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := db.Exec(ctx, `select ensure_agent_activity_partitions(5)`); err != nil {
+	if _, err := db.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions(5)`); err != nil {
 		t.Fatalf("partitions beside a reader: %v", err)
 	}
 	exec(t, db, `insert into agent_activity (id, trace_id, skill_name)
-		values (agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
+		values (lanekeeper.agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
 }
 
 func TestAFloorIsNotAboveItsTime(t *testing.T) {
 	db := pgtest.DB(t)
-	if !get[bool](t, db, `select agent_uuid7_floor(t) <= agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
+	if !get[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
 		t.Error("the floor of a time is above an id made at that time")
 	}
 }

@@ -164,15 +164,16 @@ func TestPublicFunctions(t *testing.T) {
 		"cancel_agent_execution": "p_id uuid, p_cancelled_by text, p_reason text",
 	} {
 		got := get[string](t, db, `
-			select coalesce(string_agg(pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
-			 where p.proname = $1 and p.pronamespace = 'public'::regnamespace`, name)
+			select coalesce(string_agg(distinct pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
+			 where p.proname = $1 and p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)`, name)
 		if got != arguments {
 			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
 		}
 	}
 	overloaded := get[string](t, db, `
 		select coalesce(string_agg(t.proname, ', '), '') from (
-		  select p.proname from pg_proc p where p.pronamespace = 'public'::regnamespace group by p.proname having count(*) > 1) t`)
+		  select p.proname from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
+		   group by p.pronamespace, p.proname having count(*) > 1) t`)
 	if overloaded != "" {
 		t.Errorf("overloaded: %s; functions are versioned by name", overloaded)
 	}
@@ -181,19 +182,19 @@ func TestPublicFunctions(t *testing.T) {
 func TestUUID7(t *testing.T) {
 	db := pgtest.DB(t)
 	if !get[bool](t, db, `
-		with made as (select n, agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
+		with made as (select n, lanekeeper.agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
 		                from generate_series(0, 2000) n)
 		select bool_and(id > before) from (select id, lag(id) over (order by n) as before from made) t where before is not null`) {
 		t.Error("ids of consecutive microseconds are out of order")
 	}
-	if !get[bool](t, db, `select bool_and(agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
+	if !get[bool](t, db, `select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
 		t.Error("wrong version or variant")
 	}
-	if n := get[int](t, db, `select count(distinct agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
+	if n := get[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
 		t.Errorf("%d of 5000 ids of one moment are different", n)
 	}
 	if !get[bool](t, db, `
-		select bool_and(agent_uuid7(at) >= agent_uuid7_floor(at) and agent_uuid7(at - interval '1 ms') < agent_uuid7_floor(at))
+		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at) and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
 		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at from generate_series(1, 500) n) t`) {
 		t.Error("agent_uuid7_floor is not between two milliseconds")
 	}
@@ -203,7 +204,7 @@ func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
 	db := pgtest.DB(t)
 	seen := make(map[trace.ID]bool)
 	for range 50 {
-		text := get[string](t, db, `select agent_trace_id('op')`)
+		text := get[string](t, db, `select lanekeeper.agent_trace_id('op')`)
 		id, err := trace.Parse(text)
 		if err != nil {
 			t.Fatal(err)

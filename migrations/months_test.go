@@ -28,7 +28,7 @@ const (
 	// unaligned are partitions that do not hold the month of UTC that their name says.
 	unaligned = `
 		select count(*) from agent_activity_partitions p, lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
-		 where (p.lower_id, p.upper_id) is distinct from (agent_uuid7_floor(m at time zone 'UTC'), agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
+		 where (p.lower_id, p.upper_id) is distinct from (lanekeeper.agent_uuid7_floor(m at time zone 'UTC'), lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
 )
 
 // The months of the log are those of UTC, whatever zone a server was set up in.
@@ -37,7 +37,7 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
 		tx := bare(t, zone)
 		for month := range 14 {
-			exec(t, tx, `select cover_agent_activity($1, 3)`, time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
+			exec(t, tx, `select lanekeeper.cover_agent_activity($1, 3)`, time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
 		}
 		if got := get[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)

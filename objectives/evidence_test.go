@@ -80,7 +80,7 @@ func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
 		`update agent_objective_steps set status = 'done' where id = $1`,
 		`insert into agent_objective_steps (objective_id, position, title, status)
 		 select objective_id, 9, 'forged', 'done' from agent_objective_steps where id = $1`,
-		`insert into agent_objective_evidence (step_id, activity_id) values ($1, agent_uuid7())`,
+		`insert into agent_objective_evidence (step_id, activity_id) values ($1, lanekeeper.agent_uuid7())`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql, step.ID); !postgres.IsCode(err, "LK010") {
 			t.Errorf("%s: %v", sql, err)

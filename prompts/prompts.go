@@ -154,7 +154,7 @@ func (r *Recorder) stored(was digest, day int64) (digest, bool) {
 func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string) {
 	p.missing, p.problem = 0, nil
 	b.Queue(`
-		select missing, problem from record_agent_prompt(
+		select missing, problem from lanekeeper.record_agent_prompt(
 		  @execution_id, @claim, @step, @tools, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
 			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages,
@@ -172,7 +172,7 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 		a.messages = nil
 	}
 	b.Queue(`
-		select amend_agent_prompt(@activity_id, @messages, @options, @digests, @bodies, @truncated)`,
+		select lanekeeper.amend_agent_prompt(@activity_id, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
 			"activity_id": activityID, "messages": a.messages, "options": optionsOf(sent),
 			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,

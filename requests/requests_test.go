@@ -161,7 +161,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 5 {
-		_, err := pool.Exec(t.Context(), `insert into agent_requests (kind, execution_id, trace_id) values ('test', agent_uuid7(), 'fl_x')`)
+		_, err := pool.Exec(t.Context(), `insert into agent_requests (kind, execution_id, trace_id) values ('test', lanekeeper.agent_uuid7(), 'fl_x')`)
 		if err != nil {
 			t.Fatal(err)
 		}

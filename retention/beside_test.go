@@ -214,7 +214,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	// They have been at work for long: one of the old months is theirs.
 	exec(t, own, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, created_at)
-		select agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at
+		select lanekeeper.agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at
 		  from agent_executions x, generate_series(1, 2) n, (select clock_timestamp() - interval '150 days' as at) a where x.id = any($1::uuid[]);`, stay)
 	exec(t, own, `delete from agent_activity_uncounted`)
 	theirs := value[string](t, own, `select distinct tableoid::regclass::text from agent_activity where execution_id = any($1::uuid[])`, stay)
@@ -252,7 +252,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	}
 	if old := value[string](t, own, `
 		select coalesce(string_agg(split_part(partition, '.', 2), ' '), '') from agent_activity_partitions
-		 where upper_id < agent_uuid7_floor(now() - interval '95 days')`); old != theirs {
+		 where upper_id < lanekeeper.agent_uuid7_floor(now() - interval '95 days')`); old != theirs {
 		t.Errorf("of the old months %s are left, and %s is needed", old, theirs)
 	}
 	// What stayed ends well, with what it had.

@@ -35,7 +35,7 @@ var kinds = map[string]kind{
 		with looked as materialized (
 		  select a.id, a.trace_id, a.execution_id, a.created_at from agent_activity a
 		   where a.id > @after::uuid
-		     and a.id < (select least(agent_uuid7_floor(@before), c.counted_upto) from agent_activity_counted c)
+		     and a.id < (select least(lanekeeper.agent_uuid7_floor(@before), c.counted_upto) from agent_activity_counted c)
 		   order by a.id limit @most),
 		needed as materialized (
 		  select t.trace_id from (select distinct l.trace_id from looked l) t
@@ -70,7 +70,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select x.id, x.trace_id, x.parent_id, x.completed_at, x.dedupe_key from agent_executions x
-		   where x.id > @after::uuid and x.id < agent_uuid7_floor(@before) order by x.id limit @most),
+		   where x.id > @after::uuid and x.id < lanekeeper.agent_uuid7_floor(@before) order by x.id limit @most),
 		needed as materialized (
 		  select t.trace_id from (select distinct l.trace_id from looked l) t
 		   where exists (select from agent_executions e
@@ -92,7 +92,7 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_events v join agent_executions e on e.id = v.consumed_by
 		                         where v.external_id = 'completed ' || l.id and e.completed_at is null)
 		        and not exists (select from agent_mcp_calls c
-		                         where c.id = agent_uuid(substr(l.dedupe_key, 10)) and l.dedupe_key like 'mcp.call %'
+		                         where c.id = lanekeeper.agent_uuid(substr(l.dedupe_key, 10)) and l.dedupe_key like 'mcp.call %'
 		                           and c.collected_at is null)) is true as goes
 		  from looked l order by l.id`,
 		remove: `
@@ -112,7 +112,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select v.id, v.event, v.key, v.execution_id, v.consumed_by, v.created_at from agent_events v
-		   where v.id > @after::uuid and v.id < agent_uuid7_floor(@before) order by v.id limit @most),
+		   where v.id > @after::uuid and v.id < lanekeeper.agent_uuid7_floor(@before) order by v.id limit @most),
 		oldest as materialized (
 		  select min(f.id::text collate "C") as id from unnest(array['pending', 'running', 'waiting']) s (status)
 		   cross join lateral (
@@ -124,13 +124,13 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_executions x where x.id = l.consumed_by and x.completed_at is null)
 		        and case
 		          when l.event = 'AGENT_COMPLETED' then
-		            not exists (select from agent_executions x where x.id = coalesce(l.execution_id, agent_uuid(l.key)))
+		            not exists (select from agent_executions x where x.id = coalesce(l.execution_id, lanekeeper.agent_uuid(l.key)))
 		          when l.event = 'APPROVAL_DECIDED' then
 		            not exists (select from agent_approvals a join agent_executions x on x.id = a.execution_id
-		                         where a.id = agent_uuid(l.key))
-		          when l.consumed_by is null and agent_event_kind(l.event) is not null then
+		                         where a.id = lanekeeper.agent_uuid(l.key))
+		          when l.consumed_by is null and lanekeeper.agent_event_kind(l.event) is not null then
 		            coalesce((select o.id from oldest o) >= (
-		              select agent_uuid7_floor(l.created_at + r.keep)::text collate "C"
+		              select lanekeeper.agent_uuid7_floor(l.created_at + r.keep)::text collate "C"
 		                from agent_retention r where r.kind = 'events'), true)
 		          else true end) is true as goes
 		  from looked l order by l.id`,
@@ -153,7 +153,7 @@ var kinds = map[string]kind{
 		       and not exists (select from agent_executions x where x.waiting_for = 'response' and x.waiting_key = l.id)
 		       and not exists (select from agent_messages m where m.thread_id = l.id and m.status in ('queued', 'sending'))
 		       and not exists (select from agent_locks k
-		                        where k.lane = agent_thread_lane(l.id) and k.locked_by <> ''
+		                        where k.lane = lanekeeper.agent_thread_lane(l.id) and k.locked_by <> ''
 		                          and (k.parked or k.expires_at > now())) as goes
 		  from looked l order by l.updated_at, l.id`,
 		count: `
@@ -170,14 +170,14 @@ var kinds = map[string]kind{
 		with looked as materialized (
 		  select a.id, a.status, a.execution_id, a.parked, a.created_at, a.decided_at, a.consumed_at, a.consumed_for,
 		         a.expires_at from agent_approvals a
-		   where a.id > @after::uuid and a.id < agent_uuid7_floor(@before) order by a.id limit @most)
+		   where a.id > @after::uuid and a.id < lanekeeper.agent_uuid7_floor(@before) order by a.id limit @most)
 		select l.id::text as key,
 		       ((l.status in ('rejected', 'expired', 'consumed') or l.expires_at < @before)
 		        and greatest(l.created_at, l.decided_at, l.consumed_at) < @before
 		        and not exists (select from agent_executions x
 		                         where x.id = l.execution_id and (l.parked or x.completed_at is null))
 		        and not exists (select from agent_executions x
-		                         where x.id = agent_uuid(left(l.consumed_for, 36)) and x.completed_at is null))
+		                         where x.id = lanekeeper.agent_uuid(left(l.consumed_for, 36)) and x.completed_at is null))
 		       is true as goes
 		  from looked l order by l.id`,
 		remove: `
@@ -191,7 +191,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select r.id, r.status, r.execution_id, r.claimed_at, r.finished_at from agent_automation_runs r
-		   where r.id > @after::uuid and r.id < agent_uuid7_floor(@before) order by r.id limit @most)
+		   where r.id > @after::uuid and r.id < lanekeeper.agent_uuid7_floor(@before) order by r.id limit @most)
 		select l.id::text as key,
 		       (l.status in ('success', 'skipped') and coalesce(l.finished_at, l.claimed_at) < @before
 		        and not exists (select from agent_executions x where x.id = l.execution_id and x.completed_at is null))
@@ -209,7 +209,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select d.id, d.status, d.execution_id, d.finished_at from agent_webhook_deliveries d
-		   where d.id > @after::uuid and d.id < agent_uuid7_floor(@before) order by d.id limit @most)
+		   where d.id > @after::uuid and d.id < lanekeeper.agent_uuid7_floor(@before) order by d.id limit @most)
 		select l.id::text as key,
 		       l.status in ('done', 'ignored') and coalesce(l.finished_at, '-infinity') < @before
 		       and not exists (select from agent_executions x where x.id = l.execution_id and x.completed_at is null) as goes
@@ -227,7 +227,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select w.id, w.status, w.finished_at from agent_webhook_outbox w
-		   where w.id > @after::uuid and w.id < agent_uuid7_floor(@before) order by w.id limit @most)
+		   where w.id > @after::uuid and w.id < lanekeeper.agent_uuid7_floor(@before) order by w.id limit @most)
 		select l.id::text as key, l.status in ('sent', 'dead') and coalesce(l.finished_at, '-infinity') < @before as goes
 		  from looked l order by l.id`,
 		remove: `
@@ -284,7 +284,7 @@ var kinds = map[string]kind{
 		find: `
 		with looked as materialized (
 		  select p.activity_id from agent_prompts p
-		   where p.activity_id > @after::uuid and p.activity_id < agent_uuid7_floor(@before)
+		   where p.activity_id > @after::uuid and p.activity_id < lanekeeper.agent_uuid7_floor(@before)
 		   order by p.activity_id limit @most)
 		select l.activity_id::text as key,
 		       not exists (select from agent_activity_open w where w.activity_id = l.activity_id) as goes

@@ -103,7 +103,7 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 			 where r.partition = @only or @only = ''
 			union all
 			select p.partition, p.lower_id::text, p.upper_id::text, false, true from agent_activity_partitions p
-			 where p.upper_id <= case when @before::timestamptz is not null then agent_uuid7_floor(
+			 where p.upper_id <= case when @before::timestamptz is not null then lanekeeper.agent_uuid7_floor(
 			         least(@before, (date_trunc('month', now() at time zone 'UTC') - interval '1 month') at time zone 'UTC')) end
 			   and not p.leaving and not exists (select from agent_activity_retired r where r.partition = p.partition)
 			   and (p.partition = @only or @only = '')

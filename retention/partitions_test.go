@@ -27,11 +27,11 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	partitions(t, pool)
 	exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
-		select agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
+		select lanekeeper.agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
 		  from (select p.partition, to_timestamp(('x' || substr(replace(p.lower_id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as lower
-		          from agent_activity_partitions p where p.lower_id < agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
+		          from agent_activity_partitions p where p.lower_id < lanekeeper.agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
 	exec(t, pool, `delete from agent_activity_uncounted; `)
-	exec(t, pool, `update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`)
+	exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 	exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
 	return pool, url
 }
@@ -41,7 +41,7 @@ func attached(t *testing.T, db postgres.DB, days int) []string {
 	t.Helper()
 	return value[[]string](t, db, `
 		select coalesce(array_agg(partition order by lower_id), '{}') from agent_activity_partitions
-		 where upper_id < agent_uuid7_floor(now() - make_interval(days => $1))`, days)
+		 where upper_id < lanekeeper.agent_uuid7_floor(now() - make_interval(days => $1))`, days)
 }
 
 func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Done {

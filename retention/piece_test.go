@@ -63,7 +63,7 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 		exec(t, tx, `
 			with x as (
 			  insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
-			  select agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
+			  select lanekeeper.agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
 			    from (select now() - interval '2 days' as at) a, generate_series(1, $1) n returning id),
 			c as (insert into agent_checkpoints (execution_id, step, claim) select x.id, n, 1 from x, generate_series(1, $2) n)
 			insert into agent_events (event, key, external_id, execution_id) select 'AGENT_COMPLETED', x.id, 'completed ' || x.id, x.id from x`,

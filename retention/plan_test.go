@@ -14,7 +14,7 @@ import (
 // much is 20,000 rows of everything, over the last 200 days.
 const much = `
 	create temp table n as
-	  select n, at, agent_uuid7(at) as id, 'hb_' || n / 4 as trace
+	  select n, at, lanekeeper.agent_uuid7(at) as id, 'hb_' || n / 4 as trace
 	    from (select n, clock_timestamp() - interval '200 days' + n * interval '14 minutes' as at from generate_series(1, 20000) n) x;
 	insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}');
 	insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p');
@@ -25,7 +25,7 @@ const much = `
 	insert into agent_requests (id, kind, execution_id, trace_id) select id, 'test', id, trace from n;
 	insert into agent_message_drafts (execution_id, claim, content) select id, 1, '' from n;
 	insert into agent_events (id, event, key, external_id, execution_id, created_at) select id, 'AGENT_COMPLETED', id, 'completed ' || id, id, at from n;
-	insert into agent_events (event, key, id, created_at) select 'EVENT_COMPLETED', n, agent_uuid7(at), at from n;
+	insert into agent_events (event, key, id, created_at) select 'EVENT_COMPLETED', n, lanekeeper.agent_uuid7(at), at from n;
 	insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, status, expires_at, created_at)
 	  select id, trace, id, n::text, n % 2 = 0, 's', 1, '{}', n::text, 'consumed', at, at from n;
 	insert into agent_automation_runs (id, automation_id, scheduled_for, status, finished_at, created_at, claimed_at)
@@ -43,7 +43,7 @@ const much = `
 	insert into agent_activity_counts (span, start, kind, skill, surface, model) select 'hour', at, 'call', n, '', '' from n;
 	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds) select 'thread:' || n, 'nobody', n, at, at, 60 from n;
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
-	update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`
+	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 
 // TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables: none is read from end to end, and of none are many
 // more rows fetched than are looked at.

@@ -23,7 +23,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	partitions(t, pool)
 	exec(t, pool, `
 		insert into agent_activity (id, trace_id, kind, skill_name, token_usage, cost_usd, created_at)
-		select agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
 		  from (select clock_timestamp() - interval '150 days' as at) x,
 		       (values ('{"total_tokens": 7}', 0.5), ('{"total_tokens": "many"}', 'NaN'), ('{"total_tokens": {}}', 0.25), ('[]', 0)) u (usage, cost)`)
 	want := []spend{{"", 4, 7, 0.75}} // charged to no skill
@@ -34,7 +34,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		}
 		switch when {
 		case "before they are counted":
-			exec(t, pool, `update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`)
+			exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 			if _, err := activity.Count(t.Context(), pool); err != nil {
 				t.Fatal(err)
 			}

@@ -49,7 +49,7 @@ func partitions(t *testing.T, db postgres.DB) {
 		    if to_regclass(name) is null then
 		      execute format('create table %I (like agent_activity including all)', name);
 		      execute format('alter table agent_activity attach partition %I for values from (%L) to (%L)', name,
-		        agent_uuid7_floor(month), agent_uuid7_floor((month at time zone 'UTC' + interval '1 month') at time zone 'UTC'));
+		        lanekeeper.agent_uuid7_floor(month), lanekeeper.agent_uuid7_floor((month at time zone 'UTC' + interval '1 month') at time zone 'UTC'));
 		    end if;
 		    month := (month at time zone 'UTC' + interval '1 month') at time zone 'UTC';
 		  end loop;
@@ -81,7 +81,7 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_activity_counted set counted_upto = agent_uuid7_floor(clock_timestamp())`)
+	exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 }
 
 func (b *build) add(sql string, args ...any) { b.batch.Queue(sql, args...) }

@@ -41,7 +41,7 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	}
 	exec(t, db, `
 		insert into agent_activity (id, trace_id, skill_name, status, created_at)
-		select agent_uuid7(at), 'hb_x', 'skill_' || n % 97, 'success', at
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'skill_' || n % 97, 'success', at
 		  from (select n, clock_timestamp() - n * interval '120 seconds' as at from generate_series(1, 20000) n) x`)
 	exec(t, db, "analyze agent_activity")
 	e := &explainer{Beginner: db, t: t}

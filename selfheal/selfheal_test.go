@@ -50,7 +50,7 @@ func calls(t *testing.T, db postgres.DB, name string, ago time.Duration, words s
 		}
 		exec(t, db, `
 			insert into agent_activity (id, trace_id, skill_name, status, error_class, error_message, created_at, finished_at)
-			select agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, $2, $3, case when $3 <> '' then 'it broke' end, at, at
+			select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, $2, $3, case when $3 <> '' then 'it broke' end, at, at
 			  from (select clock_timestamp() - $4::interval as at) x`,
 			name, status, class, ago+time.Duration(len(list)-1-i)*time.Minute)
 	}
@@ -172,7 +172,7 @@ func TestCallsRightBeforeTheEnablingDoNotCount(t *testing.T) {
 		with at as (select date_trunc('milliseconds', clock_timestamp()) as ms),
 		called as (update agent_activity set created_at = ms + interval '100 microseconds' from at returning 1)
 		update agent_skills set enabled_at = ms + interval '200 microseconds' from at`)
-	exec(t, db, "update agent_activity a set id = agent_uuid7(a.created_at) from agent_skills s")
+	exec(t, db, "update agent_activity a set id = lanekeeper.agent_uuid7(a.created_at) from agent_skills s")
 	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
 		t.Errorf("calls of before were counted: %+v", report.Healed)
 	}

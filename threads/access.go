@@ -101,7 +101,7 @@ func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, 
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
-	err = db.QueryRow(ctx, `select thread_id, name from join_agent_thread(@digest, @kind, @owner, @proof, @name, @given)`,
+	err = db.QueryRow(ctx, `select thread_id, name from lanekeeper.join_agent_thread(@digest, @kind, @owner, @proof, @name, @given)`,
 		postgres.Strict{
 			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "given": given,
 		}).Scan(&thread, &as)
@@ -125,7 +125,7 @@ func Let(ctx context.Context, db postgres.DB, thread string, to Principal, name,
 	if err := CheckID(name); err != nil {
 		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
 	}
-	err = db.QueryRow(ctx, `select let_into_agent_thread(@thread, @kind, @owner, @proof, @name, @by)::text`, postgres.Strict{
+	err = db.QueryRow(ctx, `select lanekeeper.let_into_agent_thread(@thread, @kind, @owner, @proof, @name, @by)::text`, postgres.Strict{
 		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof, "name": name, "by": postgres.Text(by),
 	}).Scan(&id)
 	switch {

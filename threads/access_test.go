@@ -55,8 +55,8 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 		t.Errorf("a flow takes the admin's id: %v", err)
 	}
 	for _, wrong := range []string{
-		`select open_agent_thread('visitor', 'site', '', 'x')`, `select open_agent_thread('key', 'site', 'proof', 'x')`, `select open_agent_thread('nobody', '', '', 'x')`,
-		`select open_agent_thread_for_flow('x', '')`, `select let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`,
+		`select lanekeeper.open_agent_thread('visitor', 'site', '', 'x')`, `select lanekeeper.open_agent_thread('key', 'site', 'proof', 'x')`, `select lanekeeper.open_agent_thread('nobody', '', '', 'x')`,
+		`select lanekeeper.open_agent_thread_for_flow('x', '')`, `select lanekeeper.let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`,
 	} {
 		if _, err := db.Exec(t.Context(), wrong); !postgres.IsCode(err, "22023") {
 			t.Errorf("%s: %v", wrong, err)
@@ -128,7 +128,7 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 		t.Fatal(err)
 	}
 	const run = `insert into agent_executions (trace_id, surface, agent, flow, thread_id, parent_id, claim)
-		values (agent_trace_id('fl'), 'flow', 'a', $1, $2, $3, 1) returning id::text`
+		values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', $1, $2, $3, 1) returning id::text`
 	one := func(flow string, thread, parent any) (id string) {
 		t.Helper()
 		if err := db.QueryRow(t.Context(), run, flow, thread, parent).Scan(&id); err != nil {
@@ -152,7 +152,7 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	} {
 		err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
 			var may bool
-			if err := tx.QueryRow(t.Context(), `select agent_flow_may_join($1, null, $2)`, c.thread, c.execution).Scan(&may); err != nil || may != c.may {
+			if err := tx.QueryRow(t.Context(), `select lanekeeper.agent_flow_may_join($1, null, $2)`, c.thread, c.execution).Scan(&may); err != nil || may != c.may {
 				t.Errorf("%s may: %t, %v", who, may, err)
 			}
 			return nil
@@ -171,7 +171,7 @@ func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 	for thread, surface := range map[string]string{"of webhooks": "wh", "of a flow": "fl"} {
 		_, err := db.Exec(t.Context(), `
 			with thread as (insert into agent_threads (id, channel, owner_kind) values ($1, 'chat', '') returning id),
-			run as (insert into agent_executions (trace_id, surface, agent, flow) values (agent_trace_id($2), 'flow', 'a', 'greet') returning id)
+			run as (insert into agent_executions (trace_id, surface, agent, flow) values (lanekeeper.agent_trace_id($2), 'flow', 'a', 'greet') returning id)
 			insert into agent_messages (thread_id, seq, turn, role, content, status, tokens, execution_id)
 			select t.id, 1, 1, 'assistant', 'Hello.', 'sent', 1, r.id from thread t, run r`, thread, surface)
 		if err != nil {

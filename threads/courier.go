@@ -122,7 +122,7 @@ func (c *Courier) flush(ctx context.Context, thread string) {
 func (c *Courier) cleanStale(ctx context.Context, thread string) {
 	var stale bool
 	err := c.Pool.QueryRow(ctx, `
-		select exists (select from agent_locks l where l.lane = agent_thread_lane(@thread) and l.locked_by <> '' and not l.parked
+		select exists (select from agent_locks l where l.lane = lanekeeper.agent_thread_lane(@thread) and l.locked_by <> '' and not l.parked
 		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
 		_, err = clean(ctx, c.Pool, c.Logger, unwanted)

@@ -257,7 +257,7 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 		t.Errorf("posts (-want +got):\n%s", diff)
 	}
 	// It wakes and records its attempt after all: too late.
-	if value[bool](t, pool, `select settle_agent_message($1, 1, 'failed', 'late', null)`, id) {
+	if value[bool](t, pool, `select lanekeeper.settle_agent_message($1, 1, 'failed', 'late', null)`, id) {
 		t.Error("an attempt that was outlived was recorded")
 	}
 	if diff := cmp.Diff([]string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool)); diff != "" {

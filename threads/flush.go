@@ -22,7 +22,7 @@ func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	for {
 		var n int
 		err := db.QueryRow(ctx, `
-			select flush_agent_thread(case when p <> '' then @thread end, @limit) from set_config('lock_timeout', @patience, true) p`,
+			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit) from set_config('lock_timeout', @patience, true) p`,
 			postgres.Strict{"thread": postgres.Text(thread), "limit": flushed, "patience": postgres.LockTimeout}).Scan(&n)
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound
@@ -39,7 +39,7 @@ func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 // flushAll sends what is queued anywhere and may leave now.
 func flushAll(ctx context.Context, db postgres.DB) (int, error) {
 	var n int
-	if err := db.QueryRow(ctx, `select flush_agent_threads()`).Scan(&n); err != nil {
+	if err := db.QueryRow(ctx, `select lanekeeper.flush_agent_threads()`).Scan(&n); err != nil {
 		return 0, fmt.Errorf("send what is queued: %w", err)
 	}
 	return n, nil
@@ -66,7 +66,7 @@ func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, erro
 func clean(ctx context.Context, db postgres.DB, log *slog.Logger, longer time.Duration) ([]Freed, error) {
 	rows, err := db.Query(ctx, `
 		select thread_id, locked_by as holder, execution_id::text, idle_seconds
-		  from clean_agent_threads('0', make_interval(secs => @longer))`, postgres.Strict{"longer": longer.Seconds()})
+		  from lanekeeper.clean_agent_threads('0', make_interval(secs => @longer))`, postgres.Strict{"longer": longer.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("clean threads: %w", err)
 	}

@@ -207,7 +207,7 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 0 {
 		t.Errorf("freed a thread in use: %+v, %v", freed, err)
 	}
-	const lazily = `select count(*)::int from clean_agent_threads('0', interval '5 minutes')`
+	const lazily = `select count(*)::int from lanekeeper.clean_agent_threads('0', interval '5 minutes')`
 	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
 	if n := value[int](t, db, lazily); n != 0 {

@@ -60,7 +60,7 @@ func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id 
 	}
 	var own *string
 	err = db.QueryRow(ctx, `
-		select agent_thread_for(@kind, @owner, @proof, @name), agent_thread_id(@kind, @owner, @proof, @name)`,
+		select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name), lanekeeper.agent_thread_id(@kind, @owner, @proof, @name)`,
 		postgres.Strict{"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name}).Scan(&own, &id)
 	if err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
@@ -83,7 +83,7 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	}
 	var id string
 	err = db.QueryRow(ctx, `
-		select thread_id, made from open_agent_thread(@kind, @owner, @proof, @name, coalesce(nullif(@channel, ''), 'chat'), @target,
+		select thread_id, made from lanekeeper.open_agent_thread(@kind, @owner, @proof, @name, coalesce(nullif(@channel, ''), 'chat'), @target,
 		       coalesce(nullif(@agent, ''), 'agent'), @participant, coalesce(nullif(@idle::int, 0), 600))`,
 		postgres.Strict{
 			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
@@ -134,7 +134,7 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
 	}
-	_, err := db.Exec(ctx, `select open_agent_thread_for_flow(@id, @flow, nullif(@parent, '')::uuid, coalesce(nullif(@agent, ''), 'agent'))`,
+	_, err := db.Exec(ctx, `select lanekeeper.open_agent_thread_for_flow(@id, @flow, nullif(@parent, '')::uuid, coalesce(nullif(@agent, ''), 'agent'))`,
 		postgres.Strict{"id": id, "flow": flow, "parent": parent, "agent": postgres.Text(agent)})
 	if postgres.IsCode(err, "P0002") {
 		err = ErrNotFound
@@ -149,7 +149,7 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
 	var may bool
 	err := db.QueryRow(ctx, `
-		select not exists (select from agent_threads where id = @thread) or agent_flow_may_join(@thread, null, @execution)`,
+		select not exists (select from agent_threads where id = @thread) or lanekeeper.agent_flow_may_join(@thread, null, @execution)`,
 		postgres.Strict{"thread": postgres.Text(thread), "execution": execution}).Scan(&may)
 	if err != nil {
 		return false, fmt.Errorf("look who may speak in the thread: %w", err)

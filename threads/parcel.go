@@ -95,7 +95,7 @@ type verdict struct {
 
 // settle records how an attempt ended. One that was outlived by its hold has no effect.
 func settle(ctx context.Context, db postgres.DB, p parcel, v verdict) error {
-	_, err := db.Exec(ctx, `select settle_agent_message(@id, @attempt, @status, @error, make_interval(secs => @retry))`,
+	_, err := db.Exec(ctx, `select lanekeeper.settle_agent_message(@id, @attempt, @status, @error, make_interval(secs => @retry))`,
 		postgres.Strict{"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err), "retry": v.retry.Seconds()})
 	if err != nil {
 		return fmt.Errorf("settle outgoing message: %w", err)

@@ -159,7 +159,7 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks where lane = 'thread:t'))`)
-	const says = `select send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
+	const says = `select lanekeeper.send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
 	spoke := make(chan error, 1)
 	go func() {
 		_, err := pool.Exec(t.Context(), says, other, "later")
@@ -194,7 +194,7 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 			id := claimed(t, pool, "")
 			go func() {
 				var later bool
-				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x, send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
+				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x, lanekeeper.send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
 				if err != nil {
 					t.Error(err)
 				}

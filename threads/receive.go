@@ -49,7 +49,7 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 	content := postgres.Text(in.Content)
 	rows, err := tx.Query(ctx, `
 		select message_id::text, seq, event_id::text, execution_id::text
-		  from receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''), nullif(@execution, '')::uuid, @tokens)`,
+		  from lanekeeper.receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''), nullif(@execution, '')::uuid, @tokens)`,
 		postgres.Strict{
 			"thread": postgres.Text(in.ThreadID), "content": content, "channel": in.Channel, "data": json.RawMessage(data), "id": postgres.Text(in.ID),
 			"execution": in.ExecutionID, "tokens": tokens(User, content),

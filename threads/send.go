@@ -101,7 +101,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 		select message_id::text, seq, queued, acquired, holder, lender::text, stale_holder, stale_ms
 		  from (select s.*, set_config('lock_timeout', o.was, true)
 		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @patience, true) as now offset 0) o
-		         cross join lateral send_agent_message(case when o.now <> '' then @thread end, @execution, @claim, @content, nullif(@channel, ''),
+		         cross join lateral lanekeeper.send_agent_message(case when o.now <> '' then @thread end, @execution, @claim, @content, nullif(@channel, ''),
 		                            @target, @tokens) s offset 0) sent`,
 		postgres.Strict{
 			"patience": postgres.LockTimeout,

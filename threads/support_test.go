@@ -166,8 +166,8 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error { // else a process of the test may be the first to claim it
 		id = value[string](t, tx, `
 			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
-			values (agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '', 'infinity') returning id::text`, parent)
-		if got := value[int](t, tx, `select count(*)::int from claim_agent_execution($1, $2)`, id, worker); got != 1 {
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '', 'infinity') returning id::text`, parent)
+		if got := value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`, id, worker); got != 1 {
 			t.Fatal("not claimed")
 		}
 		return nil
@@ -198,7 +198,7 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 		exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
 		return
 	}
-	exec(t, db, `select finish_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
+	exec(t, db, `select lanekeeper.finish_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
 }
 
 func flushes(t *testing.T, db postgres.DB) {

@@ -183,7 +183,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") || got.Pending != 2 {
 		t.Errorf("%+v, %v", got, err)
 	}
-	if n := value[int](t, pool, `select emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
+	if n := value[int](t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
 		t.Errorf("%d messages for a target that is out of service", n)
 	}
 	close(well)
@@ -316,7 +316,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			exec(t, tx, sql)
 		}
 		if event == "execution.completed" {
-			exec(t, tx, `select finish_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
+			exec(t, tx, `select lanekeeper.finish_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
 		}
 		got := value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
 		if !wanted && got != "" {
@@ -338,7 +338,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
 	try("execution.completed", true)
 	try("skill.disabled", false)
-	exec(t, pool, `select emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
+	exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
 	if n := value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
 		t.Errorf("a payload of %d bytes", n)
 	}

@@ -130,7 +130,7 @@ func (l *listener) verify(t *testing.T, i int) {
 // emit raises an event as a trigger would.
 func emit(t *testing.T, db postgres.DB, event string) {
 	t.Helper()
-	exec(t, db, `select emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
+	exec(t, db, `select lanekeeper.emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
 }
 
 // outbox waits for the one message to reach a state.

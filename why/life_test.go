@@ -22,7 +22,7 @@ func (s *scenario) claim() bool {
 // claimed has a worker of its own take an execution.
 func (s *scenario) claimed(r *run) {
 	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
-	r.claim = value[int64](s.world, `select claim from claim_agent_execution($1, $2)`, r.id, r.worker)
+	r.claim = value[int64](s.world, `select claim from lanekeeper.claim_agent_execution($1, $2)`, r.id, r.worker)
 	if r.claim == 0 {
 		s.t.Fatalf("%s is not claimed", r.ref())
 	}
@@ -144,7 +144,7 @@ func (s *scenario) handBack() bool {
 	if r == nil {
 		return false
 	}
-	s.exec(`select give_up_agent_claim($1, $2)`, r.id, r.claim)
+	s.exec(`select lanekeeper.give_up_agent_claim($1, $2)`, r.id, r.claim)
 	s.lost(r)
 	s.free(r)
 	return true
@@ -156,7 +156,7 @@ func (s *scenario) end() bool {
 		return false
 	}
 	status := pick(s, []string{"completed", "completed", "failed"})
-	s.exec(`select finish_agent_execution($1, $2, $3, 'done', null, null, null)`, r.id, r.claim, status)
+	s.exec(`select lanekeeper.finish_agent_execution($1, $2, $3, 'done', null, null, null)`, r.id, r.claim, status)
 	s.ended(r, status)
 	return true
 }
@@ -187,7 +187,7 @@ func (s *scenario) ended(r *run, status string) {
 	e.id = value[string](s.world, `select id::text from agent_events where external_id = 'completed ' || $1`, r.id)
 	s.events = append(s.events, e)
 	s.causes[e.ref()] = cause{"end", r.ref(), r.trace}
-	s.exec(`select wake_agent_parents($1)`, r.id)
+	s.exec(`select lanekeeper.wake_agent_parents($1)`, r.id)
 	for _, w := range s.runs {
 		if w.wait != nil && w.wait.kind == "agent" && w.wait.key == r.id {
 			s.resumed(w, e, "waited", r.ref())
@@ -211,11 +211,11 @@ func (s *scenario) tell() bool {
 		return false
 	}
 	if s.rng.IntN(3) == 0 {
-		s.exec(`select emit_agent_webhook('order.placed', $1, '{}')`, r.trace)
+		s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, '{}')`, r.trace)
 		s.told(r.trace, "trace "+r.trace)
 		return true
 	}
-	s.exec(`select emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`, r.trace, r.id)
+	s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`, r.trace, r.id)
 	s.told(r.trace, r.ref())
 	return true
 }

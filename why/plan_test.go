@@ -15,7 +15,7 @@ func (w *world) fill() {
 	w.t.Helper()
 	w.exec(`
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select agent_uuid7(), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'pending', clock_timestamp() from generate_series(1, 3000) n`)
+		select lanekeeper.agent_uuid7(), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'pending', clock_timestamp() from generate_series(1, 3000) n`)
 	w.exec(`
 		insert into agent_activity (trace_id, kind, skill_name) select 'hb_' || lpad((n / 5)::text, 26, '0'), 'call', 's' from generate_series(1, 15000) n;`)
 	w.exec(`

@@ -79,7 +79,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 	first, second := begin(), begin()
 	asked := func() string {
 		return one(`insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-			select x.trace_id, x.id, s.name, s.revision, '{}', agent_uuid7()::text, clock_timestamp() + interval '1 day'
+			select x.trace_id, x.id, s.name, s.revision, '{}', lanekeeper.agent_uuid7()::text, clock_timestamp() + interval '1 day'
 			  from agent_skills s, agent_executions x where s.name = 'pay' and x.id = $1::uuid returning id::text`, first)
 	}
 	dead := one(`insert into agent_automation_runs (automation_id, cause, scheduled_for, status)

@@ -29,7 +29,7 @@ func TestTheDoctorSaysWhetherMemoriesAreFoundByMeaning(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer db.Close()
-	_, err = db.Exec(t.Context(), `create or replace function agent_vector_version() returns text language sql stable as $$ select '0.8.6' $$`)
+	_, err = db.Exec(t.Context(), `create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$ select '0.8.6' $$`)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,7 +14,7 @@ func TestTheLogIsCountedWhileTheAgentServes(t *testing.T) {
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
-		select agent_uuid7(at), 'hb_x', 'fetch', at from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
 	if err != nil {
 		t.Fatal(err)
 	}

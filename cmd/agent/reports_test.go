@@ -61,7 +61,7 @@ func history(t *testing.T, db *pgxpool.Pool) {
 		err := db.QueryRow(t.Context(), `
 			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status, error_class, error_message, model, token_usage,
 			       cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
-			select agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5, $6, $7, nullif($7, ''),
+			select lanekeeper.agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5, $6, $7, nullif($7, ''),
 			       case $2 when 'model' then 'm1' else '' end, jsonb_build_object('prompt_tokens', $8::int / 2, 'completion_tokens', $8::int - $8::int / 2, 'total_tokens', $8::int),
 			       $9::float8::numeric(14, 6), $10::text::jsonb, nullif($11, '')::uuid, at, at, $12
 			  from (select clock_timestamp() - make_interval(secs => $13) as at) x
@@ -223,8 +223,8 @@ func (c *reporter) spendIsWhole(ctx context.Context) {
 	err := c.db.QueryRow(ctx, `
 		select (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend s),
 		       (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend_by_purpose s),
-		       (select row(count(*), sum(agent_tokens(a.token_usage, 'prompt_tokens')), sum(agent_tokens(a.token_usage, 'completion_tokens')),
-		               sum(agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text from agent_activity a where a.kind = 'model')`).
+		       (select row(count(*), sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')),
+		               sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text from agent_activity a where a.kind = 'model')`).
 		Scan(&charged, &purposes, &log)
 	if err != nil || charged != log || purposes != log {
 		c.t.Errorf("charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)

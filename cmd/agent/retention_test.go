@@ -16,7 +16,7 @@ func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
 	contains(t, p.must("retention", "set", "executions=30 days"), "it was so already")
 	_, err := db.Exec(t.Context(), `
 		insert into agent_executions (id, trace_id, surface, flow, created_at)
-		select agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
+		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -206,7 +206,7 @@ func TestATypicalDayIsServedFromThePromptCache(t *testing.T) {
 	}
 	var noted cacheCount
 	err := d.agent.QueryRow(t.Context(), `
-		select count(*), sum(agent_tokens(token_usage, 'prompt_tokens')), sum(agent_tokens(token_usage, 'cached_tokens'))
+		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')), sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
 		  from agent_activity where kind = 'model'`).Scan(&noted.calls, &noted.prompt, &noted.cached)
 	if err != nil || noted.calls != all.calls || noted.prompt != all.prompt || noted.cached != all.cached {
 		t.Errorf("the log has %+v, want %+v (%v)", noted, all, err)

@@ -247,7 +247,7 @@ func (s *scene) begin() string {
 	s.t.Helper()
 	return one[string](s, `
 		insert into agent_executions (trace_id, surface, flow, status, hinted_at)
-		values (agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
+		values (lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
 }
 
 // heartbeat is the id of the only heartbeat there is; empty when there is none yet.

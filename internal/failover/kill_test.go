@@ -226,7 +226,7 @@ func shape(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	var digest string
 	err := db.QueryRow(t.Context(), `
-		with spaces as (select oid from pg_namespace where nspname in ('public', 'river')),
+		with spaces as (select oid from pg_namespace where nspname in ('public', 'lanekeeper', 'river')),
 		parts as (
 		  select c.oid::regclass::text || c.relkind::text || coalesce(a.attname || format_type(a.atttypid, a.atttypmod) || a.attnotnull, '') as part
 		    from pg_class c left join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped

@@ -84,7 +84,7 @@ func (k *kin) hired(ctx context.Context) (err error) {
 // claimIt claims an execution; only that of a parent concerns its lane.
 func (k *kin) claimIt(ctx context.Context, id string) error {
 	o := k.tape.call(&op{Kind: kindClaim, Lane: k.lane, Owner: id})
-	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from claim_agent_execution($1, $2)`, id, k.worker).Scan(&o.Got)
+	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution($1, $2)`, id, k.worker).Scan(&o.Got)
 	o.OK = o.Got > 0
 	k.tape.done(o, err)
 	return err
@@ -96,7 +96,7 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 	var ends time.Time
 	var holder string
 	err := k.conn.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, ''),
-		coalesce(lender::text, '') from take_agent_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).
+		coalesce(lender::text, '') from lanekeeper.take_agent_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).
 		Scan(&o.OK, &o.Got, &ends, &holder, &o.Lender)
 	o.told(ends, holder)
 	k.tape.done(o, err)
@@ -132,7 +132,7 @@ func (k *kin) runParent(ctx context.Context) {
 		case status == "waiting":
 			rest(ctx, time.Duration(k.rand.IntN(60))*time.Millisecond)
 			o := k.tape.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
-			k.tape.done(o, k.conn.QueryRow(work, `select resume_agent_execution($1, $2, '{}')`, id, wait).Scan(&o.OK))
+			k.tape.done(o, k.conn.QueryRow(work, `select lanekeeper.resume_agent_execution($1, $2, '{}')`, id, wait).Scan(&o.OK))
 		case !claimed:
 			_ = k.claimIt(work, id) // recorded
 		default:
@@ -170,7 +170,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	if err != nil {
 		return "", err
 	}
-	if _, err := k.text(ctx, `select claim::text from claim_agent_execution($1, $2)`, child, k.worker); err != nil {
+	if _, err := k.text(ctx, `select claim::text from lanekeeper.claim_agent_execution($1, $2)`, child, k.worker); err != nil {
 		return "", err
 	}
 	select {
@@ -182,7 +182,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	}
 	o := k.tape.call(&op{Kind: kindPark, Lane: k.lane, Owner: id, Token: claim, Child: child})
 	var came *string
-	err = k.conn.QueryRow(ctx, `select park_agent_execution($1, $2, $3, 'agent', $4, '1 hour', null)::text`,
+	err = k.conn.QueryRow(ctx, `select lanekeeper.park_agent_execution($1, $2, $3, 'agent', $4, '1 hour', null)::text`,
 		id, claim, "child "+child, child).Scan(&came)
 	o.OK = err == nil && came == nil
 	k.tape.done(o, err)
@@ -234,7 +234,7 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 		return
 	}
 	o := k.tape.call(&op{Kind: kindFinish, Lane: k.lane, Owner: id, Token: 1})
-	_, err := k.conn.Exec(ctx, `select finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+	_, err := k.conn.Exec(ctx, `select lanekeeper.finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 	o.OK = err == nil
 	k.tape.done(o, err)
 	if len(k.held) > 0 {

@@ -112,7 +112,7 @@ var plants = map[string]struct {
 			  end if;
 			  perform pg_advisory_xact_lock_shared(4711);
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
@@ -162,7 +162,7 @@ var plants = map[string]struct {
 			    return;
 			  end if;
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
@@ -207,7 +207,7 @@ var plants = map[string]struct {
 		},
 	},
 	"a park leaves the token valid": {
-		fault: `create or replace function park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
+		fault: `create or replace function lanekeeper.park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
 			language plpgsql volatile as $$
 			begin
 			  update agent_locks l set parked = p_parked, expires_at = '9000-01-01 00:00+00',
@@ -222,7 +222,7 @@ var plants = map[string]struct {
 		},
 	},
 	"a loan leaves the token valid": {
-		fault: `create or replace function lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
+		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
 			language plpgsql volatile as $$
 			declare held agent_locks;
 			begin
@@ -254,7 +254,7 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over leaves the token valid": {
-		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -266,7 +266,7 @@ var plants = map[string]struct {
 		script: func(g *stage) { g.handOver() },
 	},
 	"a hand-over that is only told": {
-		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -283,7 +283,7 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over to who does not wait": {
-		fault: `create or replace function pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -295,14 +295,14 @@ var plants = map[string]struct {
 		script: func(g *stage) { g.handOver() },
 	},
 	"who leaves the queue keeps what was handed over": {
-		fault: `create or replace function quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
+		fault: `create or replace function lanekeeper.quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
 			language sql volatile as $$
 			  delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
 			  select null::text
 			$$`,
 		script: func(g *stage) {
 			g.handOver()
-			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, `select quit_agent_lock_queue($1, $2)`, "x", "b")
+			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, `select lanekeeper.quit_agent_lock_queue($1, $2)`, "x", "b")
 			g.acquire(g.a, 600)
 		},
 	},

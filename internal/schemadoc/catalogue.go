@@ -193,9 +193,8 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 		       coalesce(obj_description(p.oid, 'pg_proc'), '') as comment
 		  from pg_proc p
 		 where p.pronamespace = current_schema()::regnamespace and p.prorettype <> 'trigger'::regtype
-		   and (p.proname ~ @contract or to_regnamespace('lanekeeper') is not null)
 		   and not exists (select from pg_depend d where d.objid = p.oid and d.deptype = 'e')
-		 order by p.proname, p.oid`, postgres.Strict{"contract": "^(" + strings.Join(contract, "|") + ")$"}))
+		 order by p.proname, p.oid`))
 	if err != nil {
 		return err
 	}

@@ -6,16 +6,6 @@ import (
 	"strings"
 )
 
-// contract are patterns of the functions that other programs call, as long as the internal ones stand beside them.
-var contract = []string{
-	"(try_)?acquire_agent_lock", "release_agent_lock", "renew_agent_locks?", "await_agent_lock",
-	"leave_agent_lock_queue", "is_agent_lock_held", "fence_agent_.*",
-	"deliver_agent_event", "raise_agent_event", "cancel_agent_execution",
-	"lock_agent_execution", "beat_agent_locks", "checkpoint_agent_execution", "unlock_agent_execution",
-	"agent_lock_claim", "record_stale_agent_write",
-	"why", "set_agent_retention", "void_agent_leases",
-}
-
 // plain are names of columns that say it all.
 var plain = strings.Fields(`id name description created_at updated_at trace_id execution_id thread_id title reason
 	skill_name skill_revision version revision error_message enabled url`)

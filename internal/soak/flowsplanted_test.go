@@ -22,7 +22,7 @@ const innocentFlows = `
 	insert into soak.ends select id, status from agent_executions;
 	insert into agent_threads (id, channel, next_seq) values ('t', 'chat', 14), ('p', 'chat', 4);
 	insert into agent_messages (id, thread_id, seq, turn, role, content, channel, execution_id, status, attempts, sent_at)
-	select agent_uuid7('2026-01-01'::timestamptz + at * interval '1 second'), v.thread, v.seq, v.seq, v.role, v.content, v.channel, id(v.name), v.status,
+	select lanekeeper.agent_uuid7('2026-01-01'::timestamptz + at * interval '1 second'), v.thread, v.seq, v.seq, v.role, v.content, v.channel, id(v.name), v.status,
 	       case when v.channel = 'webhook' then 2 else 0 end, '2026-01-01'::timestamptz + at * interval '1 second'
 	  from (values
 	    (1, 't', 1, 'assistant', '1 talk 1: hello', 'chat', 'talk', 'sent'),
@@ -91,7 +91,7 @@ var plantedFlows = map[string][]string{
 	},
 	"the messages of an execution are in order": {
 		swapped(1, 2), `update agent_messages set seq = null, turn = null, status = 'withdrawn' where seq = 1 and thread_id = 't'`,
-		`update agent_messages set id = agent_uuid7('2026-01-02') where seq = 1 and thread_id = 't'`,
+		`update agent_messages set id = lanekeeper.agent_uuid7('2026-01-02') where seq = 1 and thread_id = 't'`,
 	},
 	"a thread has no gap": {
 		`delete from agent_messages where seq = 4`, `delete from agent_messages where seq = 1 and thread_id = 't'`, `update agent_threads set next_seq = 20`,

@@ -21,7 +21,7 @@ const innocent = `
 	  (id('wh'), tr('wh', 1), 'webhook', 'webhook', 'completed', now(), null, '{}', '{}'),
 	  (id('au'), tr('wh', 1), 'webhook', 'automation', 'completed', now(), null, jsonb_build_object('run_id', id('run')), '{}');
 	insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, status, input, output, token_usage, cost_usd, purpose, lane, created_at, finished_at)
-	select agent_uuid7(now() - interval '1 minute' + at * interval '1 second'), x.trace_id, x.id, kind, x.surface, skill, 'success', args, out,
+	select lanekeeper.agent_uuid7(now() - interval '1 minute' + at * interval '1 second'), x.trace_id, x.id, kind, x.surface, skill, 'success', args, out,
 	       case when kind = 'model' then '{"total_tokens": 10}'::jsonb else '{}' end, case when kind = 'model' then 0.5 else 0 end, purpose, '',
 	       now() - interval '1 minute' + at * interval '1 second', now() - interval '1 minute' + (at + 0.5) * interval '1 second'
 	  from (values

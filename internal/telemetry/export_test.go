@@ -261,7 +261,7 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	}
 	ended := make(chan error, 1)
 	go func() {
-		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `select from close_agent_executions(array[$1::uuid], '{1}', '{completed}',
+		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `select from lanekeeper.close_agent_executions(array[$1::uuid], '{1}', '{completed}',
 			null, null, null, null, null, null, '{step}', null, null, array['1'::jsonb])`, run)
 		ended <- err
 	}()

@@ -58,7 +58,7 @@ func TestGoldenAttributes(t *testing.T) {
 		t.Errorf("kinds and messages (-want +got):\n%s", diff)
 	}
 	// With the opt-in the same again, and content, without secrets.
-	s.exec(`update agent_span_export set sent_upto = agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
+	s.exec(`update agent_span_export set sent_upto = lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
 	golden["chat gpt-4o"]["gen_ai.input.messages"] = `[{"parts":[{"content":"hello, my key is [redacted]","type":"text"}],"role":"user"}]`
 	golden["chat gpt-4o"]["gen_ai.output.messages"] = `[{"parts":[{"arguments":{"a":1},"id":"c1","name":"look","type":"tool_call"}],"role":"assistant"}]`
 	golden["execute_tool look"]["gen_ai.tool.call.arguments"] = `{"a":1}`

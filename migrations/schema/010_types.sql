@@ -16,6 +16,9 @@
 -- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they
 -- would have answered.
 
+create schema lanekeeper;
+comment on schema lanekeeper is 'What works behind the contract. It may change in any release, and only the owner uses it.';
+
 -- Closed sets of words. A domain is checked wherever a value is written, by whomever.
 create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow'));
 create domain agent_execution_status as text
@@ -43,22 +46,22 @@ comment on domain agent_seconds is 'A duration in whole seconds, from 0 on.';
 -- Code
 
 -- As before, in a form that is expanded where it is called. Of the 60 bits of time the last 12 are the part of a millisecond.
-create or replace function agent_uuid7(p_at timestamptz default clock_timestamp()) returns uuid
+create or replace function lanekeeper.agent_uuid7(p_at timestamptz default clock_timestamp()) returns uuid
 language sql volatile parallel safe as $$
   select (overlay(lpad(to_hex(floor(extract(epoch from p_at) * 4096000)::bigint), 15, '0') placing '7' from 13 for 0)
           || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
 $$;
-comment on function agent_uuid7 is 'A time-ordered uuid (version 7) with sub-millisecond order.';
+comment on function lanekeeper.agent_uuid7 is 'A time-ordered uuid (version 7) with sub-millisecond order.';
 
-create or replace function agent_uuid7_floor(p_at timestamptz) returns uuid
+create or replace function lanekeeper.agent_uuid7_floor(p_at timestamptz) returns uuid
 language sql immutable parallel safe as $$
   select (encode(substring(int8send(floor(extract(epoch from p_at) * 1000)::bigint) from 3 for 6), 'hex')
           || '70008000000000000000')::uuid
 $$;
-comment on function agent_uuid7_floor is
+comment on function lanekeeper.agent_uuid7_floor is
   'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
 
-create or replace function agent_trace_id(p_prefix text) returns text
+create or replace function lanekeeper.agent_trace_id(p_prefix text) returns text
 language plpgsql volatile parallel safe as $$
 declare
   alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
@@ -78,19 +81,19 @@ begin
   end loop;
   return p_prefix || '_' || word;
 end $$;
-comment on function agent_trace_id is 'A new trace id, prefix and ULID, for work that begins in SQL.';
+comment on function lanekeeper.agent_trace_id is 'A new trace id, prefix and ULID, for work that begins in SQL.';
 
-create or replace function agent_uuid(p_text text) returns uuid language sql immutable as $$
+create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
   select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
 $$;
 
-create or replace function agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e15)::bigint else 0 end
 $$;
-comment on function agent_tokens is
+comment on function lanekeeper.agent_tokens is
   'A count of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
 
-create or replace function agent_words(p_from timestamptz, p_to timestamptz) returns text language sql immutable as $$
+create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language sql immutable as $$
   select case when s is null then 'an unknown time' when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms'
               when s < 60 then round(s, 1) || ' s' when s < 3600 then floor(s / 60) || ' min ' || floor(s % 60) || ' s'
               when s < 86400 then floor(s / 3600) || ' h ' || floor(s % 3600 / 60) || ' min'
@@ -98,16 +101,16 @@ create or replace function agent_words(p_from timestamptz, p_to timestamptz) ret
     from (select case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end as s) t
    where p_from is not null and p_to is not null
 $$;
-comment on function agent_words is
+comment on function lanekeeper.agent_words is
   'The time between two moments as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
 
-create or replace function agent_usd(p_usage jsonb, p_kind text) returns numeric language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_usd(p_usage jsonb, p_kind text) returns numeric language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then (p_usage ->> p_kind)::numeric else 0 end
 $$;
-comment on function agent_usd is
+comment on function lanekeeper.agent_usd is
   'An amount of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
 
-create or replace function agent_name_fault(p_name text) returns text
+create or replace function lanekeeper.agent_name_fault(p_name text) returns text
 language plpgsql immutable parallel safe as $$
 begin
   if p_name is null or length(p_name) not between 1 and 255 or p_name ~ '[[:cntrl:]]' then
@@ -122,7 +125,7 @@ begin
   end if;
   return null;
 end $$;
-comment on function agent_name_fault is
+comment on function lanekeeper.agent_name_fault is
   'What the name of a lane or an owner has to be, where it is not; null for a valid name.';
 
 -- What a client does in a transaction that it leaves open holds up its own work, and nobody else's.
@@ -135,11 +138,11 @@ comment on function agent_name_fault is
 -- What still may meet a lock waits for it for a moment only, and then fails with SQLSTATE 55P03. The process tries again, and holds no
 -- connection in between.
 
-create or replace function agent_event_id_class() returns int language sql immutable parallel safe as $$ select 1818324581 $$;
-comment on function agent_event_id_class is 'The first key of the advisory locks of event ids.';
+create or replace function lanekeeper.agent_event_id_class() returns int language sql immutable parallel safe as $$ select 1818324581 $$;
+comment on function lanekeeper.agent_event_id_class is 'The first key of the advisory locks of event ids.';
 
-create or replace function agent_event_id_slot(p_id text) returns int language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_event_id_slot(p_id text) returns int language sql immutable parallel safe as $$
   select (hashtextextended(p_id, 0) & 2047)::int
 $$;
-comment on function agent_event_id_slot is
+comment on function lanekeeper.agent_event_id_slot is
   'The second key of the advisory lock of an event id: ids share 2,048 of them.';

@@ -113,7 +113,7 @@ comment on column agent_lane_holds.ended is
 comment on column agent_lane_holds.successor is 'The next holder, where it is known at the same time.';
 
 create table agent_workers (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   name         text not null default '',
   kind         text not null default 'process' check (kind in ('process', 'outside')),
   ttl_seconds  int not null default 30 check (ttl_seconds > 0),
@@ -141,15 +141,15 @@ comment on column agent_workers.claim is 'The claim of that lock.';
 
 -- Code
 
-create or replace function agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns void
+create or replace function lanekeeper.agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns void
 language plpgsql immutable as $$
 begin
-  if agent_name_fault(p_lane) is not null then
-    raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), agent_name_fault(p_lane)
+  if lanekeeper.agent_name_fault(p_lane) is not null then
+    raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), lanekeeper.agent_name_fault(p_lane)
       using errcode = '22023';
-  elsif agent_name_fault(p_locked_by) is not null then
+  elsif lanekeeper.agent_name_fault(p_locked_by) is not null then
     raise exception 'owner % of lane % is not valid: an owner is %',
-      coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), agent_name_fault(p_locked_by) using errcode = '22023';
+      coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), lanekeeper.agent_name_fault(p_locked_by) using errcode = '22023';
   elsif p_ttl_seconds is null or p_ttl_seconds <= 0 or p_ttl_seconds > 2592000 then
     raise exception 'ttl of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
       coalesce(p_ttl_seconds::text, 'null'), quote_literal(p_lane) using errcode = '22023';
@@ -157,35 +157,35 @@ begin
 end $$;
 
 -- It is not immutable, because an epoch of a timestamptz is not; declared so it could not be inlined, and was parsed at each call.
-create or replace function agent_lock_token(p_old bigint, p_now timestamptz) returns bigint
+create or replace function lanekeeper.agent_lock_token(p_old bigint, p_now timestamptz) returns bigint
 language sql stable parallel safe as $$
   select greatest(p_old + 1, (extract(epoch from p_now) * 1000000)::bigint)
 $$;
 
-create or replace function agent_lock_execution(p_locked_by text) returns uuid
+create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
 language sql immutable parallel safe as $$
   select case when substr(p_locked_by, 37, 1) = '#'
                and p_locked_by ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}#[0-9]+$'
               then left(p_locked_by, 36)::uuid end
 $$;
 
-create or replace function agent_lock_parks(p_lane text) returns boolean
+create or replace function lanekeeper.agent_lock_parks(p_lane text) returns boolean
 language sql immutable parallel safe as $$
   select p_lane ~ '^(thread|automation|objective):'
 $$;
-comment on function agent_lock_parks is 'Whether a lane stays with its holder while that waits durably.';
+comment on function lanekeeper.agent_lock_parks is 'Whether a lane stays with its holder while that waits durably.';
 
-create or replace function agent_lock_head(p_lane text, p_now timestamptz) returns text
+create or replace function lanekeeper.agent_lock_head(p_lane text, p_now timestamptz) returns text
 language sql volatile as $$
   select w.owner from agent_lock_waiters w where w.lane = p_lane and w.expires_at > p_now order by w.ticket limit 1
 $$;
-comment on function agent_lock_head is 'Who waits first for a lane; null when nobody does.';
+comment on function lanekeeper.agent_lock_head is 'Who waits first for a lane; null when nobody does.';
 
-create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
 language plpgsql volatile as $$
 declare
-  a agent_lock_answer := ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  a agent_lock_answer := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
 begin
   acquired := a.acquired;
   fencing_token := a.fencing_token;
@@ -193,13 +193,20 @@ begin
   locked_by := a.locked_by;
   return next;
 end $$;
+comment on function lanekeeper.acquire_agent_lock is 'The work of the contract''s function of this name.';
+
+create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text) language plpgsql volatile security definer set search_path from current as $$
+begin
+  return query select * from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+end $$;
 comment on function acquire_agent_lock is
   'Like try_acquire_agent_lock, with details: the token and end of the lease, or the present holder.';
 
 create or replace function try_acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
-returns boolean language plpgsql volatile as $$
+returns boolean language plpgsql volatile security definer set search_path from current as $$
 begin
-  return (ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds)).acquired;
+  return (lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds)).acquired;
 end $$;
 comment on function try_acquire_agent_lock is
   'Acquire a lane that is free or whose lease has ended, or renew one that the same owner holds. It never waits. '
@@ -207,9 +214,9 @@ comment on function try_acquire_agent_lock is
 
 create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300, p_patience_seconds int default 5)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 declare
-  a agent_lock_answer := queue_for_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds, false);
+  a agent_lock_answer := lanekeeper.queue_for_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds, false);
 begin
   acquired := a.acquired;
   fencing_token := a.fencing_token;
@@ -222,13 +229,13 @@ comment on function await_agent_lock is
   'notification on channel agent_lanes, or after a second or two. The place counts only after a commit.';
 
 create or replace function leave_agent_lock_queue(p_lane text, p_locked_by text) returns void
-language sql volatile as $$
+language sql volatile security definer set search_path from current as $$
   delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by
 $$;
 comment on function leave_agent_lock_queue is
   'Leave the queue of a lane. The next waiter is served as if this one had never come.';
 
-create or replace function renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
+create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
 language plpgsql volatile
 set enable_seqscan = off
@@ -267,18 +274,18 @@ begin
          d.expires_at
     from want w left join done d on d.lane = w.lane and d.fencing_token = w.token;
 end $$;
-comment on function renew_agent_locks is
+comment on function lanekeeper.renew_agent_locks is
   'Renew many leases in one statement. renewed: the lease goes on. busy: another transaction has locked the row; try '
   'again soon. Neither: the lane is lost.';
 
 create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
-returns boolean language plpgsql volatile set enable_seqscan = off set jit = off as $$
+returns boolean language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
   at_  tid;
   ends timestamptz;
 begin
   if (p_ttl_seconds between 1 and 2592000) is not true then
-    perform agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
+    perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
   end if;
   for try in 1 .. 2 loop
     select l.ctid, l.expires_at into at_, ends from agent_locks l
@@ -286,10 +293,10 @@ begin
     exit when at_ is not null or try = 2;
     if not exists (select from agent_locks l
                     where l.lane = p_lane and l.locked_by = p_locked_by and l.fencing_token = p_fencing_token) then
-      perform agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
+      perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
       return false;
     end if;
-    perform lock_agent_lock_row(p_lane, true);
+    perform lanekeeper.lock_agent_lock_row(p_lane, true);
   end loop;
   if at_ is null or ends <= clock_timestamp() then                                    -- after the lock
     return false;
@@ -304,7 +311,7 @@ comment on function renew_agent_lock is
   'Renew a live lease. False: it is lost or has ended, even if nobody took the lane. While another transaction '
   'changes the lane, it waits for about a second, then raises 55P03 and names the blocker.';
 
-create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
+create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
 returns boolean language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   at_    tid;
@@ -325,22 +332,22 @@ begin
     if not exists (select from agent_locks l
                     where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp()
                       and (p_fencing_token is null or l.fencing_token = p_fencing_token)) then
-      if not agent_lock_fits(p_lane, p_locked_by) then
-        perform agent_lock_check(p_lane, p_locked_by, 1);                             -- says what is wrong
+      if not lanekeeper.agent_lock_fits(p_lane, p_locked_by) then
+        perform lanekeeper.agent_lock_check(p_lane, p_locked_by, 1);                             -- says what is wrong
       end if;
       return false;
     end if;
-    perform lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
+    perform lanekeeper.lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
   end loop;
   if at_ is null or kept or ends <= clock_timestamp() then                            -- after the lock
     return false;
   end if;
   -- Only an execution borrows, and few lanes are lent. Not one condition: with a query in it, it would be one for every lane.
   if of is not null then
-    if exists (select from agent_lock_loans n where n.lane = p_lane) and return_agent_lock(p_lane) is not null then
+    if exists (select from agent_lock_loans n where n.lane = p_lane) and lanekeeper.return_agent_lock(p_lane) is not null then
       return true;                                                                    -- to the ancestor who lent it
     end if;
-    perform note_agent_hold(p_lane, 'released');
+    perform lanekeeper.note_agent_hold(p_lane, 'released');
   end if;
   update agent_locks l
      set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp(), parked = false,
@@ -350,9 +357,16 @@ begin
     perform pg_notify('agent_lanes', p_lane);
   end if;
   if p_lane like 'thread:%' then
-    perform agent_lane_freed(p_lane);
+    perform lanekeeper.agent_lane_freed(p_lane);
   end if;
   return true;
+end $$;
+comment on function lanekeeper.release_agent_lock is 'The work of the contract''s function of this name.';
+
+create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
+returns boolean language plpgsql volatile security definer set search_path from current as $$
+begin
+  return lanekeeper.release_agent_lock(p_lane, p_locked_by, p_fencing_token);
 end $$;
 comment on function release_agent_lock is
   'Release a lane and void its token. Only the live owner can; any other caller gets false and changes nothing. A '
@@ -361,12 +375,12 @@ comment on function release_agent_lock is
   'blocker.';
 
 create or replace function is_agent_lock_held(p_lane text) returns boolean
-language sql volatile as $$
+language sql volatile security definer set search_path from current as $$
   select exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
 $$;
 comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
 
-create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint) returns void
+create or replace function lanekeeper.fence_agent_lock(p_lane text, p_fencing_token bigint) returns void
 language plpgsql volatile
 set enable_seqscan = off
 set jit = off as $$
@@ -380,19 +394,26 @@ begin
       using errcode = 'LK001', hint = 'Stop the work: another run may hold the lane.';
   end if;
 end $$;
+comment on function lanekeeper.fence_agent_lock is 'The work of the contract''s function of this name.';
+
+create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint)
+returns void language plpgsql volatile security definer set search_path from current as $$
+begin
+  perform lanekeeper.fence_agent_lock(p_lane, p_fencing_token);
+end $$;
 comment on function fence_agent_lock is
   'Guard a write: call it first in the transaction of the write. It raises LK001 unless the token is the live one of '
   'the lane.';
 
-create or replace function reown_agent_locks(p_execution_id uuid, p_owner text) returns int
+create or replace function lanekeeper.reown_agent_locks(p_execution_id uuid, p_owner text) returns int
 language plpgsql volatile as $$
 declare
-  mine text[] := lock_agent_locks(p_execution_id);
+  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
   now_ timestamptz := clock_timestamp();
   n int;
 begin
   update agent_locks l
-     set locked_by = p_owner, fencing_token = agent_lock_token(l.fencing_token, now_), parked = false,
+     set locked_by = p_owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), parked = false,
          expires_at = now_ + make_interval(secs => l.ttl_seconds)
    where l.lane = any (mine) and l.execution_id = p_execution_id and l.expires_at > now_;
   get diagnostics n = row_count;
@@ -402,10 +423,10 @@ end $$;
 -- A thread may be lent by a parent that runs, to a child that it has just started. When the parent then waits for anything but that child, the
 -- loan ends: the child acts under lanes of its own, as every child does that is not waited for.
 
-create or replace function park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
+create or replace function lanekeeper.park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
 language plpgsql volatile as $$
 declare
-  mine text[] := lock_agent_locks(p_execution_id);
+  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
   loan record;
 begin
   if mine = '{}' then
@@ -419,26 +440,26 @@ begin
        order by n.lane, n.depth
     loop
       delete from agent_lock_loans n where n.lane = loan.lane and n.depth >= loan.depth;
-      perform hand_agent_lock(loan.lane, p_execution_id, loan.claim, agent_lock_parks(loan.lane), loan.ttl_seconds);
+      perform lanekeeper.hand_agent_lock(loan.lane, p_execution_id, loan.claim, lanekeeper.agent_lock_parks(loan.lane), loan.ttl_seconds);
     end loop;
   end if;
   -- Parking changes the key: the claim that parked may write nothing more under its token.
   update agent_locks l
      set parked = p_parked,
          locked_by = (select x.id || '#' || x.claim from agent_executions x where x.id = p_execution_id),
-         fencing_token = agent_lock_token(l.fencing_token, clock_timestamp()),
+         fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
          expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00'
                            else clock_timestamp() + make_interval(secs => l.ttl_seconds) end
-   where l.lane = any (mine) and l.execution_id = p_execution_id and agent_lock_parks(l.lane) and l.parked <> p_parked
+   where l.lane = any (mine) and l.execution_id = p_execution_id and lanekeeper.agent_lock_parks(l.lane) and l.parked <> p_parked
      and l.expires_at > clock_timestamp();
 end $$;
 
-create or replace function release_agent_locks(p_execution_id uuid) returns int
+create or replace function lanekeeper.release_agent_locks(p_execution_id uuid) returns int
 language sql volatile as $$
-  select free_agent_locks(p_execution_id, true)
+  select lanekeeper.free_agent_locks(p_execution_id, true)
 $$;
 
-create or replace function sweep_agent_locks(p_idle interval default '1 day') returns int
+create or replace function lanekeeper.sweep_agent_locks(p_idle interval default '1 day') returns int
 language plpgsql volatile as $$
 declare
   back text;
@@ -455,7 +476,7 @@ begin
      where l.expires_at <= clock_timestamp() and exists (select from agent_lock_loans k where k.lane = l.lane)
      order by l.lane limit 1000 for update skip locked
   loop
-    perform return_agent_lock(back);
+    perform lanekeeper.return_agent_lock(back);
   end loop;
   with old as (
     select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
@@ -469,47 +490,47 @@ begin
   get diagnostics n = row_count;
   return n;
 end $$;
-comment on function sweep_agent_locks is
+comment on function lanekeeper.sweep_agent_locks is
   'Forget lanes that have been free for a day; their tokens keep growing, because the clock does.';
 
-create or replace function agent_lane_open(p_lane text) returns boolean
+create or replace function lanekeeper.agent_lane_open(p_lane text) returns boolean
 language sql volatile as $$
-  select not is_agent_lock_held(p_lane) and agent_lock_head(p_lane, clock_timestamp()) is null
+  select not is_agent_lock_held(p_lane) and lanekeeper.agent_lock_head(p_lane, clock_timestamp()) is null
 $$;
-comment on function agent_lane_open is 'Whether nobody holds a lane and nobody stands in its queue.';
+comment on function lanekeeper.agent_lane_open is 'Whether nobody holds a lane and nobody stands in its queue.';
 
 create or replace function break_agent_lock(p_lane text, p_reason text) returns boolean
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 declare
   held agent_locks;
   e record;
   trace text;
 begin
   if p_reason is null or btrim(p_reason) = '' then
-    perform agent_lock_check(p_lane, 'admin', 1);
+    perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
     raise exception 'breaking lane % needs a reason', quote_literal(p_lane) using errcode = '22023';
   end if;
-  perform lock_agent_lock_row(p_lane);
+  perform lanekeeper.lock_agent_lock_row(p_lane);
   select l.* into held from agent_locks l where l.lane = p_lane for update;
   if not found or held.expires_at <= clock_timestamp() then
-    perform agent_lock_check(p_lane, 'admin', 1);
+    perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
     return false;
   end if;
-  perform note_agent_hold(p_lane, 'broken', 'admin');
+  perform lanekeeper.note_agent_hold(p_lane, 'broken', 'admin');
   update agent_locks l
      set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp(), parked = false,
          execution_id = null
    where l.lane = p_lane;
   select x.trace_id, x.surface, x.agent, x.id into e from agent_executions x where x.id = held.execution_id;
   trace := coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'),
-                    agent_trace_id('op'));
+                    lanekeeper.agent_trace_id('op'));
   insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane, finished_at, duration_ms)
   values (trace, e.id, 'note', coalesce(e.agent, 'agent'), coalesce(e.surface, 'operate'), 'break_lane', 'success',
           jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by,
                              'fencing_token', held.fencing_token), p_lane, clock_timestamp(), 0);
   delete from agent_lock_loans n where n.lane = p_lane;
   perform pg_notify('agent_lanes', p_lane);                 -- who waits, and who held it
-  perform agent_lane_freed(p_lane);
+  perform lanekeeper.agent_lane_freed(p_lane);
   return true;
 end $$;
 comment on function break_agent_lock is
@@ -517,7 +538,7 @@ comment on function break_agent_lock is
   'holder''s trace. The holder is notified on agent_lanes. While a fenced write is under way it waits for about '
   'a second, then raises 55P03 and says who is in the way.';
 
-create or replace function agent_lenders(p_borrower uuid, p_holder uuid, p_running boolean) returns uuid[]
+create or replace function lanekeeper.agent_lenders(p_borrower uuid, p_holder uuid, p_running boolean) returns uuid[]
 language plpgsql volatile as $$
 declare
   child record;
@@ -540,19 +561,19 @@ begin
   end loop;
   return null;
 end $$;
-comment on function agent_lenders is
+comment on function lanekeeper.agent_lenders is
   'The line from a holder down to the parent of who wants to borrow, when every one on it waits for its child; '
   'else null. With p_running also when one has started its child and not begun to wait yet, as it does next.';
 
-create or replace function agent_lends(p_borrower uuid, p_holder uuid, p_lane text) returns boolean
+create or replace function lanekeeper.agent_lends(p_borrower uuid, p_holder uuid, p_lane text) returns boolean
 language sql volatile as $$
-  select agent_lenders(p_borrower, p_holder, p_lane like 'thread:%') is not null
+  select lanekeeper.agent_lenders(p_borrower, p_holder, p_lane like 'thread:%') is not null
 $$;
-comment on function agent_lends is
+comment on function lanekeeper.agent_lends is
   'Whether an execution may borrow a lane from the one that holds it: every parent on the way waits for its '
   'child. A thread is lent a little sooner, when the parent has started its child and not begun to wait yet.';
 
-create or replace function lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
+create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
 language plpgsql volatile as $$
 declare
   held agent_locks;
@@ -565,7 +586,7 @@ begin
   if held.expires_at <= now_ or held.execution_id is null or held.execution_id = p_borrower then
     return null;
   end if;
-  line := agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
+  line := lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
   between_ := line[2 : cardinality(line) - 1];
   if cardinality(between_) > 0 then
     -- Neither the lane nor the borrower's row stands for these. One that is being changed stops waiting now, or begins.
@@ -573,7 +594,7 @@ begin
                                                        order by x.id for share skip locked) t) then
       return null;
     end if;
-    line := agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
+    line := lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
   end if;
   if line is null then
     return null;
@@ -582,52 +603,52 @@ begin
   insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
   select p_lane, deep + u.n, u.lender, coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
     from unnest(line) with ordinality u (lender, n);
-  perform note_agent_hold(p_lane, 'lent', p_borrower || '#' || p_claim);
+  perform lanekeeper.note_agent_hold(p_lane, 'lent', p_borrower || '#' || p_claim);
   update agent_locks l
      set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false, locked_at = now_,
-         fencing_token = agent_lock_token(l.fencing_token, now_), ttl_seconds = p_ttl_seconds,
+         fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), ttl_seconds = p_ttl_seconds,
          expires_at = now_ + make_interval(secs => p_ttl_seconds)
    where l.lane = p_lane;
   return held.execution_id;
 end $$;
-comment on function lend_agent_lock is
+comment on function lanekeeper.lend_agent_lock is
   'Lend a lane, whose row and whose borrower''s row the caller has locked, to an execution. Answers from whom, '
   'null when it may not.';
 
-create or replace function borrow_agent_lock(p_lane text, p_execution_id uuid, p_claim bigint, p_ttl_seconds int default 300)
+create or replace function lanekeeper.borrow_agent_lock(p_lane text, p_execution_id uuid, p_claim bigint, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
   from_ uuid;
 begin
-  perform agent_lock_check(p_lane, p_execution_id || '#' || p_claim, p_ttl_seconds);
+  perform lanekeeper.agent_lock_check(p_lane, p_execution_id || '#' || p_claim, p_ttl_seconds);
   perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;   -- executions before lanes
-  perform fence_agent_execution(p_execution_id, p_claim);
+  perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
   perform 1 from agent_locks l where l.lane = p_lane for update;
   if found then
-    from_ := lend_agent_lock(p_lane, p_execution_id, p_claim, p_ttl_seconds);
+    from_ := lanekeeper.lend_agent_lock(p_lane, p_execution_id, p_claim, p_ttl_seconds);
   end if;
   return query select from_ is not null, l.fencing_token, l.expires_at, from_
                  from (values (p_lane)) v (lane) left join agent_locks l on l.lane = v.lane;
 end $$;
-comment on function borrow_agent_lock is
+comment on function lanekeeper.borrow_agent_lock is
   'Take a lane from a parent that waits for this execution, as a loan. No error when it may not, or nobody of '
   'its line holds the lane: acquired is false.';
 
-create or replace function hand_agent_lock(p_lane text, p_to uuid, p_claim bigint, p_parked boolean, p_ttl_seconds int) returns void
+create or replace function lanekeeper.hand_agent_lock(p_lane text, p_to uuid, p_claim bigint, p_parked boolean, p_ttl_seconds int) returns void
 language plpgsql volatile as $$
 begin
-  perform note_agent_hold(p_lane, 'given back', p_to || '#' || p_claim);
+  perform lanekeeper.note_agent_hold(p_lane, 'given back', p_to || '#' || p_claim);
   update agent_locks l
      set locked_by = p_to || '#' || p_claim, execution_id = p_to, parked = p_parked, locked_at = clock_timestamp(),
-         ttl_seconds = p_ttl_seconds, fencing_token = agent_lock_token(l.fencing_token, clock_timestamp()),
+         ttl_seconds = p_ttl_seconds, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
          expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00'
                            else clock_timestamp() + make_interval(secs => p_ttl_seconds) end
    where l.lane = p_lane;
 end $$;
 
-create or replace function return_agent_lock(p_lane text) returns uuid
+create or replace function lanekeeper.return_agent_lock(p_lane text) returns uuid
 language plpgsql volatile as $$
 declare
   loan record;
@@ -639,18 +660,18 @@ begin
     select x.id, x.claim, x.status into above from agent_executions x
      where x.id = loan.lender and x.status in ('running', 'waiting');
     if found then
-      perform hand_agent_lock(p_lane, above.id, above.claim, above.status = 'waiting' and agent_lock_parks(p_lane), loan.ttl_seconds);
-      perform agent_lane_freed(p_lane);
+      perform lanekeeper.hand_agent_lock(p_lane, above.id, above.claim, above.status = 'waiting' and lanekeeper.agent_lock_parks(p_lane), loan.ttl_seconds);
+      perform lanekeeper.agent_lane_freed(p_lane);
       return above.id;
     end if;
   end loop;
   return null;
 end $$;
-comment on function return_agent_lock is
+comment on function lanekeeper.return_agent_lock is
   'End the last loan of a lane, whose row the caller has locked: to the nearest lender that is alive. Null when '
   'there is none.';
 
-create or replace function lock_agent_locks(p_execution_id uuid) returns text[]
+create or replace function lanekeeper.lock_agent_locks(p_execution_id uuid) returns text[]
 language plpgsql volatile as $$
 declare
   mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id
@@ -661,14 +682,14 @@ begin
   end if;
   return mine;
 end $$;
-comment on function lock_agent_locks is
+comment on function lanekeeper.lock_agent_locks is
   'Lock the lanes that an execution holds or has lent, after its own row has been changed. Whose they are is to '
   'be read after this.';
 
-create or replace function recall_agent_loans(p_lender uuid) returns int
+create or replace function lanekeeper.recall_agent_loans(p_lender uuid) returns int
 language plpgsql volatile as $$
 declare
-  mine text[] := lock_agent_locks(p_lender);
+  mine text[] := lanekeeper.lock_agent_locks(p_lender);
   loan record;
   claim_ bigint;
   n int := 0;
@@ -680,20 +701,20 @@ begin
   for loan in select distinct on (l.lane) l.lane, l.depth, l.ttl_seconds from agent_lock_loans l
                where l.lender = p_lender and l.lane = any (mine) order by l.lane, l.depth loop
     delete from agent_lock_loans l where l.lane = loan.lane and l.depth >= loan.depth;
-    perform hand_agent_lock(loan.lane, p_lender, claim_, false, loan.ttl_seconds);
-    perform agent_lane_freed(loan.lane);
+    perform lanekeeper.hand_agent_lock(loan.lane, p_lender, claim_, false, loan.ttl_seconds);
+    perform lanekeeper.agent_lane_freed(loan.lane);
     n := n + 1;
   end loop;
   return n;
 end $$;
-comment on function recall_agent_loans is 'Take back what an execution has lent, because it does not wait any more.';
+comment on function lanekeeper.recall_agent_loans is 'Take back what an execution has lent, because it does not wait any more.';
 
-create or replace function take_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+create or replace function lanekeeper.take_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid, soon boolean)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  me uuid := agent_lock_execution(p_locked_by);
+  me uuid := lanekeeper.agent_lock_execution(p_locked_by);
   heir boolean;
   got record;
   of uuid;
@@ -703,14 +724,14 @@ begin
     where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
   heir := found;
   soon := false;
-  select a.* into got from acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
+  select a.* into got from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
   acquired := got.acquired; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := got.locked_by;
   if not acquired and heir then
-    of := agent_lock_execution(locked_by);
-    soon := agent_lenders(me, of, true) is not null or locked_by is null;
-    if agent_lends(me, of, p_lane) then
+    of := lanekeeper.agent_lock_execution(locked_by);
+    soon := lanekeeper.agent_lenders(me, of, true) is not null or locked_by is null;
+    if lanekeeper.agent_lends(me, of, p_lane) then
       perform 1 from agent_locks l where l.lane = p_lane for update;
-      lender := lend_agent_lock(p_lane, me, substr(p_locked_by, 38)::bigint, p_ttl_seconds);
+      lender := lanekeeper.lend_agent_lock(p_lane, me, substr(p_locked_by, 38)::bigint, p_ttl_seconds);
       if lender is not null then
         select l.fencing_token, l.expires_at, l.locked_by into fencing_token, expires_at, locked_by
           from agent_locks l where l.lane = p_lane;
@@ -721,11 +742,11 @@ begin
   end if;
   return next;
 end $$;
-comment on function take_agent_lock is
+comment on function lanekeeper.take_agent_lock is
   'acquire_agent_lock for an execution, which borrows the lane where a parent that waits for it holds it: then '
   'lender says from whom. soon: it may not yet, but such a parent is about to wait; try again in a moment.';
 
-create or replace function agent_lane_freed(p_lane text) returns void
+create or replace function lanekeeper.agent_lane_freed(p_lane text) returns void
 language plpgsql volatile as $$
 begin
   if p_lane like 'thread:%' and exists (
@@ -733,13 +754,13 @@ begin
     perform pg_notify('agent_threads', substr(p_lane, 8));
   end if;
 end $$;
-comment on function agent_lane_freed is
+comment on function lanekeeper.agent_lane_freed is
   'Tell who delivers messages that a thread with queued ones has changed hands.';
 
-create or replace function free_agent_locks(p_execution_id uuid, p_threads boolean) returns int
+create or replace function lanekeeper.free_agent_locks(p_execution_id uuid, p_threads boolean) returns int
 language plpgsql volatile as $$
 declare
-  mine text[] := lock_agent_locks(p_execution_id);
+  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
   freed record;
   n int := 0;
 begin
@@ -756,28 +777,28 @@ begin
   loop
     n := n + 1;
     delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;    -- what it had lent comes back first
-    continue when return_agent_lock(freed.lane) is not null;
-    perform note_agent_hold(freed.lane, case when p_threads then 'ended' else 'handed back' end);
+    continue when lanekeeper.return_agent_lock(freed.lane) is not null;
+    perform lanekeeper.note_agent_hold(freed.lane, case when p_threads then 'ended' else 'handed back' end);
     update agent_locks l
        set locked_by = '', fencing_token = l.fencing_token + 1, parked = false, execution_id = null,
            expires_at = least(l.expires_at, clock_timestamp())
      where l.lane = freed.lane;
-    if agent_lock_wanted(freed.lane) then
+    if lanekeeper.agent_lock_wanted(freed.lane) then
       perform pg_notify('agent_lanes', freed.lane);
     end if;
-    perform agent_lane_freed(freed.lane);
+    perform lanekeeper.agent_lane_freed(freed.lane);
   end loop;
   return n;
 end $$;
 
-create or replace function agent_lock_fits(p_lane text, p_locked_by text) returns boolean
+create or replace function lanekeeper.agent_lock_fits(p_lane text, p_locked_by text) returns boolean
 language sql immutable parallel safe as $$
   select (length(p_lane) between 1 and 255 and length(p_locked_by) between 1 and 255
-          and (p_lane || p_locked_by ~ '^[!-~]+$' or agent_name_fault(p_lane) is null and agent_name_fault(p_locked_by) is null)) is true
+          and (p_lane || p_locked_by ~ '^[!-~]+$' or lanekeeper.agent_name_fault(p_lane) is null and lanekeeper.agent_name_fault(p_locked_by) is null)) is true
 $$;
-comment on function agent_lock_fits is 'Whether the names of a lane and of an owner are valid: see agent_name_fault.';
+comment on function lanekeeper.agent_lock_fits is 'Whether the names of a lane and of an owner are valid: see agent_name_fault.';
 
-create or replace function ask_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
+create or replace function lanekeeper.ask_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   now_   timestamptz;
@@ -796,16 +817,16 @@ begin
   if at_ is not null then
     now_ := clock_timestamp();                                                        -- after the lock
     update agent_locks l
-       set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+       set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
            expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-           execution_id = agent_lock_execution(p_locked_by)
+           execution_id = lanekeeper.agent_lock_execution(p_locked_by)
      where l.ctid = at_ and l.expires_at <= now_                                      -- ours, so it stays where it is
     returning true, l.fencing_token, l.expires_at, p_locked_by, '', now_ into got;
     if got.acquired then
       return got;
     end if;
-  elsif not agent_lock_fits(p_lane, p_locked_by) or (p_ttl_seconds between 1 and 2592000) is not true then
-    perform agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
+  elsif not lanekeeper.agent_lock_fits(p_lane, p_locked_by) or (p_ttl_seconds between 1 and 2592000) is not true then
+    perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
   end if;
 
   select l.fencing_token, l.locked_by, l.expires_at into token, holder, ends from agent_locks l where l.lane = p_lane;
@@ -816,8 +837,8 @@ begin
     end if;
     now_ := clock_timestamp();
     insert into agent_locks as l (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
-    values (p_lane, p_locked_by, agent_lock_token(0, now_), now_, now_ + make_interval(secs => p_ttl_seconds),
-            p_ttl_seconds, agent_lock_execution(p_locked_by))
+    values (p_lane, p_locked_by, lanekeeper.agent_lock_token(0, now_), now_, now_ + make_interval(secs => p_ttl_seconds),
+            p_ttl_seconds, lanekeeper.agent_lock_execution(p_locked_by))
     on conflict (lane) do nothing
     returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
     return case when got.acquired then got else row(false, null, null, null, null, null)::agent_lock_answer end;
@@ -845,7 +866,7 @@ begin
       return got;
     end if;
   else
-    head := agent_lock_head(p_lane, now_);
+    head := lanekeeper.agent_lock_head(p_lane, now_);
     if head <> p_locked_by then
       return row(false, token, ends, head, null, null)::agent_lock_answer;            -- promised to who waits
     end if;
@@ -861,35 +882,35 @@ begin
   if ends > now_ then
     return row(false, token, ends, holder, null, null)::agent_lock_answer;            -- taken meanwhile
   end if;
-  head := agent_lock_head(p_lane, now_);
+  head := lanekeeper.agent_lock_head(p_lane, now_);
   if head <> p_locked_by then
     return row(false, token, ends, head, null, null)::agent_lock_answer;              -- somebody came just now
   end if;
-  if holder <> '' and return_agent_lock(p_lane) is not null then
+  if holder <> '' and lanekeeper.return_agent_lock(p_lane) is not null then
     -- The borrower let it expire, and who lent it is alive: it has gone back.
     select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got
       from agent_locks l where l.lane = p_lane;
     return got;
   end if;
-  if holder <> '' and agent_lock_execution(holder) is not null then
-    perform note_agent_hold(p_lane, 'expired', p_locked_by);
+  if holder <> '' and lanekeeper.agent_lock_execution(holder) is not null then
+    perform lanekeeper.note_agent_hold(p_lane, 'expired', p_locked_by);
   end if;
   if head = p_locked_by then
     delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
   end if;
   update agent_locks l
-     set locked_by = p_locked_by, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
          expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-         execution_id = agent_lock_execution(p_locked_by)
+         execution_id = lanekeeper.agent_lock_execution(p_locked_by)
    where l.ctid = at_
   returning true, l.fencing_token, l.expires_at, p_locked_by, holder, ends into got;
   return got;
 end $$;
-comment on function ask_agent_lock is
+comment on function lanekeeper.ask_agent_lock is
   'acquire_agent_lock, with whose expired lease was taken over and since when it was over; cheaper to call from '
   'plpgsql.';
 
-create or replace function acquire_many_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
+create or replace function lanekeeper.acquire_many_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
 returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
 language plpgsql volatile
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -904,7 +925,7 @@ begin
   end if;
   for i in 1 .. cardinality(p_lanes) loop
     continue when p_owners[i] ~ '^[!-~]+$' and length(p_owners[i]) < 256 and p_ttls[i] between 1 and 2592000;
-    perform agent_lock_check(p_lanes[i], p_owners[i], p_ttls[i]);                     -- says what is wrong, if anything is
+    perform lanekeeper.agent_lock_check(p_lanes[i], p_owners[i], p_ttls[i]);                     -- says what is wrong, if anything is
   end loop;
   -- Those that are free and wanted by nobody, whom to ask or to tell.
   select coalesce(array_agg(t.lane), '{}') into free_ from (
@@ -916,9 +937,9 @@ begin
   if free_ <> '{}' then
     return query
     update agent_locks l
-       set locked_by = w.owner, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+       set locked_by = w.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
            expires_at = now_ + make_interval(secs => w.ttl), ttl_seconds = w.ttl, parked = false,
-           execution_id = agent_lock_execution(w.owner)
+           execution_id = lanekeeper.agent_lock_execution(w.owner)
       from (select distinct on (u.lane) u.lane, u.owner, u.ttl, u.n
               from unnest(p_lanes, p_owners, p_ttls) with ordinality u (lane, owner, ttl, n) order by u.lane, u.n) w
      where l.lane = any (free_) and l.lane = w.lane and l.expires_at <= now_
@@ -926,7 +947,7 @@ begin
   end if;
   for i in 1 .. cardinality(p_lanes) loop
     continue when p_lanes[i] = any (free_) and array_position(p_lanes, p_lanes[i]) = i;
-    a := ask_agent_lock(p_lanes[i], p_owners[i], p_ttls[i]);
+    a := lanekeeper.ask_agent_lock(p_lanes[i], p_owners[i], p_ttls[i]);
     n := i;
     acquired := a.acquired;
     fencing_token := a.fencing_token;
@@ -937,12 +958,12 @@ begin
     return next;
   end loop;
 end $$;
-comment on function acquire_many_agent_locks is
+comment on function lanekeeper.acquire_many_agent_locks is
   'acquire_agent_lock for each of many lanes, in one commit; n counts them from 1. Never waits, and each try '
   'succeeds or fails for itself, but a bad name or ttl among them is an error for all. Ask for one without an '
   'answer by itself.';
 
-create or replace function release_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint)
+create or replace function lanekeeper.release_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint)
 language plpgsql volatile
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set jit = off as $$
@@ -973,12 +994,12 @@ begin
     return next;
   end loop;
 end $$;
-comment on function release_many_agent_locks is
+comment on function lanekeeper.release_many_agent_locks is
   'release_agent_lock for each of many lanes of jobs, in one commit: answers the numbers, from 1, of those that '
   'were released. Never waits. Any other is untouched: release it by itself, it may be somebody else''s, an '
   'execution''s, or in use by a fenced write.';
 
-create or replace function queue_for_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int, p_handed boolean)
+create or replace function lanekeeper.queue_for_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int, p_handed boolean)
 returns agent_lock_answer language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   got  agent_lock_answer;
@@ -988,7 +1009,7 @@ begin
     raise exception 'a place kept for % seconds in the queue of lane % is not valid: give 1 to 2592000 (30 days)',
       coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
   end if;
-  got := ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  got := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   if not got.acquired then
     -- Stand in the queue, and look once more: a release that committed before is seen by this second try. A waiter that died keeps
     -- nobody from a free lane for longer than a minute.
@@ -1000,7 +1021,7 @@ begin
       values (p_lane, p_locked_by, mark, case when p_handed then p_ttl_seconds else 0 end)
       on conflict (lane, owner) do update set expires_at = excluded.expires_at, handed_seconds = excluded.handed_seconds;
     end if;                                                 -- one that is locked is being handed the lane in an open transaction
-    got := ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+    got := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   end if;
   if got.acquired then
     delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
@@ -1011,12 +1032,12 @@ begin
   end if;
   return got;
 end $$;
-comment on function queue_for_agent_lock is
+comment on function lanekeeper.queue_for_agent_lock is
   'await_agent_lock with whose expired lease was taken over. p_handed: a release may hand the lane over, with a '
   'notification on agent_lanes that says lane, owner, token and end (microseconds), parted by tabs; renew it '
   'then. Leave with quit_agent_lock_queue.';
 
-create or replace function pass_agent_lock(p_lane text) returns text
+create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   heir   record;
@@ -1036,19 +1057,19 @@ begin
   end if;
   now_ := clock_timestamp();                                                          -- after the locks
   update agent_locks l
-     set locked_by = heir.owner, fencing_token = agent_lock_token(l.fencing_token, now_), locked_at = now_,
+     set locked_by = heir.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
          expires_at = now_ + make_interval(secs => least(heir.handed_seconds, 10)), ttl_seconds = heir.handed_seconds,
-         parked = false, execution_id = agent_lock_execution(heir.owner)
+         parked = false, execution_id = lanekeeper.agent_lock_execution(heir.owner)
    where l.lane = p_lane
   returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
   perform pg_notify('agent_lanes', passed);
   return passed;
 end $$;
-comment on function pass_agent_lock is
+comment on function lanekeeper.pass_agent_lock is
   'Hand a lane, whose live holder calls and has locked its row, to who waits first. Null when there is nobody '
   'who may be handed it.';
 
-create or replace function free_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint) returns text
+create or replace function lanekeeper.free_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint) returns text
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   at_    tid;
@@ -1070,16 +1091,16 @@ begin
     if not exists (select from agent_locks l
                     where l.lane = p_lane and l.fencing_token = p_fencing_token and l.locked_by = p_locked_by
                       and l.expires_at > clock_timestamp() and not l.parked and l.execution_id is null and l.lane not like 'thread:%') then
-      return case when release_agent_lock(p_lane, p_locked_by, p_fencing_token) then '' end;
+      return case when lanekeeper.release_agent_lock(p_lane, p_locked_by, p_fencing_token) then '' end;
     end if;
-    perform lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
+    perform lanekeeper.lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
   end loop;
   now_ := clock_timestamp();                                                          -- after the lock
   if at_ is null or ends <= now_ then
     return null;
   end if;
   if wanted then
-    passed := pass_agent_lock(p_lane);
+    passed := lanekeeper.pass_agent_lock(p_lane);
     if passed <> '' then
       return passed;
     end if;
@@ -1090,13 +1111,13 @@ begin
    where l.ctid = at_;
   return '';
 end $$;
-comment on function free_agent_lock is
+comment on function lanekeeper.free_agent_lock is
   'release_agent_lock that hands the lane to who waits first. Null when it was not released; to whom it went, '
   'as notified; an empty text when to nobody. Raises 55P03 as that does. Who has nothing else in the '
   'transaction need not wait for the commit of a release to nobody (synchronous_commit = off): a server that '
   'crashes within a second of it may then hold the lane until its lease ends.';
 
-create or replace function free_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint, passed text)
+create or replace function lanekeeper.free_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint, passed text)
 language plpgsql volatile
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
@@ -1131,7 +1152,7 @@ begin
           on l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token
        where l.lane = any (mine)
     loop
-      passed := free_agent_lock(freed.lane, freed.locked_by, freed.fencing_token);
+      passed := lanekeeper.free_agent_lock(freed.lane, freed.locked_by, freed.fencing_token);
       if passed is not null then
         n := freed.n;
         return next;
@@ -1139,12 +1160,12 @@ begin
     end loop;
   end if;
 end $$;
-comment on function free_many_agent_locks is
+comment on function lanekeeper.free_many_agent_locks is
   'free_agent_lock for each of many lanes of jobs, in one commit: answers the numbers, from 1, of those that '
   'were released, and to whom. Never waits. Any other is untouched: release it by itself, it may be somebody '
   'else''s, an execution''s, or in use by a fenced write.';
 
-create or replace function quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
+create or replace function lanekeeper.quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 declare
   token bigint;
@@ -1153,16 +1174,16 @@ begin
     delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by; -- waits for a hand-over to this place
   exception when lock_not_available then
     raise exception 'the place of % in the queue of lane % is in use by %', quote_literal(p_locked_by), quote_literal(p_lane),
-        agent_lock_blockers((select w.xmax from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by))
+        lanekeeper.agent_lock_blockers((select w.xmax from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by))
       using errcode = '55P03', hint = 'Nothing has changed: the place ends by itself, and a lane that is handed over within ten seconds.';
   end;
   select l.fencing_token into token from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by;
-  return case when token is not null then free_agent_lock(p_lane, p_locked_by, token) end;
+  return case when token is not null then lanekeeper.free_agent_lock(p_lane, p_locked_by, token) end;
 end $$;
-comment on function quit_agent_lock_queue is
+comment on function lanekeeper.quit_agent_lock_queue is
   'Leave the queue of a lane, and free the lane, as free_agent_lock does, if it was handed over just then.';
 
-create or replace function agent_lock_blockers(p_xmax xid) returns text
+create or replace function lanekeeper.agent_lock_blockers(p_xmax xid) returns text
 language plpgsql volatile as $$
 declare
   holders xid[] := array[p_xmax];
@@ -1191,11 +1212,11 @@ begin
      order by k.pid limit 5) t;
   return coalesce(blockers, 'a transaction that has ended just now');
 end $$;
-comment on function agent_lock_blockers is
+comment on function lanekeeper.agent_lock_blockers is
   'Which open transactions have locked a row, by its xmax: pid, application and since when, or the name of a '
   'prepared transaction.';
 
-create or replace function lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
+create or replace function lanekeeper.lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 begin
   if p_renewal then
@@ -1205,22 +1226,22 @@ begin
   end if;
 exception when lock_not_available then
   raise exception 'lane % is in use by %', quote_literal(p_lane),
-      agent_lock_blockers((select l.xmax from agent_locks l where l.lane = p_lane))
+      lanekeeper.agent_lock_blockers((select l.xmax from agent_locks l where l.lane = p_lane))
     using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
 end $$;
-comment on function lock_agent_lock_row is
+comment on function lanekeeper.lock_agent_lock_row is
   'Lock the row of a lane that another transaction uses. Waits for about a second, then raises 55P03 and says '
   'who is in the way.';
 
-create or replace function agent_lock_wanted(p_lane text) returns boolean
+create or replace function lanekeeper.agent_lock_wanted(p_lane text) returns boolean
 language sql volatile as $$
   select exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
       or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
 $$;
-comment on function agent_lock_wanted is
+comment on function lanekeeper.agent_lock_wanted is
   'Whether somebody stands in the queue of a lane, or an execution waits for it: then a release notifies.';
 
-create or replace function expire_agent_locks(p_after text, p_limit int, p_overdue interval default '10 seconds')
+create or replace function lanekeeper.expire_agent_locks(p_after text, p_limit int, p_overdue interval default '10 seconds')
 returns table (after_lane text, lane text, locked_by text, execution_id uuid, ended_for double precision)
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
@@ -1242,10 +1263,10 @@ begin
        for update of k skip locked;
     continue when not found or l.expires_at > clock_timestamp() - p_overdue;          -- after the lock
     if l.execution_id is not null then
-      perform note_agent_hold(lane_, 'expired');
+      perform lanekeeper.note_agent_hold(lane_, 'expired');
     end if;
     update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, execution_id = null where k.lane = lane_;
-    if agent_lock_wanted(lane_) then
+    if lanekeeper.agent_lock_wanted(lane_) then
       perform pg_notify('agent_lanes', lane_);
     end if;
     lane := l.lane;
@@ -1255,7 +1276,7 @@ begin
     return next;
   end loop;
 end $$;
-comment on function expire_agent_locks is
+comment on function lanekeeper.expire_agent_locks is
   'Clear the lanes whose lease ended p_overdue ago, among the p_limit held ones that come after a name. The '
   'first row only says after which name to go on; an empty text when all were looked at. clean_agent_threads '
   'clears threads; sweep_agent_locks returns what is lent.';
@@ -1267,7 +1288,7 @@ comment on function expire_agent_locks is
 -- meanwhile, in any process. Now they pass over what is locked and come back to it. Lanes are tried without waiting.
 -- Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
 
-create or replace function agent_with_free_lanes(p_ids uuid[]) returns uuid[]
+create or replace function lanekeeper.agent_with_free_lanes(p_ids uuid[]) returns uuid[]
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   wanted text[] := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
@@ -1286,6 +1307,6 @@ begin
      where not exists (select from agent_locks l where l.execution_id = t.id and l.lane <> all (got))
        and not exists (select from agent_lock_loans n where n.lender = t.id and n.lane <> all (got)));
 end $$;
-comment on function agent_with_free_lanes is
+comment on function lanekeeper.agent_with_free_lanes is
   'Those of some executions none of whose lanes another transaction has locked. Their lanes are locked from '
   'then on. Nothing is waited for.';

@@ -7,7 +7,7 @@
 -- agent_executions_moves are refused with SQLSTATE LK002. A worker whose lease has ended loses its claims at the next sweep.
 
 create table agent_executions (
-  id               uuid default agent_uuid7() primary key,
+  id               uuid default lanekeeper.agent_uuid7() primary key,
   trace_id         text not null,
   surface          agent_surface not null,
   agent            text not null default 'agent',
@@ -245,7 +245,7 @@ create table agent_idempotency (
   scope       text not null check (scope <> ''),
   key         text not null check ((length(key) >= 1) AND (length(key) <= 255)),
   fingerprint bytea not null,
-  attempt     uuid not null default agent_uuid7(),
+  attempt     uuid not null default lanekeeper.agent_uuid7(),
   state       text not null default 'running' check (state in ('running', 'answered', 'unkept')),
   lease_until timestamptz not null,
   status      int not null default 0,
@@ -277,7 +277,7 @@ comment on column agent_idempotency.expires_at is 'When the row goes.';
 
 -- Code
 
-create or replace function renew_agent_worker(p_worker uuid) returns boolean
+create or replace function lanekeeper.renew_agent_worker(p_worker uuid) returns boolean
 language plpgsql volatile as $$
 declare
   w agent_workers;
@@ -289,10 +289,10 @@ begin
   update agent_workers x set expires_at = clock_timestamp() + make_interval(secs => w.ttl_seconds) where x.id = p_worker;
   return true;
 end $$;
-comment on function renew_agent_worker is
+comment on function lanekeeper.renew_agent_worker is
   'Prolong a worker''s lease. False once it has ended: the worker has lost its claims and registers anew.';
 
-create or replace function fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
+create or replace function lanekeeper.fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
 language plpgsql volatile as $$
 declare
   e record;
@@ -307,11 +307,18 @@ begin
   raise exception 'claim % of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
     p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
 end $$;
+comment on function lanekeeper.fence_agent_execution is 'The work of the contract''s function of this name.';
+
+create or replace function fence_agent_execution(p_id uuid, p_claim bigint)
+returns boolean language plpgsql volatile security definer set search_path from current as $$
+begin
+  return lanekeeper.fence_agent_execution(p_id, p_claim);
+end $$;
 comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
   'the calling transaction.';
 
-create or replace function claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
+create or replace function lanekeeper.claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
 language plpgsql volatile as $$
 declare
   e agent_executions;
@@ -323,7 +330,7 @@ begin
     return;
   end if;
   if exists (select from agent_limits l where (l.kind = 'flow' and l.name = kind.flow) or (l.kind = 'surface' and l.name = kind.surface))
-     and (agent_free_places('flow', kind.flow, true) <= 0 or agent_free_places('surface', kind.surface, true) <= 0) then
+     and (lanekeeper.agent_free_places('flow', kind.flow, true) <= 0 or lanekeeper.agent_free_places('surface', kind.surface, true) <= 0) then
     return;                                                  -- it stays in the queue
   end if;
   update agent_executions x
@@ -335,16 +342,16 @@ begin
     return;
   end if;
   if e.claim > 1 then
-    perform reown_agent_locks(e.id, e.id || '#' || e.claim);
-    perform recover_agent_activity(e.id, e.claim);
+    perform lanekeeper.reown_agent_locks(e.id, e.id || '#' || e.claim);
+    perform lanekeeper.recover_agent_activity(e.id, e.claim);
   end if;
   return next e;
 end $$;
-comment on function claim_agent_execution is
+comment on function lanekeeper.claim_agent_execution is
   'Take a ready execution for a live worker: a new claim, its lanes re-owned, calls left in flight closed as '
   'unknown. No row when it is not ready.';
 
-create or replace function finish_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
+create or replace function lanekeeper.finish_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
                                        p_error text, p_failed_step text) returns int
 language plpgsql volatile as $$
 begin
@@ -354,26 +361,26 @@ begin
   end if;
   -- For update: the end waits for writes of this claim that are under way, and none comes after it.
   perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
-  perform fence_agent_execution(p_id, p_claim);
+  perform lanekeeper.fence_agent_execution(p_id, p_claim);
   update agent_executions x
      set status = p_status, result_summary = coalesce(p_summary, ''), result = p_result,
          error_message = p_error, failed_step = p_failed_step
    where x.id = p_id and x.claim = p_claim;
   return (select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || p_id);
 end $$;
-comment on function finish_agent_execution is
+comment on function lanekeeper.finish_agent_execution is
   'End a run: completed, failed or timeout. Its lanes are freed and AGENT_COMPLETED is emitted in this '
   'transaction. Answers how many lanes were freed.';
 
-create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
+create or replace function lanekeeper.cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
 language plpgsql volatile set lock_timeout = '50ms' as $$
 declare
   e record;
 begin
   for try in 1 .. 10 loop                                    -- what others write of it takes a moment
-    exit when lock_agent_line(array(select l.id from agent_cancel_line(p_id, '') l));
+    exit when lanekeeper.lock_agent_line(array(select l.id from lanekeeper.agent_cancel_line(p_id, '') l));
     if try = 10 then
-      perform request_agent_cancel(p_id, p_cancelled_by, p_reason, true);
+      perform lanekeeper.request_agent_cancel(p_id, p_cancelled_by, p_reason, true);
       raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it', p_id
         using hint = 'The cancel is requested, and completed within seconds of that transaction''s end.';
       return (select x.status from agent_executions x where x.id = p_id);
@@ -396,11 +403,18 @@ begin
   end if;
   if p_cancelled_by = 'admin' and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-    values (agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
+    values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
             jsonb_build_object('execution', p_id, 'flow', e.flow, 'reason', p_reason),
             jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
   end if;
   return 'cancelled';
+end $$;
+comment on function lanekeeper.cancel_agent_execution is 'The work of the contract''s function of this name.';
+
+create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text)
+returns text language plpgsql volatile security definer set search_path from current as $$
+begin
+  return lanekeeper.cancel_agent_execution(p_id, p_cancelled_by, p_reason);
 end $$;
 comment on function cancel_agent_execution is
   'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
@@ -408,7 +422,7 @@ comment on function cancel_agent_execution is
   'and completes when that transaction ends. It never waits: another locked row raises 55P03.';
 
 -- As before, and an end that meets a lock is left to the next sweep.
-create or replace function lose_agent_claims(p_worker uuid) returns int
+create or replace function lanekeeper.lose_agent_claims(p_worker uuid) returns int
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
 declare
   lost uuid[];
@@ -429,14 +443,14 @@ begin
        and (x.on_lost = 'fail' or x.max_attempts <= case when exists (
               select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end)
      order by x.id);
-  free := agent_with_free_lanes(ending);
+  free := lanekeeper.agent_with_free_lanes(ending);
   foreach e in array ending loop
     if e <> all (free) or held >= 10 then
       left_ := left_ || e;
       continue;
     end if;
     begin
-      perform lose_agent_claim(e, 'the worker''s lease expired');
+      perform lanekeeper.lose_agent_claim(e, 'the worker''s lease expired');
     exception when lock_not_available then
       held := held + 1;
       left_ := left_ || e;
@@ -458,7 +472,7 @@ end $$;
 -- Who takes a claim away waits for the writes under it that are under way, with the lock that it needs from the beginning: one with a weaker
 -- lock and one with a write that wants more, such as to speak in a thread that its parent has lent, waited for each other.
 
-create or replace function give_up_agent_claim(p_id uuid, p_claim bigint) returns void
+create or replace function lanekeeper.give_up_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 declare
   e agent_executions;
@@ -470,18 +484,18 @@ begin
                         then 0 else x.attempt end
    where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
   if found then
-    perform note_agent_claim(e, 'handed back');
-    perform free_agent_locks(p_id, false);
-    perform reown_agent_locks(p_id, p_id || '#' || (p_claim + 1));
+    perform lanekeeper.note_agent_claim(e, 'handed back');
+    perform lanekeeper.free_agent_locks(p_id, false);
+    perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || (p_claim + 1));
   end if;
 end $$;
-comment on function give_up_agent_claim is
+comment on function lanekeeper.give_up_agent_claim is
   'Hand a run back unfinished, at a shutdown: ready again, no attempt spent. Its lanes are free for others '
   'meanwhile, but threads stay with it, borrowed ones too, so that nobody else begins to talk in the middle of '
   'its conversation; they end with their lease.';
 
 -- As before, and what meets a lock is left to the next sweep.
-create or replace function sweep_agent_executions(p_limit int default 500)
+create or replace function lanekeeper.sweep_agent_executions(p_limit int default 500)
 returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
 language plpgsql volatile set lock_timeout = '50ms' as $$
 #variable_conflict use_column
@@ -502,7 +516,7 @@ begin
     select x.id from agent_workers x where x.expires_at < clock_timestamp() order by x.expires_at
      for update skip locked
   loop
-    perform lose_agent_claims(w.id);
+    perform lanekeeper.lose_agent_claims(w.id);
     delete from agent_workers x where x.id = w.id and not exists (select from agent_executions y where y.claimed_by = w.id);
   end loop;
   -- A claim by a worker that is not registered at all is lost as well.
@@ -510,7 +524,7 @@ begin
     select distinct x.claimed_by as id from agent_executions x
      where x.claimed_by is not null and not exists (select 1 from agent_workers k where k.id = x.claimed_by)
   loop
-    perform lose_agent_claims(w.id);
+    perform lanekeeper.lose_agent_claims(w.id);
   end loop;
   -- A worker that beats but gets nowhere.
   for e in
@@ -524,10 +538,10 @@ begin
     continue when exists (select 1 from agent_checkpoints c where c.execution_id = e.id       -- before it was locked
                            and c.created_at > clock_timestamp() - make_interval(secs => e.progress_seconds));
     exit when held >= most;
-    continue when agent_with_free_lanes(array[e.id]) = '{}';
+    continue when lanekeeper.agent_with_free_lanes(array[e.id]) = '{}';
     begin
       if e.on_lost = 'hand_on' then
-        perform lose_agent_claim(e.id, '');
+        perform lanekeeper.lose_agent_claim(e.id, '');
       else
         update agent_executions x set status = 'failed', claim = x.claim + 1,
                error_message = format('no progress within progress_seconds (%s)', e.progress_seconds) where x.id = e.id;
@@ -543,9 +557,9 @@ begin
       from (select u.execution_id as child from agent_untold_ends u order by u.execution_id limit p_limit) t order by random()
   loop
     exit when held >= most;
-    continue when cardinality(agent_with_free_lanes(e.parents)) < cardinality(e.parents);
+    continue when cardinality(lanekeeper.agent_with_free_lanes(e.parents)) < cardinality(e.parents);
     begin
-      perform tell_agent_parents(e.child, false);
+      perform lanekeeper.tell_agent_parents(e.child, false);
     exception when lock_not_available then
       held := held + 1;
     end;
@@ -557,38 +571,38 @@ begin
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
     if e.waiting_data ->> 'patient' = 'true' then
-      update agent_executions x set waiting_until = agent_patience(agent_uuid(e.waiting_key))
-       where x.id = e.id and agent_patience(agent_uuid(e.waiting_key)) > now_;
+      update agent_executions x set waiting_until = lanekeeper.agent_patience(lanekeeper.agent_uuid(e.waiting_key))
+       where x.id = e.id and lanekeeper.agent_patience(lanekeeper.agent_uuid(e.waiting_key)) > now_;
       continue when found;
     end if;
     -- It is told that its parent has gone on: what somebody works on comes next time.
-    perform 1 from agent_executions x where x.id = agent_uuid(e.waiting_key) for no key update skip locked;
-    continue when not found and exists (select from agent_executions x where x.id = agent_uuid(e.waiting_key));
+    perform 1 from agent_executions x where x.id = lanekeeper.agent_uuid(e.waiting_key) for no key update skip locked;
+    continue when not found and exists (select from agent_executions x where x.id = lanekeeper.agent_uuid(e.waiting_key));
     exit when held >= most;
-    continue when cardinality(agent_with_free_lanes(array[e.id, agent_uuid(e.waiting_key)])) < 2;
+    continue when cardinality(lanekeeper.agent_with_free_lanes(array[e.id, lanekeeper.agent_uuid(e.waiting_key)])) < 2;
     begin
-      perform resume_agent_execution(e.id, e.wait_number, jsonb_build_object(
+      perform lanekeeper.resume_agent_execution(e.id, e.wait_number, jsonb_build_object(
         'event', 'AGENT_COMPLETED', 'data', '{}'::jsonb, 'timed_out', true));
     exception when lock_not_available then
       held := held + 1;
     end;
   end loop;
-  due := agent_with_free_lanes(array(
+  due := lanekeeper.agent_with_free_lanes(array(
     select x.id from agent_executions x
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked));
   if due <> '{}' then
     outcomes := array(
-      select (select jsonb_build_object('event', agent_wait_event(x.waiting_for), 'data', '{}'::jsonb, 'timed_out', x.waiting_for <> 'delay')
+      select (select jsonb_build_object('event', lanekeeper.agent_wait_event(x.waiting_for), 'data', '{}'::jsonb, 'timed_out', x.waiting_for <> 'delay')
                 from agent_executions x where x.id = t.id)
         from unnest(due) with ordinality t (id, n) order by t.n);
     begin
-      perform resume_agent_executions(due, outcomes, null, '{}');
+      perform lanekeeper.resume_agent_executions(due, outcomes, null, '{}');
     exception when lock_not_available then                  -- one of them: each by itself
       for i in 1 .. cardinality(due) loop
         exit when held >= most;
         begin
-          perform resume_agent_executions(due[i:i], outcomes[i:i], null, '{}');
+          perform lanekeeper.resume_agent_executions(due[i:i], outcomes[i:i], null, '{}');
         exception when lock_not_available then
           held := held + 1;
         end;
@@ -604,14 +618,14 @@ begin
       select (select x.waiting_key from agent_executions x
                where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key > w.lane order by x.waiting_key limit 1)
         from wanted w where w.lane is not null),
-    open as materialized (select w.lane from wanted w where w.lane is not null and agent_lane_open(w.lane))
+    open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lane_open(w.lane))
     select x.id, x.wait_number from agent_executions x join open o on x.waiting_key = o.lane
      where x.status = 'waiting' and x.waiting_for = 'lane' limit p_limit for no key update of x skip locked
   loop
     exit when held >= most;
-    continue when agent_with_free_lanes(array[e.id]) = '{}';
+    continue when lanekeeper.agent_with_free_lanes(array[e.id]) = '{}';
     begin
-      perform resume_agent_execution(e.id, e.wait_number,
+      perform lanekeeper.resume_agent_execution(e.id, e.wait_number,
         jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false));
     exception when lock_not_available then
       held := held + 1;
@@ -619,23 +633,23 @@ begin
   end loop;
   -- Threads whose holder has gone, and what is queued in those that are free.
   begin
-    perform clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the courier is sooner, and logs it
+    perform lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the courier is sooner, and logs it
   exception when lock_not_available then
     held := held + 1;
   end;
   begin
-    perform flush_agent_threads(p_limit);
+    perform lanekeeper.flush_agent_threads(p_limit);
   exception when lock_not_available then
     held := held + 1;
   end;
   -- Whoever swept looks at the queue afterwards, so that a hint that was lost is made good.
-  return query select * from ready_agent_executions(p_limit);
+  return query select * from lanekeeper.ready_agent_executions(p_limit);
 end $$;
-comment on function sweep_agent_executions is
+comment on function lanekeeper.sweep_agent_executions is
   'Take claims from workers whose lease ended, fire due timers, resume waits for lanes, and name the ready '
   'executions that want a hint. One caller at a time does the work; the others return at once.';
 
-create or replace function lock_agent_children(p_id uuid) returns void
+create or replace function lanekeeper.lock_agent_children(p_id uuid) returns void
 language plpgsql volatile as $$
 declare
   level uuid[] := array[p_id];
@@ -646,14 +660,14 @@ begin
                     order by x.id for update);
   end loop;
 end $$;
-comment on function lock_agent_children is
+comment on function lanekeeper.lock_agent_children is
   'Lock what is cancelled with an execution, to any depth, before the first of their lanes: a child that sends '
   'has its own row and waits for the lane.';
 
 --
 -- As before, with what is noted for why().
 
-create or replace function lose_agent_claim(p_id uuid, p_why text) returns void
+create or replace function lanekeeper.lose_agent_claim(p_id uuid, p_why text) returns void
 language plpgsql volatile as $$
 declare
   e agent_executions;
@@ -662,7 +676,7 @@ begin
   select x.* into e from agent_executions x where x.id = p_id;
   spent := case when exists (select 1 from agent_checkpoints c where c.execution_id = e.id and c.claim = e.claim)
                 then 1 else e.attempt + 1 end;
-  perform note_agent_claim(e, case when p_why = '' then 'no progress' else 'lost' end);
+  perform lanekeeper.note_agent_claim(e, case when p_why = '' then 'no progress' else 'lost' end);
   if e.on_lost = 'fail' then
     update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = spent, error_message = p_why where x.id = e.id;
   elsif spent >= e.max_attempts then
@@ -674,16 +688,16 @@ begin
            hinted_at = case when e.outside then timestamptz 'infinity' else 'epoch' end, updated_at = clock_timestamp() where x.id = e.id;
   end if;
 end $$;
-comment on function lose_agent_claim is
+comment on function lanekeeper.lose_agent_claim is
   'What the loss of its worker means to an execution that the caller has locked: on_lost says so.';
 
-create or replace function agent_executions_outside() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_executions_outside() returns trigger language plpgsql as $$
 begin
   new.hinted_at := 'infinity';
   return new;
 end $$;
 
-create or replace function agent_status_changed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_status_changed() returns trigger language plpgsql as $$
 begin
   insert into agent_status_changes (execution_id, n, status, waiting_for)
   values (new.id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = new.id), new.status, new.waiting_for);
@@ -692,7 +706,7 @@ end $$;
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 declare
   e agent_executions;
@@ -728,7 +742,7 @@ begin
   end if;
   select x.* into e from agent_executions x where x.id = p_id for update;            -- waits for what the old lock still writes
   if e.claimed_by is not null then
-    perform lose_agent_claims(e.claimed_by);                 -- what its end means is settled before this answers
+    perform lanekeeper.lose_agent_claims(e.claimed_by);                 -- what its end means is settled before this answers
     delete from agent_workers k where k.id = e.claimed_by;
     select x.* into e from agent_executions x where x.id = p_id;
   end if;
@@ -744,8 +758,8 @@ begin
   update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1, updated_at = clock_timestamp()
    where x.id = p_id;
   if e.claim > 0 then
-    perform reown_agent_locks(p_id, p_id || '#' || (e.claim + 1));
-    perform recover_agent_activity(p_id, e.claim + 1);
+    perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || (e.claim + 1));
+    perform lanekeeper.recover_agent_activity(p_id, e.claim + 1);
   end if;
   return query select w.lock_id, w.expires_at, e.claim + 1, 'running'::text, p_owner, null::text;
 end $$;
@@ -757,7 +771,7 @@ comment on function lock_agent_execution is
 -- As before, and a worker outside hears of a cancel that is requested. Its lock lives until the cancel is completed.
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
 returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text, cancel_requested boolean)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 begin
   perform 1 from agent_workers k
@@ -789,7 +803,7 @@ comment on function beat_agent_locks is
   'that the execution was cancelled: stop the work.';
 
 create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
-language sql stable as $$
+language sql stable security definer set search_path from current as $$
   select k.claim from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
 $$;
 comment on function agent_lock_claim is
@@ -798,7 +812,7 @@ comment on function agent_lock_claim is
 create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
                                        p_kind text default null, p_key text default null, p_timeout interval default null,
                                        p_result jsonb default null)
-returns text language plpgsql volatile as $$
+returns text language plpgsql volatile security definer set search_path from current as $$
 declare
   claim_ bigint;
   outcome jsonb;
@@ -816,16 +830,16 @@ begin
   if p_status = 'waiting' then
     p_key := coalesce(case p_kind when 'delay' then p_id::text when 'agent' then lower(p_key) else p_key end,
                       case when p_kind = 'response' then (select x.thread_id from agent_executions x where x.id = p_id) end, '');
-    perform agent_wait_lock(p_kind, p_key);
+    perform lanekeeper.agent_wait_lock(p_kind, p_key);
   end if;
   perform 1 from agent_executions x where x.id = p_id for update;
   claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the lock: its time may have run out meanwhile
-  perform fence_agent_execution(p_id, coalesce(claim_, -1));
+  perform lanekeeper.fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
-    outcome := park_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
+    outcome := lanekeeper.park_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
     if outcome is not null and p_kind = 'agent' then
-      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || agent_child_outcome(agent_uuid(p_key)))
+      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || lanekeeper.agent_child_outcome(lanekeeper.agent_uuid(p_key)))
        where c.execution_id = p_id and c.step = step_;
     end if;
     if outcome is not null then                              -- it has come already: ready again
@@ -834,7 +848,7 @@ begin
        where x.id = p_id;
     end if;
   else
-    perform finish_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
+    perform lanekeeper.finish_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
   end if;
   delete from agent_workers k where k.lock_id = p_lock_id;
   return (select x.status from agent_executions x where x.id = p_id);
@@ -844,14 +858,14 @@ comment on function unlock_agent_execution is
   'outcome as step ''wait KIND N'' (N counts the waits of the run). It returns the status: running when the awaited '
   'event was there already. LK001: the lock is void.';
 
-create or replace function agent_limits_changed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_limits_changed() returns trigger language plpgsql as $$
 begin
   perform pg_notify('agent_ready', '');
   return null;
 end $$;
 
 create or replace function set_agent_limits(p_limits jsonb) returns void
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 begin
   lock table agent_limits in share row exclusive mode;
   delete from agent_limits l where not exists (
@@ -863,7 +877,7 @@ end $$;
 comment on function set_agent_limits is
   'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
 
-create or replace function agent_free_places(p_kind text, p_name text, p_lock boolean) returns int
+create or replace function lanekeeper.agent_free_places(p_kind text, p_name text, p_lock boolean) returns int
 language plpgsql volatile set enable_seqscan = off
 set jit = off as $$
 declare
@@ -880,12 +894,12 @@ begin
   end if;
   return most - (select count(*) from agent_executions x where x.claimed_by is not null and x.surface = p_name);
 end $$;
-comment on function agent_free_places is
+comment on function lanekeeper.agent_free_places is
   'How many more executions of a flow or surface may be claimed. With the lock nobody else claims any until the '
   'transaction ends.';
 
 -- What is held back must not fill the places of what is not.
-create or replace function agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
+create or replace function lanekeeper.agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
 language plpgsql stable set enable_seqscan = off
 set jit = off as $$
 #variable_conflict use_column
@@ -905,14 +919,14 @@ begin
    where k.flow <> all (p_skip)
      and (k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null));
 end $$;
-comment on function agent_ready_kinds is
+comment on function lanekeeper.agent_ready_kinds is
   'The flows and surfaces of which anything may be claimed, without a look at each row: while the agent is '
   'paused, those of attended surfaces.';
 
 -- An execution whose cancel is requested is not claimed: whoever had it locked when the cancel came may have left it
 -- ready.
 
-create or replace function claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
+create or replace function lanekeeper.claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean)
 language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
@@ -930,7 +944,7 @@ begin
   if p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
     return;
   end if;
-  for k in select r.flow, r.surface from agent_ready_kinds(p_queue, p_skip) r loop
+  for k in select r.flow, r.surface from lanekeeper.agent_ready_kinds(p_queue, p_skip) r loop
     kinds := kinds || k.flow;
     surfaces := surfaces || k.surface;
   end loop;
@@ -938,10 +952,10 @@ begin
     return;
   end if;
   -- Where nothing is free, nobody is waited for; the others are counted under their locks, in one order.
-  for l in select n.kind, n.name, agent_free_places(n.kind, n.name, false) as free from agent_limits n
+  for l in select n.kind, n.name, lanekeeper.agent_free_places(n.kind, n.name, false) as free from agent_limits n
             where (n.kind = 'flow' and n.name = any (kinds)) or (n.kind = 'surface' and n.name = any (surfaces)) order by n.kind, n.name loop
     limits := limits || jsonb_build_object(l.kind || ' ' || l.name,
-      case when l.free > 0 then agent_free_places(l.kind, l.name, true) else 0 end);
+      case when l.free > 0 then lanekeeper.agent_free_places(l.kind, l.name, true) else 0 end);
   end loop;
   for i in 1 .. cardinality(kinds) loop
     quotas := quotas || least(p_limit, coalesce((limits ->> ('flow ' || kinds[i]))::int, p_limit),
@@ -994,24 +1008,24 @@ begin
   returning x, x.claim > 1 and (exists (select from agent_locks n where n.execution_id = x.id)
                                 or exists (select from agent_activity_open o where o.execution_id = x.id));
 end $$;
-comment on function claim_agent_executions is
+comment on function lanekeeper.claim_agent_executions is
   'Take up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, '
   'none of the flows in p_skip. One that is held has lanes or calls of an earlier claim: recover_agent_claim '
   'comes before anything else is done with it. Until the transaction ends the setting lanekeeper.claimed has '
   'their ids, to load what they have recorded, and lanekeeper.missed is yes when some were locked by others: '
   'ask again soon.';
 
-create or replace function recover_agent_claim(p_id uuid, p_claim bigint) returns void
+create or replace function lanekeeper.recover_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 begin
-  perform fence_agent_execution(p_id, p_claim);
-  perform reown_agent_locks(p_id, p_id || '#' || p_claim);
-  perform recover_agent_activity(p_id, p_claim);
+  perform lanekeeper.fence_agent_execution(p_id, p_claim);
+  perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || p_claim);
+  perform lanekeeper.recover_agent_activity(p_id, p_claim);
 end $$;
-comment on function recover_agent_claim is
+comment on function lanekeeper.recover_agent_claim is
   'Give the lanes of an execution to its new claim, and close the calls that an earlier one left in flight.';
 
-create or replace function ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
+create or replace function lanekeeper.ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
 language plpgsql stable set enable_seqscan = off
 set jit = off as $$
 #variable_conflict use_column
@@ -1019,21 +1033,21 @@ begin
   return query
   select r.id, r.wake, q.queue, r.priority::smallint, r.trace_id, 'ready'::text
     from (values ('background'), ('interactive')) q (queue)
-   cross join lateral agent_ready_kinds(q.queue) k
+   cross join lateral lanekeeper.agent_ready_kinds(q.queue) k
    cross join lateral (
      select x.id, x.wake, x.priority, x.trace_id from agent_executions x
       where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
         and x.queue = q.queue and x.flow = k.flow and x.surface = k.surface
       order by x.priority, x.id limit p_limit) r
    where (not exists (select from agent_limits l where (l.kind = 'flow' and l.name = k.flow) or (l.kind = 'surface' and l.name = k.surface))
-          or agent_free_places('flow', k.flow, false) > 0 and agent_free_places('surface', k.surface, false) > 0)
+          or lanekeeper.agent_free_places('flow', k.flow, false) > 0 and lanekeeper.agent_free_places('surface', k.surface, false) > 0)
    order by r.priority, r.id limit p_limit;
 end $$;
-comment on function ready_agent_executions is
+comment on function lanekeeper.ready_agent_executions is
   'What could be claimed now, first come first; nothing that a limit holds back.';
 
 -- How an execution begins. The closed sets are the domains of the columns.
-create or replace function agent_executions_begins() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
 begin
   if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
     raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
@@ -1050,17 +1064,17 @@ begin
     if new.on_lost = 'resume' then
       new.on_lost := 'fail';                                 -- nobody here could resume it
     end if;
-  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') and agent_is_held_back() then
-    perform refuse_while_paused();
+  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') and lanekeeper.agent_is_held_back() then
+    perform lanekeeper.refuse_while_paused();
   end if;
   return new;
 end $$;
-comment on function agent_executions_begins is
+comment on function lanekeeper.agent_executions_begins is
   'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
   'the agent is paused.';
 
 -- What an execution may become. What follows from a status is written here, so that no writer can leave it out.
-create or replace function agent_executions_moves() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
 begin
   if new.status <> old.status then
     if (case old.status
@@ -1093,9 +1107,9 @@ begin
   if new.claim < old.claim then
     raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
   end if;
-  if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat') and agent_is_held_back() then
+  if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat') and lanekeeper.agent_is_held_back() then
     if old.outside then
-      perform refuse_while_paused();
+      perform lanekeeper.refuse_while_paused();
     elsif old.status <> 'waiting' then
       return null;                                           -- it stays in the queue
     end if;
@@ -1109,31 +1123,31 @@ begin
   end if;
   return new;
 end $$;
-comment on function agent_executions_moves is
+comment on function lanekeeper.agent_executions_moves is
   'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
   'work is not claimed while the agent is paused.';
 
-create or replace function emit_agent_execution_end(e agent_executions) returns void language plpgsql as $$
+create or replace function lanekeeper.emit_agent_execution_end(e agent_executions) returns void language plpgsql as $$
 declare
   kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
                else 'execution.failed' end;
 begin
-  if agent_webhook_wanted(kind) then
-    perform emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
+  if lanekeeper.agent_webhook_wanted(kind) then
+    perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
       'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
       'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
       'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
   end if;
 end $$;
 
-create or replace function note_agent_status(p_id uuid, p_status text, p_waiting_for text) returns void language plpgsql as $$
+create or replace function lanekeeper.note_agent_status(p_id uuid, p_status text, p_waiting_for text) returns void language plpgsql as $$
 begin
   insert into agent_status_changes (execution_id, n, status, waiting_for)
   values (p_id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = p_id), p_status, p_waiting_for);
 end $$;
 
 -- As before, but what was lost in the middle of nothing has nothing to be asked for.
-create or replace function take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
+create or replace function lanekeeper.take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean, missed boolean,
                steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
 language plpgsql volatile set enable_seqscan = off
@@ -1143,7 +1157,7 @@ declare
   c record;
 begin
   missed := false;
-  for c in select t.execution, t.held from claim_agent_executions(p_worker, p_queue, p_limit, p_skip) t loop
+  for c in select t.execution, t.held from lanekeeper.claim_agent_executions(p_worker, p_queue, p_limit, p_skip) t loop
     execution := c.execution;
     held := c.held;
     -- Another statement, which sees all that was recorded before the claim.
@@ -1167,11 +1181,11 @@ begin
     return next;
   end if;
 end $$;
-comment on function take_agent_executions is
+comment on function lanekeeper.take_agent_executions is
   'claim_agent_executions, with all that each has recorded. held where lanes or calls of an earlier claim are '
   'open, or a call was interrupted. missed: a row of its own, some were locked by others; ask again soon.';
 
-create or replace function agent_pause_check(p_by text, p_reason text) returns void language plpgsql immutable as $$
+create or replace function lanekeeper.agent_pause_check(p_by text, p_reason text) returns void language plpgsql immutable as $$
 begin
   if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
     raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
@@ -1183,13 +1197,13 @@ end $$;
 
 create or replace function pause_agent(p_reason text, p_by text default 'admin')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
-language plpgsql volatile set lock_timeout = '2s' as $$
+language plpgsql volatile security definer set search_path from current set lock_timeout = '2s' as $$
 #variable_conflict use_column
 declare
   p agent_pauses;
   note_ uuid;
 begin
-  perform agent_pause_check(p_by, p_reason);
+  perform lanekeeper.agent_pause_check(p_by, p_reason);
   if p_reason is null or p_reason !~ '[^[:space:]]' then
     raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
   end if;
@@ -1198,7 +1212,7 @@ begin
   exception when lock_not_available then
     null;         -- somebody keeps a claim in an open transaction: what it claims stops before its first step
   end;
-  insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, agent_trace_id('op'))
+  insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
   on conflict do nothing returning n.* into p;
   if not found then
     return query select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid from agent_pauses n where n.resumed_at is null;
@@ -1217,14 +1231,14 @@ comment on function pause_agent is
 
 create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 declare
   p agent_pauses;
-  trace_ text := agent_trace_id('op');
+  trace_ text := lanekeeper.agent_trace_id('op');
   note_ uuid;
 begin
-  perform agent_pause_check(p_by, p_reason);
+  perform lanekeeper.agent_pause_check(p_by, p_reason);
   update agent_pauses n set resumed_at = clock_timestamp(), resumed_by = p_by, resume_reason = coalesce(p_reason, '')
    where n.resumed_at is null returning n.* into p;
   if not found then
@@ -1246,45 +1260,45 @@ comment on function resume_agent is
 
 -- Give back what an execution holds that has ended: lanes, calls that were under way, questions to people. Answers how many
 -- lanes it had.
-create or replace function release_agent_execution(e agent_executions) returns int language plpgsql as $$
+create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
 declare
   freed int;
 begin
   -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
   if e.surface <> 'webhook' then
-    perform emit_agent_execution_end(e);
+    perform lanekeeper.emit_agent_execution_end(e);
   end if;
-  freed := release_agent_locks(e.id);
-  perform close_agent_activity(e.id, e.status);
-  perform void_agent_approvals(e.id);
-  perform close_agent_requests(e.id);
+  freed := lanekeeper.release_agent_locks(e.id);
+  perform lanekeeper.close_agent_activity(e.id, e.status);
+  perform lanekeeper.void_agent_approvals(e.id);
+  perform lanekeeper.close_agent_requests(e.id);
   if e.status = 'cancelled' then
-    perform withdraw_agent_messages(e.id);
+    perform lanekeeper.withdraw_agent_messages(e.id);
   end if;
   return freed;
 end $$;
-comment on function release_agent_execution is
+comment on function lanekeeper.release_agent_execution is
   'Give back what an execution that has ended holds: lanes, calls under way, approvals and requests. Answers '
   'how many lanes it had.';
 
-create or replace function follow_agent_execution_end(e agent_executions) returns void language plpgsql as $$
+create or replace function lanekeeper.follow_agent_execution_end(e agent_executions) returns void language plpgsql as $$
 begin
   if e.status = 'cancelled' then
-    perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+    perform lanekeeper.cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
         then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
        from (select x.id from agent_executions x
               where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
   end if;
-  perform settle_agent_budgets(e.id);
+  perform lanekeeper.settle_agent_budgets(e.id);
   if e.flow = 'webhook' and e.status <> 'completed' then
-    perform close_agent_webhook(e);
+    perform lanekeeper.close_agent_webhook(e);
   end if;
 end $$;
-comment on function follow_agent_execution_end is
+comment on function lanekeeper.follow_agent_execution_end is
   'What an end means to others: a cancel ends the children that were waited for, budgets are settled, a delivery '
   'is given up.';
 
-create or replace function agent_executions_that_hold(p_ids uuid[]) returns uuid[]
+create or replace function lanekeeper.agent_executions_that_hold(p_ids uuid[]) returns uuid[]
 language plpgsql stable set enable_seqscan = off set jit = off as $$
 begin
   return array(
@@ -1296,21 +1310,21 @@ begin
     union select r.execution_id from agent_requests r where r.execution_id = any (p_ids) and (r.status = 'pending') is true
     union select b.execution_id from agent_budget_reservations b where b.execution_id = any (p_ids));
 end $$;
-comment on function agent_executions_that_hold is
+comment on function lanekeeper.agent_executions_that_hold is
   'Those executions that have lanes, calls under way, open questions to people, or reserved budgets.';
 
-create or replace function agent_executions_awaited(p_ids uuid[]) returns uuid[]
+create or replace function lanekeeper.agent_executions_awaited(p_ids uuid[]) returns uuid[]
 language plpgsql stable set enable_seqscan = off set jit = off as $$
 begin
   return array(select t.id from unnest(p_ids) t (id) where exists (
     select from agent_executions x
      where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1);
 end $$;
-comment on function agent_executions_awaited is 'Those executions that another one waits for.';
+comment on function lanekeeper.agent_executions_awaited is 'Those executions that another one waits for.';
 
 -- One look finds what there is to do, after the rows were locked and changed. Most ends leave nothing but their event: those that
 -- end together began together, so one probe of each table, from the first id to the last, tells that none has anything there.
-create or replace function agent_executions_changed() returns trigger
+create or replace function lanekeeper.agent_executions_changed() returns trigger
 language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   over uuid[];                      -- those that have ended
@@ -1333,7 +1347,7 @@ begin
     perform pg_notify('agent_ready', '');                    -- a place is free
   end if;
   if seen.outside then
-    perform note_agent_status(n.id, n.status, n.waiting_for)
+    perform lanekeeper.note_agent_status(n.id, n.status, n.waiting_for)
        from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
   end if;
   if seen.over is null then
@@ -1341,7 +1355,7 @@ begin
   end if;
   over := seen.over;
   if seen.cancelled then
-    perform lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
+    perform lanekeeper.lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
   end if;
   select exists (select from agent_locks l where l.execution_id between over[1] and over[cardinality(over)])
          or exists (select from agent_lock_loans k where k.lender between over[1] and over[cardinality(over)])
@@ -1352,10 +1366,10 @@ begin
          exists (select from agent_webhook_targets t where t.enabled) as hooks,
          exists (select from agent_executions x where x.waiting_for = 'agent') as parents
     into has;
-  odd := case when has.hooks then over when has.something then seen.odd || agent_executions_that_hold(over) else seen.odd end;
+  odd := case when has.hooks then over when has.something then seen.odd || lanekeeper.agent_executions_that_hold(over) else seen.odd end;
   if odd is not null then
     for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      freed := freed || jsonb_build_object(e.id, release_agent_execution(e));
+      freed := freed || jsonb_build_object(e.id, lanekeeper.release_agent_execution(e));
     end loop;
   end if;
   insert into agent_events (event, key, data, external_id, execution_id)
@@ -1366,21 +1380,21 @@ begin
     from changed n where n.id = any (over) order by n.id
   on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
   if has.parents then
-    insert into agent_untold_ends (execution_id) select unnest(agent_executions_awaited(over)) on conflict do nothing;
+    insert into agent_untold_ends (execution_id) select unnest(lanekeeper.agent_executions_awaited(over)) on conflict do nothing;
   end if;
   if odd is not null then
     for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      perform follow_agent_execution_end(e);
+      perform lanekeeper.follow_agent_execution_end(e);
     end loop;
   end if;
   return null;
 end $$;
-comment on function agent_executions_changed is
+comment on function lanekeeper.agent_executions_changed is
   'What follows a change of status, in its transaction: an end frees what the execution holds, emits '
   'AGENT_COMPLETED once and wakes who waits for it; a freed place is told.';
 
 -- A claim of autonomous work, as agent_executions_held treats it, for one that begins claimed.
-create or replace function refuse_while_paused() returns void language plpgsql as $$
+create or replace function lanekeeper.refuse_while_paused() returns void language plpgsql as $$
 begin
   if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
     -- Another statement, so that it sees every pause that had the lock before.
@@ -1394,10 +1408,10 @@ begin
         from agent_pauses p where p.resumed_at is null), '')
     using errcode = 'LK003', hint = 'Nothing begins until it is resumed: agent resume, or select resume_agent().';
 end $$;
-comment on function refuse_while_paused is
+comment on function lanekeeper.refuse_while_paused is
   'Refuse to begin autonomous work while the agent is paused, or is about to be (SQLSTATE LK003).';
 
-create or replace function begin_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_here boolean[], p_worker uuid, p_background int,
+create or replace function lanekeeper.begin_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_here boolean[], p_worker uuid, p_background int,
                                        p_interactive int, p_skip text[], p_inputs jsonb[], p_queues text[], p_agents text[], p_parents uuid[],
                                        p_awaited boolean[], p_inherits boolean[], p_threads text[], p_priorities int[], p_on_lost text[],
                                        p_max_attempts int[], p_progress int[])
@@ -1438,7 +1452,7 @@ begin
                    or held_back and p_surfaces[i] not in ('operate', 'chat');
         line := queue_ || ' ' || p_surfaces[i] || ' ' || p_flows[i];
         if not next ? line then
-          next := next || jsonb_build_object(line, agent_next_in_line(queue_, p_flows[i], p_surfaces[i], p_skip));
+          next := next || jsonb_build_object(line, lanekeeper.agent_next_in_line(queue_, p_flows[i], p_surfaces[i], p_skip));
         end if;
         if (next ->> line)::boolean then
           mine[i] := true;
@@ -1467,12 +1481,12 @@ begin
     from generate_series(1, several) i
   returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
 end $$;
-comment on function begin_agent_executions is
+comment on function lanekeeper.begin_agent_executions is
   'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would '
   'take next, as far as so many places are free. The others are pending. What is null, of one or of all, is as '
   'it is by default. at is when they were created, and started where they begin claimed.';
 
-create or replace function close_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
+create or replace function lanekeeper.close_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
                                                   p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[],
                                                   p_steps text[], p_prints text[], p_failed boolean[], p_outputs jsonb[])
 returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean, flow_version int)
@@ -1532,7 +1546,7 @@ begin
     raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
   end if;
 end $$;
-comment on function close_agent_executions is
+comment on function lanekeeper.close_agent_executions is
   'Finish several executions, each under its claim and together with the result of its last step (none where '
   'p_steps is null), as finish_agent_execution does. Of one that is not in the answer nothing was written, '
   'because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself. Where a '
@@ -1541,7 +1555,7 @@ comment on function close_agent_executions is
   'order of p_ids.';
 
 -- As before, and a process that was given up too early hears that its lanes are gone.
-create or replace function free_agent_worker_lanes() returns trigger
+create or replace function lanekeeper.free_agent_worker_lanes() returns trigger
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   h record;
@@ -1552,7 +1566,7 @@ begin
      order by l.lane
   loop
     begin
-      if release_agent_lock(h.lane, h.locked_by, h.fencing_token) then
+      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token) then
         perform pg_notify('agent_lanes', h.lane);
       end if;
     exception when lock_not_available then
@@ -1561,12 +1575,12 @@ begin
   end loop;
   return null;
 end $$;
-comment on function free_agent_worker_lanes is
+comment on function lanekeeper.free_agent_worker_lanes is
   'After a process has been found dead: gives back the lanes whose owner ends with its id.';
 
 -- Whether the agent is paused, or is about to be. Each of the two is a statement of its own, so that the second sees every pause that had the
 -- lock before.
-create or replace function agent_is_held_back() returns boolean language plpgsql volatile as $$
+create or replace function lanekeeper.agent_is_held_back() returns boolean language plpgsql volatile as $$
 begin
   if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
     perform 1 from agent_pauses p where p.resumed_at is null;
@@ -1574,10 +1588,10 @@ begin
   end if;
   return true;
 end $$;
-comment on function agent_is_held_back is
+comment on function lanekeeper.agent_is_held_back is
   'Whether the agent is paused, or is about to be: then nothing but attended work begins.';
 
-create or replace function agent_cancel_line(p_id uuid, p_reason text) returns table (id uuid, reason text)
+create or replace function lanekeeper.agent_cancel_line(p_id uuid, p_reason text) returns table (id uuid, reason text)
 language plpgsql stable set enable_seqscan = off set jit = off as $$
 begin
   return query
@@ -1589,11 +1603,11 @@ begin
      where x.awaited and x.status in ('pending', 'running', 'waiting'))
   select l.id, l.reason from line l;
 end $$;
-comment on function agent_cancel_line is
+comment on function lanekeeper.agent_cancel_line is
   'An execution that has not ended and the children it waits for, which end with it, each with the reason of '
   'its cancel.';
 
-create or replace function lock_agent_line(p_ids uuid[]) returns boolean
+create or replace function lanekeeper.lock_agent_line(p_ids uuid[]) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   lanes text[];
@@ -1605,17 +1619,17 @@ begin
                  union select n.lane from agent_lock_loans n where n.lender = any (p_ids));
   return cardinality(lanes) = cardinality(array(select l.lane from agent_locks l where l.lane = any (lanes) order by l.lane for update skip locked));
 end $$;
-comment on function lock_agent_line is
+comment on function lanekeeper.lock_agent_line is
   'Lock executions and their lanes without waiting: false where another transaction has locked one of them.';
 
-create or replace function request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
+create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
 language plpgsql volatile set lock_timeout = '50ms' as $$
 declare
   line uuid[];
   reasons text[];
 begin
-  select array_agg(l.id), array_agg(l.reason) into line, reasons from agent_cancel_line(p_id, p_reason) l;
-  if line is null or not p_always and lock_agent_line(line) then
+  select array_agg(l.id), array_agg(l.reason) into line, reasons from lanekeeper.agent_cancel_line(p_id, p_reason) l;
+  if line is null or not p_always and lanekeeper.lock_agent_line(line) then
     return false;
   end if;
   insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason)
@@ -1623,12 +1637,12 @@ begin
   perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
   return true;
 end $$;
-comment on function request_agent_cancel is
+comment on function lanekeeper.request_agent_cancel is
   'Note that an execution is to be cancelled, with the children it waits for, and tell the processes that run '
   'them, where another transaction has one of them locked, or always. False, and nothing is noted, where none '
   'has, or it has ended. Commit it before the cancel.';
 
-create or replace function complete_agent_cancel(p_id uuid) returns boolean
+create or replace function lanekeeper.complete_agent_cancel(p_id uuid) returns boolean
 language plpgsql volatile set lock_timeout = '50ms' as $$
 declare
   r record;
@@ -1636,18 +1650,18 @@ begin
   select c.cancelled_by, c.cancel_reason into r from agent_cancel_requests c where c.execution_id = p_id;
   if not found then
     return true;
-  elsif not lock_agent_line(array(select l.id from agent_cancel_line(p_id, '') l)) then
+  elsif not lanekeeper.lock_agent_line(array(select l.id from lanekeeper.agent_cancel_line(p_id, '') l)) then
     return false;
   end if;
-  perform cancel_agent_execution(p_id, r.cancelled_by, r.cancel_reason);
+  perform lanekeeper.cancel_agent_execution(p_id, r.cancelled_by, r.cancel_reason);
   delete from agent_cancel_requests c where c.execution_id = p_id;
   return true;
 end $$;
-comment on function complete_agent_cancel is
+comment on function lanekeeper.complete_agent_cancel is
   'Cancel an execution that a cancel was requested for, if no transaction has it locked any more: else false, '
   'and nothing is waited for.';
 
-create or replace function agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
+create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
 language plpgsql stable as $$
 declare
   t record;
@@ -1658,7 +1672,7 @@ begin
   elsif t.owner_kind in ('channel', 'admin') or exists (
       select from agent_executions x where x.id = p_execution_id and x.thread_id = p_thread) then
     return true;
-  elsif t.owner_kind = '' and agent_thread_had_flows(p_thread) then
+  elsif t.owner_kind = '' and lanekeeper.agent_thread_had_flows(p_thread) then
     return true;
   end if;
   return (
@@ -1672,27 +1686,27 @@ begin
         or exists (select from agent_thread_access a
                     where a.kind = 'flow' and a.visitor = '' and a.name = p_thread and a.owner in (select f.flow from flows f)));
 end $$;
-comment on function agent_flow_may_join is
+comment on function lanekeeper.agent_flow_may_join is
   'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
   'execution or one above it was started in it, or it was opened to the flow.';
 
 create or replace trigger agent_executions_begins before insert on agent_executions
-  for each row execute function agent_executions_begins();
+  for each row execute function lanekeeper.agent_executions_begins();
 
 create or replace trigger agent_executions_outside before update of hinted_at on agent_executions
-  for each row when (new.outside) execute function agent_executions_outside();
+  for each row when (new.outside) execute function lanekeeper.agent_executions_outside();
 
 create or replace trigger agent_status_begins after insert on agent_executions
-  for each row when (new.outside) execute function agent_status_changed();
+  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
 
 create or replace trigger agent_limits_changed after insert or update or delete on agent_limits
-  for each statement execute function agent_limits_changed();
+  for each statement execute function lanekeeper.agent_limits_changed();
 
 create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, outside
-  on agent_executions for each row execute function agent_executions_moves();
+  on agent_executions for each row execute function lanekeeper.agent_executions_moves();
 
 create or replace trigger agent_executions_changed after update on agent_executions
-  referencing old table as was new table as changed for each statement execute function agent_executions_changed();
+  referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
 
 create or replace trigger agent_workers_lanes after delete on agent_workers
-  for each row when (old.kind = 'process') execute function free_agent_worker_lanes();
+  for each row when (old.kind = 'process') execute function lanekeeper.free_agent_worker_lanes();

@@ -35,7 +35,7 @@ comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution is locked,
 -- which waits for a takeover that is under way; then the clock decides about the worker's lease.
-create or replace function agent_checkpoints_fence() returns trigger language plpgsql set enable_seqscan = off set jit = off as $$
+create or replace function lanekeeper.agent_checkpoints_fence() returns trigger language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   stale record;
 begin
@@ -48,14 +48,14 @@ begin
               select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp()))
    limit 1;
   if found then
-    perform fence_agent_execution(stale.execution_id, stale.claim);
+    perform lanekeeper.fence_agent_execution(stale.execution_id, stale.claim);
   end if;
   return null;
 end $$;
-comment on function agent_checkpoints_fence is
+comment on function lanekeeper.agent_checkpoints_fence is
   'Refuse a checkpoint whose claim is not the live one of its execution (SQLSTATE LK001), whoever writes it.';
 
-create or replace function agent_fork_cut(p_id uuid, p_step text) returns timestamptz
+create or replace function lanekeeper.agent_fork_cut(p_id uuid, p_step text) returns timestamptz
 language plpgsql stable as $$
 declare
   cut timestamptz;
@@ -77,13 +77,13 @@ begin
   end if;
   return cut;
 end $$;
-comment on function agent_fork_cut is
+comment on function lanekeeper.agent_fork_cut is
   'The moment before which a fork keeps what was recorded: when a step was, or the first of those in a scope.';
 
-create or replace function agent_fork_steps(p_id uuid, p_step text) returns setof agent_checkpoints
+create or replace function lanekeeper.agent_fork_steps(p_id uuid, p_step text) returns setof agent_checkpoints
 language plpgsql stable as $$
 declare
-  cut timestamptz := agent_fork_cut(p_id, p_step);
+  cut timestamptz := lanekeeper.agent_fork_cut(p_id, p_step);
   before_ text := regexp_replace(coalesce(p_step, ''), '([^/]*)$', 'before \1/');
 begin
   return query
@@ -101,7 +101,7 @@ begin
               and (k.step = substr(a.consumed_for, 38) or right(k.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)))
        and not (a.status in ('rejected', 'expired') and exists (
               select from kept k where k.step <> a.step and (strpos(k.step, a.id::text) > 0 or exists (
-                select from agent_events v where v.id = agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
+                select from agent_events v where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
                    and v.key = a.id::text))))),
   -- And so is what was asked of people, as long as nothing that follows is kept.
   open as (
@@ -115,14 +115,14 @@ begin
    where not exists (select from asked a where a.step = k.step)
      and not exists (select from open o where o.step = k.step)
      and not exists (select from asked a join agent_events v on v.event = 'APPROVAL_DECIDED' and v.key = a.id::text
-                      where v.id = agent_uuid(k.output ->> 'event_id'));
+                      where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id'));
 end $$;
-comment on function agent_fork_steps is
+comment on function lanekeeper.agent_fork_steps is
   'What a fork from a step of an execution begins with: what was recorded before it. A parallel branch keeps '
   'what it had by then. A request for leave that was not used by then, or one to people that nothing followed, '
   'is left out: it is made anew.';
 
-create or replace function fork_agent_execution(p_id uuid, p_step text, p_input jsonb, p_trace_id text, p_latest boolean default false)
+create or replace function lanekeeper.fork_agent_execution(p_id uuid, p_step text, p_input jsonb, p_trace_id text, p_latest boolean default false)
 returns uuid language plpgsql volatile as $$
 declare
   was agent_executions;
@@ -153,16 +153,16 @@ begin
   insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
   select fork, c.step, 1, c.fingerprint, c.failed,
          case when c.step = 'flow version' and was.flow_version is not null and not c.failed then to_jsonb(version_) else c.output end,
-         c.created_at from agent_fork_steps(p_id, p_step) c;
+         c.created_at from lanekeeper.agent_fork_steps(p_id, p_step) c;
   return fork;
 end $$;
-comment on function fork_agent_execution is
+comment on function lanekeeper.fork_agent_execution is
   'A new execution of the same flow, in the version that the other began with unless p_latest, that begins with '
   'what the other had recorded before a step (all of it when null), and does the rest anew. The other is not '
   'touched. Null for an unknown id. The caller sends the hint.';
 
 create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb) returns text
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 declare
   claim_ bigint := agent_lock_claim(p_id, p_lock_id);
   old jsonb;
@@ -171,7 +171,7 @@ begin
     raise exception 'step % is not valid: a step is 1 to 500 printable characters', coalesce(quote_literal(left(p_step, 40)), 'null')
       using errcode = '22023';
   end if;
-  perform fence_agent_execution(p_id, coalesce(claim_, -1));
+  perform lanekeeper.fence_agent_execution(p_id, coalesce(claim_, -1));
   insert into agent_checkpoints (execution_id, step, claim, output) values (p_id, p_step, claim_, p_output)
   on conflict (execution_id, step) do nothing;
   if found then
@@ -186,7 +186,7 @@ comment on function checkpoint_agent_execution is
 
 -- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its executions, which is the order
 -- in which rows are locked, and then one comparison does for all. Only those that are not written are answered.
-create or replace function record_agent_steps(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
+create or replace function lanekeeper.record_agent_steps(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
                                               p_outputs jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
@@ -240,14 +240,14 @@ begin
     return query select i, 'alone' from generate_series(1, several) i where i <> all (good);
   end if;
 end $$;
-comment on function record_agent_steps is
+comment on function lanekeeper.record_agent_steps is
   'Record the results of steps of several executions, each under its claim, as an insert into agent_checkpoints '
   'would. A row for each of which nothing was written (verdict alone), because the row is locked or its claim '
   'is not live; record it by itself. Where one is on record already nothing is written at all (SQLSTATE 23505): '
   'record each by itself. Cheapest in the order of p_ids.';
 
 create or replace trigger agent_checkpoints_fence after insert on agent_checkpoints
-  referencing new table as written for each statement execute function agent_checkpoints_fence();
+  referencing new table as written for each statement execute function lanekeeper.agent_checkpoints_fence();
 
 create or replace trigger agent_checkpoints_fence_update after update on agent_checkpoints
-  referencing new table as written for each statement execute function agent_checkpoints_fence();
+  referencing new table as written for each statement execute function lanekeeper.agent_checkpoints_fence();

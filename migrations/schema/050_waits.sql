@@ -6,7 +6,7 @@
 -- test; its answer is the event that the execution waits for.
 
 create table agent_events (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   event        text not null check (event <> ''),
   key          text not null,
   data         jsonb not null default '{}',
@@ -31,7 +31,7 @@ comment on column agent_events.execution_id is 'The execution that emitted it.';
 comment on column agent_events.consumed_by is 'The execution whose wait took it.';
 
 create table agent_requests (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   kind         text not null check (kind in ('document', 'signature', 'test')),
   execution_id uuid not null,
   trace_id     text not null,
@@ -73,29 +73,29 @@ comment on column agent_requests.documents is
 
 -- Code
 
-create or replace function agent_wait_event(p_kind text) returns text language sql immutable as $$
+create or replace function lanekeeper.agent_wait_event(p_kind text) returns text language sql immutable as $$
   select case p_kind when 'response' then 'MESSAGE_RECEIVED' when 'agent' then 'AGENT_COMPLETED'
     when 'document' then 'DOCUMENT_UPLOADED' when 'signature' then 'SIGNATURE_COMPLETED'
     when 'test' then 'TEST_COMPLETED' when 'event' then 'EVENT_COMPLETED' when 'delay' then 'SCHEDULE_REACHED'
     when 'approval' then 'APPROVAL_DECIDED' when 'lane' then 'LANE_FREED' end
 $$;
 
-create or replace function agent_wait_lock(p_kind text, p_key text) returns void language plpgsql volatile as $$
+create or replace function lanekeeper.agent_wait_lock(p_kind text, p_key text) returns void language plpgsql volatile as $$
 begin
   perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
 end $$;
 
-create or replace function resume_agent_execution(p_id uuid, p_wait_number int, p_outcome jsonb) returns boolean
+create or replace function lanekeeper.resume_agent_execution(p_id uuid, p_wait_number int, p_outcome jsonb) returns boolean
 language plpgsql volatile as $$
 begin
-  return resume_agent_execution_for(p_id, p_wait_number, p_outcome, null);
+  return lanekeeper.resume_agent_execution_for(p_id, p_wait_number, p_outcome, null);
 end $$;
-comment on function resume_agent_execution is
+comment on function lanekeeper.resume_agent_execution is
   'End a wait with an outcome, which becomes the wait''s checkpoint. Exactly one caller per wait number gets '
   'true.';
 
 -- An execution that waits for a lane is found by its wait, and marks nothing.
-create or replace function park_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text, p_key text,
+create or replace function lanekeeper.park_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text, p_key text,
                                      p_timeout interval, p_data jsonb) returns jsonb
 language plpgsql volatile as $$
 declare
@@ -105,7 +105,7 @@ declare
   sent record;
   target uuid;
 begin
-  if agent_wait_event(p_kind) is null then
+  if lanekeeper.agent_wait_event(p_kind) is null then
     raise exception 'wait for % is not known', coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
   elsif p_step is null or p_key is null or (p_key = '' and p_kind <> 'delay') then
     raise exception 'wait for % needs a step and a key', p_kind using errcode = '22023';
@@ -113,18 +113,18 @@ begin
     raise exception 'a delay needs its time' using errcode = '22023';
   end if;
   if p_kind in ('agent', 'document', 'signature', 'test') then
-    target := agent_uuid(p_key);
+    target := lanekeeper.agent_uuid(p_key);
     p_key := coalesce(target::text, p_key);                 -- as the events have it
   end if;
   if p_kind = 'agent' and p_timeout is null then
     p_data := coalesce(p_data, '{}') || '{"patient": true}';
   end if;
-  p_timeout := coalesce(p_timeout, agent_wait_standard(p_kind));
-  if p_timeout < interval '0' or p_timeout > agent_wait_longest(p_kind) then
-    raise exception 'timeout % of the wait for % is not valid: give up to %', p_timeout, p_kind, agent_wait_longest(p_kind)
+  p_timeout := coalesce(p_timeout, lanekeeper.agent_wait_standard(p_kind));
+  if p_timeout < interval '0' or p_timeout > lanekeeper.agent_wait_longest(p_kind) then
+    raise exception 'timeout % of the wait for % is not valid: give up to %', p_timeout, p_kind, lanekeeper.agent_wait_longest(p_kind)
       using errcode = '22023';
   end if;
-  perform agent_wait_lock(p_kind, p_key);
+  perform lanekeeper.agent_wait_lock(p_kind, p_key);
   -- The end of what is waited for either comes before this, and its event is seen below, or finds who waits.
   if p_kind = 'agent' and target < p_id then
     perform 1 from agent_executions x where x.id = target for share;
@@ -134,34 +134,34 @@ begin
   if p_kind = 'agent' and target > p_id then
     perform 1 from agent_executions x where x.id = target for share;
   end if;
-  perform fence_agent_execution(p_id, p_claim);
+  perform lanekeeper.fence_agent_execution(p_id, p_claim);
   -- A try before this one had an outcome at once, and its answer was lost on the way.
   select c.output into outcome from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
   if found then
     return outcome;
   end if;
   if p_kind in ('document', 'signature', 'test') and exists (select from agent_requests r where r.id = target and r.kind = p_kind) then
-    outcome := agent_request_outcome(p_kind, p_key);
+    outcome := lanekeeper.agent_request_outcome(p_kind, p_key);
   elsif p_kind = 'response' then
-    unsent := agent_queued_message(p_id, p_key);
-    select agent_last_sent(p_id, p_key) as at, max(m.seq) as seq into sent from agent_messages m
+    unsent := lanekeeper.agent_queued_message(p_id, p_key);
+    select lanekeeper.agent_last_sent(p_id, p_key) as at, max(m.seq) as seq into sent from agent_messages m
      where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant' and m.seq is not null;
     -- The order of the thread decides what an answer can be; the clock only where the event is of no message of it.
     select v.* into came from agent_events v
      where v.event = 'MESSAGE_RECEIVED' and v.key = p_key and v.consumed_by is null and v.execution_id is null and unsent is null
-       and v.id >= agent_uuid7_floor(sent.at - interval '1 minute')
+       and v.id >= lanekeeper.agent_uuid7_floor(sent.at - interval '1 minute')
        and coalesce((select m.seq > sent.seq from agent_messages m
-                      where m.id = agent_uuid(v.data ->> 'message_id') and m.thread_id = p_key), v.created_at > sent.at)
+                      where m.id = lanekeeper.agent_uuid(v.data ->> 'message_id') and m.thread_id = p_key), v.created_at > sent.at)
      order by v.id limit 1 for update;
   elsif p_kind = 'agent' and exists (select from agent_events v where v.external_id = 'completed ' || p_key) then
     -- An end is a fact, not a message: it answers everyone who waits for it, however often.
     select v.* into came from agent_events v where v.external_id = 'completed ' || p_key;
   elsif p_kind not in ('delay', 'lane') then
     select v.* into came from agent_events v
-     where v.event = agent_wait_event(p_kind) and v.key = p_key and v.consumed_by is null and v.execution_id is null
+     where v.event = lanekeeper.agent_wait_event(p_kind) and v.key = p_key and v.consumed_by is null and v.execution_id is null
      order by v.id limit 1 for update;
   elsif p_kind = 'lane' then
-    if agent_lane_open(p_key)
+    if lanekeeper.agent_lane_open(p_key)
        or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id) then    -- it is its own
       outcome := jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false);
     end if;
@@ -188,19 +188,19 @@ begin
     update agent_executions x set awaited = true
      where x.id = target and x.parent_id = p_id and not x.awaited and x.completed_at is null;
   end if;
-  perform park_agent_locks(p_id, true);
+  perform lanekeeper.park_agent_locks(p_id, true);
   return null;
 end $$;
-comment on function park_agent_execution is
+comment on function lanekeeper.park_agent_execution is
   'Wait durably: null when the execution is now waiting and needs no process; an outcome when what it waits for '
   'has come already.';
 
-create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
+create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
 returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  kind constant text := check_agent_delivery(p_event, p_key, p_data, p_id);
+  kind constant text := lanekeeper.check_agent_delivery(p_event, p_key, p_data, p_id);
   event_row uuid;
   waiter record;
   last_one uuid;
@@ -209,9 +209,9 @@ declare
   outcome jsonb;
 begin
   if kind in ('agent', 'document', 'signature', 'test') then
-    p_key := coalesce(agent_uuid(p_key)::text, p_key);
+    p_key := coalesce(lanekeeper.agent_uuid(p_key)::text, p_key);
   end if;
-  perform agent_wait_lock(kind, p_key);
+  perform lanekeeper.agent_wait_lock(kind, p_key);
   insert into agent_events as v (event, key, data, external_id) values (p_event, p_key, coalesce(p_data, '{}'), p_id)
   on conflict (external_id) do nothing returning v.id into event_row;
   if event_row is null then
@@ -223,10 +223,10 @@ begin
     -- Executions before requests, because the end of one closes what it asked for.
     perform 1 from agent_executions x
       where x.waiting_for = kind and x.waiting_key = p_key and (x.status = 'waiting') is true order by x.id for no key update;
-    asked_by := answer_agent_request(kind, p_key, event_row, coalesce(p_data, '{}'));
+    asked_by := lanekeeper.answer_agent_request(kind, p_key, event_row, coalesce(p_data, '{}'));
     if asked_by is not null then                            -- the request keeps it from here on
       update agent_events v set consumed_by = asked_by where v.id = event_row;
-      outcome := agent_request_outcome(kind, p_key);
+      outcome := lanekeeper.agent_request_outcome(kind, p_key);
     end if;
   end if;
   for waiter in
@@ -235,7 +235,7 @@ begin
        and (kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false))
      order by x.id for no key update
   loop
-    perform resume_agent_execution(waiter.id, waiter.wait_number, outcome);
+    perform lanekeeper.resume_agent_execution(waiter.id, waiter.wait_number, outcome);
     last_one := waiter.id;
     woken := woken || waiter.id;
     return query select event_row, waiter.id;
@@ -245,24 +245,31 @@ begin
   else
     update agent_events v set consumed_by = last_one where v.id = event_row;          -- once, however many woke
     if cardinality(woken) > 1 then
-      perform link_agent_wakes(event_row, woken);
+      perform lanekeeper.link_agent_wakes(event_row, woken);
     end if;
   end if;
+end $$;
+comment on function lanekeeper.deliver_agent_event is 'The work of the contract''s function of this name.';
+
+create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
+returns table (event_id uuid, execution_id uuid) language plpgsql volatile security definer set search_path from current as $$
+begin
+  return query select * from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id);
 end $$;
 comment on function deliver_agent_event is
   'Record an event and resume every execution that waits for it. Without one, the event is kept for the first that '
   'will wait. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
 
-create or replace function wake_agent_parents(p_child uuid) returns int language sql volatile as $$
-  select tell_agent_parents(p_child, true)
+create or replace function lanekeeper.wake_agent_parents(p_child uuid) returns int language sql volatile as $$
+  select lanekeeper.tell_agent_parents(p_child, true)
 $$;
-comment on function wake_agent_parents is
+comment on function lanekeeper.wake_agent_parents is
   'Resume who waits for an execution that has ended. The end itself only records the event, so that ends never '
   'wait for one another; whoever ended it calls this afterwards, and the sweep does where nobody could.';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 begin
   if p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
@@ -270,8 +277,8 @@ begin
   end if;
   perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);   -- for this transaction; the trigger reads it
   if exists (select from unnest(array['response', 'agent', 'document', 'signature', 'test', 'event', 'approval']) k
-              where agent_wait_event(k) = p_event) then
-    return query select d.event_id, d.execution_id from deliver_agent_event(p_event, p_key, p_data, p_id) d;
+              where lanekeeper.agent_wait_event(k) = p_event) then
+    return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
   else
     return query
       insert into agent_events as v (event, key, data, external_id) values (p_event, p_key, coalesce(p_data, '{}'), p_id)
@@ -286,26 +293,26 @@ comment on function raise_agent_event is
 -- Waits: eight kinds, each with the event that ends it, a standard and a longest time. And what is asked of people: a
 -- request for documents, a signature or a test is a row, whose id is the key of the wait for it.
 
-create or replace function agent_wait_standard(p_kind text) returns interval language sql immutable as $$
+create or replace function lanekeeper.agent_wait_standard(p_kind text) returns interval language sql immutable as $$
   select case p_kind when 'response' then interval '24 hours' when 'agent' then interval '1 hour' when 'delay' then null
     else interval '7 days' end
 $$;
-comment on function agent_wait_standard is
+comment on function lanekeeper.agent_wait_standard is
   'How long a wait of a kind lasts when nothing is said; null: it has to be said.';
 
-create or replace function agent_wait_longest(p_kind text) returns interval language sql immutable as $$
+create or replace function lanekeeper.agent_wait_longest(p_kind text) returns interval language sql immutable as $$
   select case p_kind when 'response' then interval '7 days' when 'agent' then interval '24 hours' else interval '30 days' end
 $$;
-comment on function agent_wait_longest is 'How long a wait of a kind may last.';
+comment on function lanekeeper.agent_wait_longest is 'How long a wait of a kind may last.';
 
-create or replace function close_agent_requests(p_execution_id uuid) returns void language plpgsql volatile as $$
+create or replace function lanekeeper.close_agent_requests(p_execution_id uuid) returns void language plpgsql volatile as $$
 begin
   update agent_requests r set status = 'closed', completed_at = clock_timestamp()
    where r.execution_id = p_execution_id and r.status = 'pending';
 end $$;
 
 -- As before, and a document may be named by its id.
-create or replace function answer_agent_request(p_kind text, p_key text, p_event uuid, p_data jsonb) returns uuid
+create or replace function lanekeeper.answer_agent_request(p_kind text, p_key text, p_event uuid, p_data jsonb) returns uuid
 language plpgsql volatile as $$
 declare
   r agent_requests;
@@ -314,7 +321,7 @@ declare
   name_ text;
   given jsonb;
 begin
-  select x.* into r from agent_requests x where x.id = agent_uuid(p_key) and x.kind = p_kind for update;
+  select x.* into r from agent_requests x where x.id = lanekeeper.agent_uuid(p_key) and x.kind = p_kind for update;
   if not found or r.answer is not null then                 -- it is answered once
     return r.execution_id;
   end if;
@@ -330,7 +337,7 @@ begin
       name_ := coalesce(doc ->> 'document', doc ->> 'name', case when cardinality(r.items) = 1 then r.items[1] end, '');
       given := jsonb_build_object('document', name_, 'url', coalesce(doc ->> 'url', ''));
       if doc ? 'document_id' then
-        given := given || take_agent_document(doc ->> 'document_id', r.execution_id, r.thread_id);
+        given := given || lanekeeper.take_agent_document(doc ->> 'document_id', r.execution_id, r.thread_id);
       end if;
       if name_ = any (r.items) then
         r.received := r.received || jsonb_build_object(name_, given ->> 'url');
@@ -356,22 +363,22 @@ begin
    where x.id = r.id;
   return r.execution_id;
 end $$;
-comment on function answer_agent_request is
+comment on function lanekeeper.answer_agent_request is
   'Note what came for a request; the execution that made it, or null when the key is not that of a request. A '
   'document is {document, url}, or {document, document_id} for a stored one; several are {documents: [...]}, '
   'all of them in the order of the request {documentUrls: [url]}; the request is answered when all that were '
   'asked for are there. A signature or a test is answered by its first event. What comes after the answer '
   'changes nothing.';
 
-create or replace function agent_request_outcome(p_kind text, p_key text) returns jsonb
+create or replace function lanekeeper.agent_request_outcome(p_kind text, p_key text) returns jsonb
 language sql volatile as $$
-  select jsonb_build_object('event', agent_wait_event(p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
-    from agent_requests r where r.id = agent_uuid(p_key) and r.kind = p_kind and r.answer is not null
+  select jsonb_build_object('event', lanekeeper.agent_wait_event(p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
+    from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind and r.answer is not null
 $$;
-comment on function agent_request_outcome is 'How a wait for a request ends, null as long as something is missing.';
+comment on function lanekeeper.agent_request_outcome is 'How a wait for a request ends, null as long as something is missing.';
 
 -- Both as before, and who waits outside learns what the child has come to.
-create or replace function tell_agent_parents(p_child uuid, p_wait boolean) returns int
+create or replace function lanekeeper.tell_agent_parents(p_child uuid, p_wait boolean) returns int
 language plpgsql volatile as $$
 declare
   came record;
@@ -381,7 +388,7 @@ declare
   outside boolean;
 begin
   if p_wait then
-    perform agent_wait_lock('agent', p_child::text);
+    perform lanekeeper.agent_wait_lock('agent', p_child::text);
   elsif not pg_try_advisory_xact_lock(hashtextextended('wait agent ' || p_child, 0)) then
     return 0;
   end if;
@@ -400,8 +407,8 @@ begin
   end if;
   foreach id_ in array waiters loop
     select x.wait_number, x.outside into number, outside from agent_executions x where x.id = id_;
-    perform resume_agent_execution(id_, number, jsonb_build_object('event', came.event, 'event_id', came.id, 'data',
-      came.data || case when outside then agent_child_outcome(p_child) else '{}' end, 'timed_out', false));
+    perform lanekeeper.resume_agent_execution(id_, number, jsonb_build_object('event', came.event, 'event_id', came.id, 'data',
+      came.data || case when outside then lanekeeper.agent_child_outcome(p_child) else '{}' end, 'timed_out', false));
     update agent_events v set consumed_by = id_ where v.id = came.id;
   end loop;
   delete from agent_untold_ends u
@@ -410,11 +417,11 @@ begin
             where x.waiting_for = 'agent' and x.waiting_key = p_child::text and (x.status = 'waiting') is true));
   return cardinality(waiters);
 end $$;
-comment on function tell_agent_parents is
+comment on function lanekeeper.tell_agent_parents is
   'Resume who waits for an execution that has ended. Without waiting it leaves those that somebody works on to '
   'the next call.';
 
-create or replace function check_agent_event(p_kind text, p_event text, p_data jsonb) returns void
+create or replace function lanekeeper.check_agent_event(p_kind text, p_event text, p_data jsonb) returns void
 language plpgsql immutable as $$
 declare
   score jsonb := coalesce(p_data -> 'testScore', p_data -> 'test_score', p_data -> 'score');
@@ -428,19 +435,19 @@ begin
     raise exception 'the score of % is a number, not %', p_event, left(score::text, 60) using errcode = '22023';
   end if;
 end $$;
-comment on function check_agent_event is 'Refuse data that would end who waits for the event, with 22023.';
+comment on function lanekeeper.check_agent_event is 'Refuse data that would end who waits for the event, with 22023.';
 
-create or replace function agent_event_kind(p_event text) returns text language sql immutable as $$
+create or replace function lanekeeper.agent_event_kind(p_event text) returns text language sql immutable as $$
   select case p_event when 'MESSAGE_RECEIVED' then 'response' when 'AGENT_COMPLETED' then 'agent' when 'DOCUMENT_UPLOADED' then 'document'
     when 'SIGNATURE_COMPLETED' then 'signature' when 'TEST_COMPLETED' then 'test' when 'EVENT_COMPLETED' then 'event'
     when 'APPROVAL_DECIDED' then 'approval' end
 $$;
-comment on function agent_event_kind is 'The kind of wait that an event ends: agent_wait_event the other way round.';
+comment on function lanekeeper.agent_event_kind is 'The kind of wait that an event ends: agent_wait_event the other way round.';
 
-create or replace function check_agent_delivery(p_event text, p_key text, p_data jsonb, p_id text) returns text
+create or replace function lanekeeper.check_agent_delivery(p_event text, p_key text, p_data jsonb, p_id text) returns text
 language plpgsql immutable as $$
 declare
-  kind constant text := agent_event_kind(p_event);
+  kind constant text := lanekeeper.agent_event_kind(p_event);
 begin
   if kind is null then
     raise exception 'event % is not known', coalesce(quote_literal(p_event), 'null') using errcode = '22023';
@@ -450,15 +457,15 @@ begin
     raise exception 'id % of an event is reserved for the end of an execution', quote_literal(p_id) using errcode = '22023';
   end if;
   if kind <> 'event' then
-    perform check_agent_event(kind, p_event, coalesce(p_data, '{}'));
+    perform lanekeeper.check_agent_event(kind, p_event, coalesce(p_data, '{}'));
   end if;
   return kind;
 end $$;
-comment on function check_agent_delivery is
+comment on function lanekeeper.check_agent_delivery is
   'The kind of wait that an event ends; one that cannot be delivered is refused with 22023.';
 
 -- As before, and the thread comes back with what was lent.
-create or replace function resume_agent_execution_for(p_id uuid, p_wait_number int, p_outcome jsonb, p_worker uuid) returns boolean
+create or replace function lanekeeper.resume_agent_execution_for(p_id uuid, p_wait_number int, p_outcome jsonb, p_worker uuid) returns boolean
 language plpgsql volatile as $$
 declare
   e record;
@@ -482,23 +489,23 @@ begin
    where x.id = p_id;
   if e.waiting_for = 'agent' then                           -- a child that still runs acts under lanes of its own from here on
     update agent_executions x set inherits = false, awaited = false
-     where x.id = agent_uuid(e.waiting_key) and x.parent_id = p_id and (x.inherits or x.awaited) and x.completed_at is null;
+     where x.id = lanekeeper.agent_uuid(e.waiting_key) and x.parent_id = p_id and (x.inherits or x.awaited) and x.completed_at is null;
     late := found;
-    perform recall_agent_loans(p_id);
+    perform lanekeeper.recall_agent_loans(p_id);
     if late then
-      perform recall_agent_thread(p_id, agent_uuid(e.waiting_key));
+      perform lanekeeper.recall_agent_thread(p_id, lanekeeper.agent_uuid(e.waiting_key));
     end if;
   end if;
   if exists (select from agent_locks l where l.execution_id = p_id) then
-    perform park_agent_locks(p_id, false);
+    perform lanekeeper.park_agent_locks(p_id, false);
   end if;
   return true;
 end $$;
-comment on function resume_agent_execution_for is
+comment on function lanekeeper.resume_agent_execution_for is
   'resume_agent_execution, and with a worker a claim for it in the same update. Whether it may be claimed, its '
   'lanes given to the new claim, and its calls looked after, is the caller''s to see to.';
 
-create or replace function resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_worker uuid, p_claimed uuid[])
+create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_worker uuid, p_claimed uuid[])
 returns void language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
 set jit = off as $$
 declare
@@ -520,16 +527,16 @@ begin
   if lanes <> '{}' then
     perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;    -- in one order, whosever they are
     foreach id_ in array p_ids loop
-      perform park_agent_locks(id_, false);
+      perform lanekeeper.park_agent_locks(id_, false);
     end loop;
   end if;
 end $$;
-comment on function resume_agent_executions is
+comment on function lanekeeper.resume_agent_executions is
   'resume_agent_execution for several that wait, for other things than agents, each with its outcome; those of '
   'p_claimed are claimed. The caller has locked the rows, for update where it claims, and made sure that they '
   'wait.';
 
-create or replace function agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[]) returns boolean
+create or replace function lanekeeper.agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[]) returns boolean
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
 set jit = off as $$
 begin
@@ -540,14 +547,14 @@ begin
   -- Nearly always nothing else is ready, or only what a limit holds back.
   return not exists (select from agent_executions x
                       where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue)
-      or not exists (select from agent_ready_kinds(p_queue, p_skip) k
-                      where agent_free_places('flow', k.flow, false) > 0 and agent_free_places('surface', k.surface, false) > 0);
+      or not exists (select from lanekeeper.agent_ready_kinds(p_queue, p_skip) k
+                      where lanekeeper.agent_free_places('flow', k.flow, false) > 0 and lanekeeper.agent_free_places('surface', k.surface, false) > 0);
 end $$;
-comment on function agent_next_in_line is
+comment on function lanekeeper.agent_next_in_line is
   'Whether an execution that becomes ready now would be claimed next: no limit concerns it, and nothing else of '
   'its queue could be claimed.';
 
-create or replace function hand_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_worker uuid, p_background int, p_interactive int,
+create or replace function lanekeeper.hand_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_worker uuid, p_background int, p_interactive int,
                                  p_skip text[] default '{}')
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
                prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
@@ -555,7 +562,7 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 set jit = off as $$
 #variable_conflict use_column
 declare
-  kind constant text := check_agent_delivery(p_event, p_key, p_data, p_id);
+  kind constant text := lanekeeper.check_agent_delivery(p_event, p_key, p_data, p_id);
   waiter record;
   ids uuid[] := '{}';
   mine boolean;
@@ -565,7 +572,7 @@ begin
   n := 1;
   held := false;
   if kind in ('agent', 'document', 'signature', 'test') then -- these keep more than the event
-    for event_id, execution_id in select d.event_id, d.execution_id from deliver_agent_event(p_event, p_key, p_data, p_id) d loop
+    for event_id, execution_id in select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d loop
       queue := (select x.queue from agent_executions x where x.id = execution_id);
       return next;
     end loop;
@@ -601,8 +608,8 @@ begin
     return query select 1, event_id, x.id, x.queue::text, null::agent_executions, false, null::text[], null::bigint[], null::text[],
                         null::boolean[], null::jsonb[], null::timestamptz[]
                    from agent_executions x where x.id = any (ids) order by x.id;
-    perform resume_agent_execution_for(x.id, x.wait_number, p_data, null) from agent_executions x where x.id = any (ids) order by x.id;
-    perform link_agent_wakes(event_id, ids);
+    perform lanekeeper.resume_agent_execution_for(x.id, x.wait_number, p_data, null) from agent_executions x where x.id = any (ids) order by x.id;
+    perform lanekeeper.link_agent_wakes(event_id, ids);
     return;
   end if;
   select p_worker is not null and not waiter.outside and case waiter.queue when 'background' then p_background else p_interactive end > 0
@@ -612,7 +619,7 @@ begin
          and (waiter.flow <> all (p_skip) and not exists (select from agent_limits)
               and not exists (select from agent_executions x where x.claimed_by is null and x.status in ('pending', 'running')
                                                                and not x.outside and x.queue = waiter.queue)
-              or agent_next_in_line(waiter.queue, waiter.flow, waiter.surface, p_skip)),
+              or lanekeeper.agent_next_in_line(waiter.queue, waiter.flow, waiter.surface, p_skip)),
          exists (select from agent_locks l where l.execution_id = waiter.id) or exists (select from agent_lock_loans k where k.lender = waiter.id)
     into mine, lanes;
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
@@ -634,17 +641,17 @@ begin
              array_agg(k.output) as outputs, array_agg(k.created_at) as times
         from agent_checkpoints k where k.execution_id = x.id and x.claimed_by = p_worker) c on true;
   if lanes then
-    perform park_agent_locks(waiter.id, false);
+    perform lanekeeper.park_agent_locks(waiter.id, false);
   end if;
 end $$;
-comment on function hand_agent_event is
+comment on function lanekeeper.hand_agent_event is
   'deliver_agent_event by a process that has free workers, so many in each queue: an execution that goes on, '
   'and would be claimed next, is claimed in the same statement, and the answer has its row and all that it has '
   'recorded. held: recover_agent_claim, and a look at what was interrupted, come before anything else is done '
   'with it. Rows: the event, and each execution it woke (null when none).';
 
 -- As before, but it leaves out what has an id that another transaction holds.
-create or replace function hand_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
+create or replace function lanekeeper.hand_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
                                   p_interactive int, p_skip text[] default '{}')
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
                prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
@@ -671,13 +678,13 @@ declare
   steady boolean;                   -- the agent is not paused, and nobody pauses it meanwhile
   w record;
 begin
-  kinds := array(select check_agent_delivery(t.event, t.key, t.data, t.id)
+  kinds := array(select lanekeeper.check_agent_delivery(t.event, t.key, t.data, t.id)
                    from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n) order by t.n);
   -- One that has to wait for somebody, or for another of this batch, comes again by itself: the others do not wait with it.
   here := array(
     select case when t.kind not in ('agent', 'document', 'signature', 'test') and t.nth_of_key = 1 and (t.id is null or t.nth_of_id = 1)
                 then pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))
-                 and (t.id is null or pg_try_advisory_xact_lock(agent_event_id_class(), agent_event_id_slot(t.id))) else false end
+                 and (t.id is null or pg_try_advisory_xact_lock(lanekeeper.agent_event_id_class(), lanekeeper.agent_event_id_slot(t.id))) else false end
       from (select u.*, row_number() over (partition by u.kind, u.key order by u.n) as nth_of_key,
                    row_number() over (partition by u.id order by u.n) as nth_of_id
               from unnest(kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
@@ -722,7 +729,7 @@ begin
       end if;
     end loop;
   end loop;
-  rows_ := array(select case when t.here then agent_uuid7() end from unnest(here) with ordinality t (here, n) order by t.n);
+  rows_ := array(select case when t.here then lanekeeper.agent_uuid7() end from unnest(here) with ordinality t (here, n) order by t.n);
   with v as (
     insert into agent_events as v (id, event, key, data, external_id, consumed_by)
     select t.row_, t.event, t.key, coalesce(t.data, '{}'), t.id, t.taker
@@ -744,7 +751,7 @@ begin
     loop
       continue when (places ->> w.queue)::int <= 0 or not steady and split_part(w.line, ' ', 2) not in ('operate', 'chat');
       if not next ? w.line then
-        next := next || jsonb_build_object(w.line, agent_next_in_line(w.queue, split_part(w.line, ' ', 3), split_part(w.line, ' ', 2), p_skip));
+        next := next || jsonb_build_object(w.line, lanekeeper.agent_next_in_line(w.queue, split_part(w.line, ' ', 3), split_part(w.line, ' ', 2), p_skip));
       end if;
       if (next ->> w.line)::boolean then
         taken := taken || w.id;
@@ -758,7 +765,7 @@ begin
     from unnest(woken, by_, at_, under_, since_) t (id, n, at_, under_, since_) where t.id is not null
   on conflict (execution_id, step) do nothing;
   if several then
-    perform link_agent_wakes(rows_[u.n], u.ids)
+    perform lanekeeper.link_agent_wakes(rows_[u.n], u.ids)
        from (select t.n, array_agg(t.id) as ids from unnest(woken, by_) t (id, n) where t.id is not null group by t.n having count(*) > 1) u;
   end if;
   return query
@@ -784,12 +791,12 @@ begin
     left join lateral (select r.id from agent_events r where t.here and t.event_id is null and r.external_id = t.id limit 1) v on true
    where not exists (select from unnest(woken, by_) o (id, n) where o.n = t.n and o.id is not null);
 end $$;
-comment on function hand_agent_events is
+comment on function lanekeeper.hand_agent_events is
   'hand_agent_event for several events in one transaction, each under its own rules. Rows: n is the place of '
   'the event, from 1. One without event_id would have had to wait for somebody, or for another of the batch, '
   'and was not delivered: send it by itself.';
 
-create or replace function park_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_kinds text[], p_keys text[], p_seconds float8[],
+create or replace function lanekeeper.park_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_kinds text[], p_keys text[], p_seconds float8[],
                                       p_data jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off
@@ -803,7 +810,7 @@ begin
   ready := array(
     select t.id from unnest(p_ids, p_claims, p_steps, p_kinds, p_keys, p_seconds) with ordinality t (id, claim, step, kind, key, seconds, n)
      where t.kind in ('event', 'approval', 'delay') and t.step is not null and (t.key <> '' or t.kind = 'delay' and t.key is not null)
-       and t.seconds >= 0 and t.seconds <= extract(epoch from agent_wait_longest(t.kind)) and t.n = array_position(p_ids, t.id)
+       and t.seconds >= 0 and t.seconds <= extract(epoch from lanekeeper.agent_wait_longest(t.kind)) and t.n = array_position(p_ids, t.id)
        and (t.kind = 'delay' or pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))));
   -- For update, because the claim is part of the key; one that is locked by somebody waits for it by itself.
   ready := array(select x.id from agent_executions x where x.id = any (ready) and x.claim = p_claims[array_position(p_ids, x.id)]
@@ -816,7 +823,7 @@ begin
        and not exists (select from agent_lock_loans k where k.lender = x.id)
        and not exists (select from agent_checkpoints c where c.execution_id = x.id and c.step = p_steps[array_position(p_ids, x.id)])
        and (p_kinds[array_position(p_ids, x.id)] = 'delay' or not exists (
-         select from agent_events v where v.event = agent_wait_event(p_kinds[array_position(p_ids, x.id)])
+         select from agent_events v where v.event = lanekeeper.agent_wait_event(p_kinds[array_position(p_ids, x.id)])
                                       and v.key = p_keys[array_position(p_ids, x.id)] and v.consumed_by is null and v.execution_id is null)));
   update agent_executions x
      set (status, claim, wait_number, attempt, waiting_for, waiting_key, waiting_step, waiting_until, waiting_data, variables) = (
@@ -828,7 +835,7 @@ begin
   select t.n::int, case when t.id = any (plain) and t.n = array_position(p_ids, t.id) then 'waits' else 'alone' end
     from unnest(p_ids) with ordinality t (id, n);
 end $$;
-comment on function park_agent_executions is
+comment on function lanekeeper.park_agent_executions is
   'Let several executions wait, each under its claim, as park_agent_execution does. verdict alone: nothing was '
   'written, because what it waits for may be there, it has lanes, its row is locked, or it is not valid; park '
   'it by itself.';
@@ -838,7 +845,7 @@ comment on function park_agent_executions is
 -- A statement costs more to begin than what it does here. Hence there are three: lock who waits; write the event, and look whether the
 -- execution may be claimed; write the outcome and the claim. The record is read only where there is one from before the wait.
 
-create or replace function hand_over_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_raiser text, p_worker uuid, p_background int,
+create or replace function lanekeeper.hand_over_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_raiser text, p_worker uuid, p_background int,
                                       p_interactive int, p_skip text[])
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
                prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
@@ -847,7 +854,7 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 declare
   -- Nearly every event is one; who checks them all says what is wrong with another.
   kind constant text := case when p_event = 'EVENT_COMPLETED' and p_key <> '' and (p_id like 'completed %') is not true then 'event'
-                             else check_agent_delivery(p_event, p_key, p_data, p_id) end;
+                             else lanekeeper.check_agent_delivery(p_event, p_key, p_data, p_id) end;
   steady boolean;                   -- nobody pauses the agent meanwhile
   id_ uuid;                         -- who waits, and how
   queue_ text;
@@ -881,7 +888,7 @@ begin
      order by x.id for update;
   end if;
   if several or kind in ('agent', 'document', 'signature', 'test') then
-    return query select * from hand_agent_event(p_event, p_key, p_data, p_id, p_worker, p_background, p_interactive, p_skip);
+    return query select * from lanekeeper.hand_agent_event(p_event, p_key, p_data, p_id, p_worker, p_background, p_interactive, p_skip);
     if p_raiser <> '' then
       void := set_config('lanekeeper.raised_by', '', true);
     end if;
@@ -900,7 +907,7 @@ begin
          and (flow_ <> all (p_skip) and not exists (select from agent_limits)
               and not exists (select from agent_executions x where x.claimed_by is null and x.status in ('pending', 'running')
                                                                and not x.outside and x.queue = queue_)
-              or agent_next_in_line(queue_, flow_, surface_, p_skip)),
+              or lanekeeper.agent_next_in_line(queue_, flow_, surface_, p_skip)),
          exists (select from agent_locks l where l.execution_id = id_) or exists (select from agent_lock_loans k where k.lender = id_),
          exists (select from agent_checkpoints k where k.execution_id = id_)
     into event_id, mine, lanes, recorded from v;
@@ -939,36 +946,36 @@ begin
             coalesce(steps, array[step_]), coalesce(claims, array[claim_]), coalesce(prints, array['']), coalesce(failed, array[false]),
             coalesce(outputs, array[p_data]), coalesce(times, array[ended]);
   if lanes then
-    perform park_agent_locks(id_, false);
+    perform lanekeeper.park_agent_locks(id_, false);
   end if;
 end $$;
-comment on function hand_over_agent_event is
+comment on function lanekeeper.hand_over_agent_event is
   'hand_agent_event, with who raised the event (as why() has it, or empty), in fewer statements for one '
   'execution that waits.';
 
-create or replace function agent_events_lock_id() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_events_lock_id() returns trigger language plpgsql as $$
 begin
-  perform pg_advisory_xact_lock_shared(agent_event_id_class(), agent_event_id_slot(new.external_id));
+  perform pg_advisory_xact_lock_shared(lanekeeper.agent_event_id_class(), lanekeeper.agent_event_id_slot(new.external_id));
   return new;
 end $$;
-comment on function agent_events_lock_id is
+comment on function lanekeeper.agent_events_lock_id is
   'Hold the id of an event until the transaction ends, so that no batch waits for it.';
 
-create or replace function agent_child_outcome(p_child uuid) returns jsonb language sql stable as $$
+create or replace function lanekeeper.agent_child_outcome(p_child uuid) returns jsonb language sql stable as $$
   select jsonb_build_object('variables', x.variables, 'result', x.result, 'error_message', x.error_message) from agent_executions x where x.id = p_child
 $$;
-comment on function agent_child_outcome is
+comment on function lanekeeper.agent_child_outcome is
   'What a worker outside learns of an execution that it waited for, beside what the event of its end says.';
 
-create or replace function take_agent_document(p_document text, p_execution uuid, p_thread text) returns jsonb
+create or replace function lanekeeper.take_agent_document(p_document text, p_execution uuid, p_thread text) returns jsonb
 language plpgsql volatile as $$
 declare
   d record;
 begin
   update agent_documents x set execution_id = p_execution
-   where x.id = agent_uuid(p_document) and x.owner_kind = 'admin' and x.thread_id is null and x.execution_id is null;
+   where x.id = lanekeeper.agent_uuid(p_document) and x.owner_kind = 'admin' and x.thread_id is null and x.execution_id is null;
   select x.id, x.name, x.content_type, x.size into d from agent_documents x
-   where x.id = agent_uuid(p_document) and (x.thread_id = p_thread or x.execution_id = p_execution);
+   where x.id = lanekeeper.agent_uuid(p_document) and (x.thread_id = p_thread or x.execution_id = p_execution);
   if not found then
     raise exception 'there is no document % that the request may take', coalesce(quote_literal(left(p_document, 60)), 'null')
       using errcode = '22023', hint = 'Give a document of the request''s thread, or one that an admin has uploaded.';
@@ -976,10 +983,10 @@ begin
   return jsonb_build_object('id', d.id, 'name', d.name, 'content_type', d.content_type, 'size', d.size,
                             'url', '/v1/documents/' || d.id || '/content');
 end $$;
-comment on function take_agent_document is
+comment on function lanekeeper.take_agent_document is
   'The document that answers a request, as flows see it. Refused with 22023 when it is somebody else''s.';
 
-create or replace function lock_agent_document_request(p_thread text) returns table (request_id uuid, missing text[], waiter uuid)
+create or replace function lanekeeper.lock_agent_document_request(p_thread text) returns table (request_id uuid, missing text[], waiter uuid)
 language plpgsql volatile as $$
 begin
   select r.id into request_id from agent_requests r
@@ -988,7 +995,7 @@ begin
     return;
   end if;
   -- The order in which an event that answers it locks: the wait, executions, the request.
-  perform agent_wait_lock('document', request_id::text);
+  perform lanekeeper.agent_wait_lock('document', request_id::text);
   select x.id into waiter from agent_executions x
    where x.waiting_for = 'document' and x.waiting_key = request_id::text and (x.status = 'waiting') is true
    order by x.id limit 1 for no key update;
@@ -999,11 +1006,11 @@ begin
     return next;
   end if;
 end $$;
-comment on function lock_agent_document_request is
+comment on function lanekeeper.lock_agent_document_request is
   'The oldest request of a thread that documents are missing for, locked as an event locks it: what is missing, '
   'and who waits.';
 
-create or replace function agent_readable_documents(p_execution uuid, p_document uuid default null) returns setof uuid
+create or replace function lanekeeper.agent_readable_documents(p_execution uuid, p_document uuid default null) returns setof uuid
 language sql stable as $$
   with recursive run as (
     select x.id, x.parent_id, x.thread_id, x.surface, 0 as depth from agent_executions x where x.id = p_execution
@@ -1018,8 +1025,8 @@ language sql stable as $$
   union
   select d.id from run r join agent_documents d on d.id = p_document where r.depth = 0 and r.surface = 'operate'
 $$;
-comment on function agent_readable_documents is
+comment on function lanekeeper.agent_readable_documents is
   'The documents that an execution may read; with an id, that one or none.';
 
 create or replace trigger agent_events_lock_id before insert on agent_events
-  for each row when (new.external_id is not null and new.execution_id is null) execute function agent_events_lock_id();
+  for each row when (new.external_id is not null and new.execution_id is null) execute function lanekeeper.agent_events_lock_id();

@@ -6,7 +6,7 @@
 -- agent_prompts has the exact prompt of every model call, in parts that are stored once.
 
 create table agent_activity (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   trace_id        text not null check (trace_id <> ''),
   conversation_id text generated always as (trace_id) stored,
   execution_id    uuid,
@@ -250,7 +250,7 @@ comment on column agent_trace_links.traceparent is 'The W3C header, as it came.'
 
 create table agent_span_export (
   single       boolean default true primary key check (single),
-  sent_upto    uuid not null default agent_uuid7_floor(clock_timestamp()),
+  sent_upto    uuid not null default lanekeeper.agent_uuid7_floor(clock_timestamp()),
   pending      uuid[] not null default '{}'::uuid[],
   sender       text not null default '',
   sender_until timestamptz not null default '-infinity'::timestamptz,
@@ -272,15 +272,15 @@ insert into agent_span_export default values;
 
 -- Code
 
-create or replace function ensure_agent_activity_partitions(p_months int default 3) returns int
-language sql volatile as $$ select cover_agent_activity(clock_timestamp(), p_months) $$;
-comment on function ensure_agent_activity_partitions is
+create or replace function lanekeeper.ensure_agent_activity_partitions(p_months int default 3) returns int
+language sql volatile as $$ select lanekeeper.cover_agent_activity(clock_timestamp(), p_months) $$;
+comment on function lanekeeper.ensure_agent_activity_partitions is
   'Make the monthly partitions from last month to p_months ahead. Safe to call at any time, by many.';
 
-create or replace function recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
+create or replace function lanekeeper.recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 begin
-  perform write_off_agent_budget(p_execution_id, r.step)
+  perform lanekeeper.write_off_agent_budget(p_execution_id, r.step)
      from (select x.step from agent_budget_reservations x
             where x.execution_id = p_execution_id and (x.claim < p_claim) is not false order by x.step) r;
   with gone as (
@@ -294,11 +294,11 @@ begin
     from gone where a.id = gone.activity_id and a.status = 'running';
   update agent_activity_open o set claim = p_claim where o.execution_id = p_execution_id and o.claim < p_claim;
 end $$;
-comment on function recover_agent_activity is
+comment on function lanekeeper.recover_agent_activity is
   'Close the calls that an earlier claim left in flight as unknown, and write off what they reserved. Phases '
   'stay open: the next claim goes on with them.';
 
-create or replace function close_agent_activity(p_execution_id uuid, p_ended text) returns void
+create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void
 language plpgsql volatile as $$
 begin
   with gone as (
@@ -312,34 +312,34 @@ begin
     from gone where a.id = gone.activity_id and a.status = 'running';
 end $$;
 
-create or replace function agent_activity_late() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_activity_late() returns trigger language plpgsql as $$
 begin
   insert into agent_activity_uncounted values (new.id) on conflict do nothing;
   return null;
 end $$;
 
-create or replace function agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
   select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
 $$;
-comment on function agent_count_key is 'A text that fits into an index. A model may call its tools what it likes.';
+comment on function lanekeeper.agent_count_key is 'A text that fits into an index. A model may call its tools what it likes.';
 
-create or replace function agent_count_tokens(p_text text) returns bigint language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_count_tokens(p_text text) returns bigint language sql immutable parallel safe as $$
   select case when p_text ~ '^-?[0-9]{1,12}$' then p_text::bigint else 0 end
 $$;
-comment on function agent_count_tokens is
+comment on function lanekeeper.agent_count_tokens is
   'A number of tokens; 0 when it is none, so that a bad row does not stop the count of others.';
 
-create or replace function agent_duration_bucket(p_ms bigint) returns int language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_duration_bucket(p_ms bigint) returns int language sql immutable parallel safe as $$
   select case when p_ms < 1 then -1 else floor(ln(p_ms::float8) / ln(1.05::float8))::int end
 $$;
 
-create or replace function count_agent_activity(
+create or replace function lanekeeper.count_agent_activity(
   p_most int default 20000, p_lag interval default '20 seconds', out counted int, out more boolean)
 language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_custom_plan as $$
 declare
   s agent_activity_counted;
   -- From when the transaction began: that is before it has an xid, whatever was done in it.
-  horizon uuid := agent_uuid7_floor(now() - p_lag);
+  horizon uuid := lanekeeper.agent_uuid7_floor(now() - p_lag);
   bound uuid;
   seen int;
   furthest uuid;
@@ -398,7 +398,7 @@ begin
            count(*) filter (where e.telling) as worked, count(*) filter (where e.telling and e.status = 'error') as failed,
            sum(e.prompt_tokens) as prompt_tokens, sum(e.completion_tokens) as completion_tokens, sum(e.tokens) as tokens,
            sum(e.cost_usd) as cost_usd, coalesce(sum(e.duration_ms), 0) as duration_ms,
-           coalesce(max(agent_slowest_key(e.duration_ms, e.trace_id) collate "C") filter (where e.telling), '') as slowest,
+           coalesce(max(lanekeeper.agent_slowest_key(e.duration_ms, e.trace_id) collate "C") filter (where e.telling), '') as slowest,
            sum(e.unknown_tokens) as unknown_tokens, sum(e.unknown_usd) as unknown_usd
       from ended e group by 1, 2, 3, 4, 5
     union all
@@ -406,7 +406,7 @@ begin
     select e.hour, 'charge', c.skill, e.surface, e.model, sum(c.calls), 0, 0, 0, 0, 0, 0, 0, sum(c.prompt_tokens), sum(c.completion_tokens),
            sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd)
       from ended e
-     cross join lateral agent_charges(e.led_to, e.prompt_tokens, e.completion_tokens, e.tokens, e.cost_usd, e.unknown_tokens, e.unknown_usd) c
+     cross join lateral lanekeeper.agent_charges(e.led_to, e.prompt_tokens, e.completion_tokens, e.tokens, e.cost_usd, e.unknown_tokens, e.unknown_usd) c
      where e.kind = 'model' group by 1, 2, 3, 4, 5),
   added as (
     insert into agent_activity_counts as c
@@ -430,7 +430,7 @@ begin
            unknown_tokens = c.unknown_tokens + excluded.unknown_tokens, unknown_usd = c.unknown_usd + excluded.unknown_usd),
   lasted as (
     insert into agent_activity_durations as d (day, skill, bucket, calls)
-    select (e.hour at time zone 'UTC')::date, e.skill, agent_duration_bucket(e.duration_ms), count(*)
+    select (e.hour at time zone 'UTC')::date, e.skill, lanekeeper.agent_duration_bucket(e.duration_ms), count(*)
       from ended e where e.telling and e.duration_ms is not null group by 1, 2, 3
     on conflict (day, skill, bucket) do update set calls = d.calls + excluded.calls)
   select (select count(*) from ended), (select count(*) from looked), (select max(l.activity_id::text collate "C")::uuid from looked l)
@@ -448,15 +448,15 @@ begin
          candidate_xid = case when s.candidate is not null then s.candidate_xid end,
          looked = case when seen = p_most then furthest else '00000000-0000-0000-0000-000000000000' end;
 end $$;
-comment on function count_agent_activity is
+comment on function lanekeeper.count_agent_activity is
   'Count at most p_most rows of the log, and as many that are counted by themselves; more says that others can '
   'be counted at once. Does nothing while another pass is at work. p_lag is not below the 5 seconds of the '
   'trigger agent_activity_late.';
 
-create or replace function uncounted_agent_activity(p_most int)
+create or replace function lanekeeper.uncounted_agent_activity(p_most int)
 returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
                prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint, beyond boolean)
-language sql stable set enable_seqscan = off set jit = off as $$
+language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
   -- Ids from counted_upto on are all rows of the log from there on; below it they are listed one by one.
   with counted as materialized (
     select c.counted_upto from agent_activity_counted c),
@@ -475,7 +475,7 @@ language sql stable set enable_seqscan = off set jit = off as $$
          r.cost_usd, r.duration_ms, coalesce(r.id >= o.id, false)
     from (select f.* from fresh f union all select l.* from late l) r cross join left_out o
 $$;
-comment on function uncounted_agent_activity is
+comment on function lanekeeper.uncounted_agent_activity is
   'What the counts lack, in the snapshot of who asks: at most p_most of the newest rows and as many of those '
   'counted by themselves. When there are more, those that are beyond the first that is left out are marked: '
   'sums are complete up to there.';
@@ -483,17 +483,17 @@ comment on function uncounted_agent_activity is
 -- agent_skill_health without the log: it read every call of seven days, which took a minute at 10,000,000 rows. Skills that are called
 -- seldom are still read, so what is asked about a few calls is answered as ever; of the others it adds up what is counted.
 
-create or replace function agent_bucket_duration(p_bucket int) returns float8 language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_bucket_duration(p_bucket int) returns float8 language sql immutable parallel safe as $$
   select case when p_bucket < 0 then 0 else power(1.05::float8, p_bucket + 0.5::float8) end
 $$;
-comment on function agent_bucket_duration is 'The middle of a bucket of agent_activity_durations, in milliseconds.';
+comment on function lanekeeper.agent_bucket_duration is 'The middle of a bucket of agent_activity_durations, in milliseconds.';
 
-create or replace function agent_skill_figures(p_read int default 10000)
+create or replace function lanekeeper.agent_skill_figures(p_read int default 10000)
 returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8)
-language sql stable as $$
-  select f.skill, f.calls, f.failed, f.streak, f.p50_ms, f.p95_ms from agent_skill_figures_since(clock_timestamp() - interval '7 days', p_read) f
+language sql stable security definer set search_path from current as $$
+  select f.skill, f.calls, f.failed, f.streak, f.p50_ms, f.p95_ms from lanekeeper.agent_skill_figures_since(clock_timestamp() - interval '7 days', p_read) f
 $$;
-comment on function agent_skill_figures is
+comment on function lanekeeper.agent_skill_figures is
   'The last 7 days of each skill that was called. Skills are read call by call as long as those that are called '
   'least have p_read rows of the log together; beyond, they are added up of what is counted, and p50 and p95 '
   'are right to 2.5 per cent, over whole days (UTC).';
@@ -502,7 +502,7 @@ comment on function agent_skill_figures is
 -- by a month of the session, so that where clocks change, or stand behind UTC, a month began an hour or some days before or after the last one
 -- ended: another could not be attached, and in the end no row was taken. What is missing is found now by what is there, not by name.
 
-create or replace function cover_agent_activity(p_at timestamptz, p_months int) returns int
+create or replace function lanekeeper.cover_agent_activity(p_at timestamptz, p_months int) returns int
 language plpgsql volatile as $$
 declare
   piece record;
@@ -513,8 +513,8 @@ begin
   for piece in
     select to_char(m.month, '"agent_activity_"YYYY_MM') as name, s.id as lower_id,
            least(m.upper_id, (select p.lower_id from agent_activity_partitions p where p.lower_id > s.id order by p.lower_id limit 1)) as upper_id
-      from (select t.month, agent_uuid7_floor(t.month at time zone 'UTC') as lower_id,
-                   agent_uuid7_floor((t.month + interval '1 month') at time zone 'UTC') as upper_id
+      from (select t.month, lanekeeper.agent_uuid7_floor(t.month at time zone 'UTC') as lower_id,
+                   lanekeeper.agent_uuid7_floor((t.month + interval '1 month') at time zone 'UTC') as upper_id
               from date_trunc('month', p_at at time zone 'UTC') this,
                    generate_series(this - interval '1 month', this + make_interval(months => p_months), interval '1 month') t (month)) m
      cross join lateral (select m.lower_id
@@ -536,11 +536,11 @@ begin
   end loop;
   return n;
 end $$;
-comment on function cover_agent_activity is
+comment on function lanekeeper.cover_agent_activity is
   'Make the partitions of the activity log that are missing from the month before p_at to p_months after it.';
 
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
+language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
   most constant int := 5;           -- rows of one lock, and of an execution ten times as many: the last one counts the rest
   lock_ text;
@@ -580,18 +580,18 @@ comment on function record_stale_agent_write is
   'Each of the first five of a lock has a row, and the fifth counts the rest. False: unknown execution. LK001 rolls '
   'its transaction back, so call this in the next one. p_output is kept as it is: leave secrets out.';
 
-create or replace function agent_slowest_key(p_ms bigint, p_trace_id text) returns text language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_slowest_key(p_ms bigint, p_trace_id text) returns text language sql immutable parallel safe as $$
   select lpad(greatest(0, least(p_ms, 1000000000000))::text, 13, '0') || left(p_trace_id, 300)
 $$;
-comment on function agent_slowest_key is
+comment on function lanekeeper.agent_slowest_key is
   'A duration and a trace as text whose greatest, in the collation "C", is the slowest.';
 
-create or replace function agent_charges(p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
+create or replace function lanekeeper.agent_charges(p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
 returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, unknown_tokens bigint, unknown_usd numeric)
 language sql immutable parallel safe as $$
   select '', 1::bigint, p_prompt, p_completion, p_tokens, p_cost, p_unknown, p_unknown_usd where p_led_to = '{}' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
   union all
-  select agent_count_key(c.skill), (c.place = 1)::int::bigint, (div(p_prompt * c.upto, c.total) - div(p_prompt * (c.upto - c.n), c.total))::bigint,
+  select lanekeeper.agent_count_key(c.skill), (c.place = 1)::int::bigint, (div(p_prompt * c.upto, c.total) - div(p_prompt * (c.upto - c.n), c.total))::bigint,
          (div(p_completion * c.upto, c.total) - div(p_completion * (c.upto - c.n), c.total))::bigint,
          (div(p_tokens * c.upto, c.total) - div(p_tokens * (c.upto - c.n), c.total))::bigint,
          round(p_cost * c.upto / c.total, 6) - round(p_cost * (c.upto - c.n) / c.total, 6),
@@ -604,26 +604,26 @@ language sql immutable parallel safe as $$
                     from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k where jsonb_typeof(k.value) = 'number') l
            where l.n > 0) c
 $$;
-comment on function agent_charges is
+comment on function lanekeeper.agent_charges is
   'What a model call is charged to: the skills that it led to, each with its share, or none. The shares add up '
   'to the whole.';
 
-create or replace function uncounted_agent_charges(p_most int)
+create or replace function lanekeeper.uncounted_agent_charges(p_most int)
 returns table (id uuid, hour timestamptz, skill text, surface text, model text, calls bigint, prompt_tokens bigint, completion_tokens bigint,
                tokens bigint, cost_usd numeric, unknown_tokens bigint, unknown_usd numeric, beyond boolean)
-language sql stable set enable_seqscan = off set jit = off as $$
+language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
   select u.id, u.hour, c.skill, u.surface, u.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens,
          c.unknown_usd, u.beyond
-    from uncounted_agent_activity(p_most) u
+    from lanekeeper.uncounted_agent_activity(p_most) u
     join agent_activity_measured m on m.id = u.id
-   cross join lateral agent_charges(m.led_to, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd) c
+   cross join lateral lanekeeper.agent_charges(m.led_to, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd) c
    where u.kind = 'model'
 $$;
-comment on function uncounted_agent_charges is
+comment on function lanekeeper.uncounted_agent_charges is
   'What the counts lack of what model calls are charged to; arguments and beyond as in '
   'uncounted_agent_activity.';
 
-create or replace function agent_skill_figures_since(p_since timestamptz, p_read int default 10000)
+create or replace function lanekeeper.agent_skill_figures_since(p_since timestamptz, p_read int default 10000)
 returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
 language sql stable set enable_seqscan = off set jit = off as $$
   with began as materialized (
@@ -632,7 +632,7 @@ language sql stable set enable_seqscan = off set jit = off as $$
       from (select x.since, date_trunc('hour', x.since at time zone 'UTC') at time zone 'UTC' as hour
               from (select greatest(p_since, 'epoch') as since) x) n),
   tail as materialized (
-    select u.id, u.skill, u.hour, u.telling, u.status, u.duration_ms from uncounted_agent_activity(2000000000) u
+    select u.id, u.skill, u.hour, u.telling, u.status, u.duration_ms from lanekeeper.uncounted_agent_activity(2000000000) u
      where u.kind <> 'model' and (u.hour at time zone 'UTC')::date >= (select (b.since at time zone 'UTC')::date from began b)),
   sums as materialized (
     select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed
@@ -657,10 +657,10 @@ language sql stable set enable_seqscan = off set jit = off as $$
                   count(*) filter (where c.status = 'error' and c.created_at > greatest(c.last_ok, r.enabled_at)) as streak,
                   percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
                   percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms,
-                  max(agent_slowest_key(c.duration_ms, c.trace_id) collate "C") as slowest
+                  max(lanekeeper.agent_slowest_key(c.duration_ms, c.trace_id) collate "C") as slowest
              from (select k.status, k.created_at, k.duration_ms, k.trace_id, max(k.created_at) filter (where k.status = 'success') over () as last_ok
                      from agent_skill_calls k
-                    where k.skill_name = r.name and k.id >= (select agent_uuid7_floor(b.since) from began b)
+                    where k.skill_name = r.name and k.id >= (select lanekeeper.agent_uuid7_floor(b.since) from began b)
                       and k.created_at >= (select b.since from began b)) c) x
      where r.few),
   -- Of many: what is counted, without what came in the first hour before the time that is asked for.
@@ -669,8 +669,8 @@ language sql stable set enable_seqscan = off set jit = off as $$
       from ranked r
      cross join lateral (
            select count(*) as worked, count(*) filter (where k.status = 'error') as failed from agent_skill_calls k
-            where k.skill_name = r.name and k.id >= (select agent_uuid7_floor(b.hour) from began b)
-              and k.id < (select agent_uuid7_floor(b.since) from began b)) e
+            where k.skill_name = r.name and k.id >= (select lanekeeper.agent_uuid7_floor(b.hour) from began b)
+              and k.id < (select lanekeeper.agent_uuid7_floor(b.since) from began b)) e
      where not r.few),
   -- A streak begins in the last hour that has a success, in that of the beginning, or in that in which the skill was enabled.
   streaks as materialized (
@@ -695,12 +695,12 @@ language sql stable set enable_seqscan = off set jit = off as $$
       left join lateral (
            select k.id from agent_skill_calls k
             where k.skill_name between s.name and s.name and k.status = 'success'
-              and k.id >= agent_uuid7_floor(s.hour) and k.id < agent_uuid7_floor(s.hour + interval '1 hour')
+              and k.id >= lanekeeper.agent_uuid7_floor(s.hour) and k.id < lanekeeper.agent_uuid7_floor(s.hour + interval '1 hour')
             order by k.skill_name desc, k.id desc limit 1) ok on true
      cross join lateral (
            select count(*) as failed from agent_skill_calls k
-            where k.skill_name = s.name and k.status = 'error' and k.id >= coalesce(ok.id, agent_uuid7_floor(s.hour))
-              and k.id < agent_uuid7_floor(s.hour + interval '1 hour')
+            where k.skill_name = s.name and k.status = 'error' and k.id >= coalesce(ok.id, lanekeeper.agent_uuid7_floor(s.hour))
+              and k.id < lanekeeper.agent_uuid7_floor(s.hour + interval '1 hour')
               and k.created_at > s.enabled_at and k.created_at >= (select b.since from began b)) within),
   slowest as (
     select x.skill, max(x.slowest collate "C") as slowest
@@ -710,7 +710,7 @@ language sql stable set enable_seqscan = off set jit = off as $$
             select c.skill, c.slowest from agent_activity_counts c
              where c.span = 'day' and c.start >= (select b.day from began b) and c.kind = 'call'
             union all
-            select t.skill, agent_slowest_key(t.duration_ms, a.trace_id)
+            select t.skill, lanekeeper.agent_slowest_key(t.duration_ms, a.trace_id)
               from (select t.*, row_number() over (partition by t.skill order by t.duration_ms desc) as place
                       from tail t where t.telling and t.duration_ms is not null) t
               join agent_activity a on a.id = t.id
@@ -721,7 +721,7 @@ language sql stable set enable_seqscan = off set jit = off as $$
       from (select d.skill, d.bucket, d.calls from agent_activity_durations d
              where d.day >= (select (b.since at time zone 'UTC')::date from began b) and d.skill in (select m.name from many m)
             union all
-            select t.skill, agent_duration_bucket(t.duration_ms), 1 from tail t
+            select t.skill, lanekeeper.agent_duration_bucket(t.duration_ms), 1 from tail t
              where t.telling and t.duration_ms is not null and t.skill in (select m.name from many m)) y
      group by y.skill, y.bucket),
   ladder as (
@@ -730,10 +730,10 @@ language sql stable set enable_seqscan = off set jit = off as $$
       from lasted l),
   steps as (
     select l.skill, 0.5 * l.last as half, 0.95 * l.last as most,
-           agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.5 * l.last))) as half_low,
-           agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.5 * l.last))) as half_high,
-           agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.95 * l.last))) as most_low,
-           agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.95 * l.last))) as most_high
+           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.5 * l.last))) as half_low,
+           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.5 * l.last))) as half_high,
+           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.95 * l.last))) as most_low,
+           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.95 * l.last))) as most_high
       from ladder l group by l.skill, l.last)
   select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint, substr(x.slowest, 14)
     from (select l.* from little l
@@ -743,32 +743,32 @@ language sql stable set enable_seqscan = off set jit = off as $$
                  w.slowest
             from many m left join failures f on f.name = m.name left join steps s on s.skill = m.name left join slowest w on w.skill = m.name) x
 $$;
-comment on function agent_skill_figures_since is
+comment on function lanekeeper.agent_skill_figures_since is
   'What agent_skill_figures says, since a moment: calls, failures, failures in a row up to now, durations. '
   'Before the hour counts that are kept (35 days), it begins at the next midnight (UTC).';
 
-create or replace function agent_slowest_skills_since(p_since timestamptz)
+create or replace function lanekeeper.agent_slowest_skills_since(p_since timestamptz)
 returns table (skill text, calls bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
-language sql stable as $$
+language sql stable security definer set search_path from current as $$
   select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
-    from agent_skill_figures_since(p_since) f where f.p95_ms is not null order by f.p95_ms desc, f.skill
+    from lanekeeper.agent_skill_figures_since(p_since) f where f.p95_ms is not null order by f.p95_ms desc, f.skill
 $$;
-comment on function agent_slowest_skills_since is
+comment on function lanekeeper.agent_slowest_skills_since is
   'How long the calls of each skill take, since a moment, the slowest first: of the skills there are, the calls '
   'that agent_skill_calls has. Where there are very many, p50 and p95 are right to 2.5 per cent, over whole '
   'days (UTC).';
 
-create or replace function agent_failing_skills_since(p_since timestamptz)
+create or replace function lanekeeper.agent_failing_skills_since(p_since timestamptz)
 returns table (skill text, calls bigint, errors bigint, rate float8, streak bigint, p50_ms float8, p95_ms float8, last_error text, last_error_class text,
                last_failed_at timestamptz, last_trace_id text, state text)
-language sql stable as $$
+language sql stable security definer set search_path from current as $$
   with failed as materialized (
-    select f.* from agent_skill_figures_since(p_since) f where f.failed > 0),
+    select f.* from lanekeeper.agent_skill_figures_since(p_since) f where f.failed > 0),
   health as materialized (
     select h.skill, h.streak, h.state from agent_skill_health h where h.skill in (select f.skill from failed f)),
   -- The hour of the last failure: of the counts, or of what is not counted yet.
   tail as materialized (
-    select u.skill, max(u.hour) as hour from uncounted_agent_activity(2000000000) u where u.telling and u.status = 'error' group by u.skill)
+    select u.skill, max(u.hour) as hour from lanekeeper.uncounted_agent_activity(2000000000) u where u.telling and u.status = 'error' group by u.skill)
   select f.skill, f.calls, f.failed, f.failed::float8 / f.calls, coalesce(h.streak, 0), coalesce(f.p50_ms, 0), coalesce(f.p95_ms, 0),
          coalesce(l.error_message, ''), l.error_class, l.created_at, l.trace_id, h.state
     from failed f
@@ -779,16 +779,16 @@ language sql stable as $$
           where c.skill = f.skill and c.span = 'hour' and c.kind = 'call' and c.failed > 0 order by c.start desc limit 1) c on true
     left join lateral (
          select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
-          where k.skill_name between f.skill and f.skill and k.status = 'error' and k.id >= agent_uuid7_floor(greatest(t.hour, c.hour))
+          where k.skill_name between f.skill and f.skill and k.status = 'error' and k.id >= lanekeeper.agent_uuid7_floor(greatest(t.hour, c.hour))
           order by k.skill_name desc, k.id desc limit 1) l on true
    order by f.failed desc, f.skill
 $$;
-comment on function agent_failing_skills_since is
+comment on function lanekeeper.agent_failing_skills_since is
   'The skills that failed since a moment, those that failed most first: how often, why the last time, and what '
   'agent_skill_health says of them now (streak, state).';
 
 -- As before, and documents.
-create or replace function agent_audit_object(p_input jsonb) returns text language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_audit_object(p_input jsonb) returns text language sql immutable parallel safe as $$
   select coalesce(string_agg(left(v.word || ' ' || v.name, 200), ', ' order by v.place), '')
     from (values
       (1, 'decision:', p_input ->> 'decision'), (2, 'approval', p_input ->> 'approval_id'), (3, 'skill', p_input ->> 'skill'),
@@ -805,10 +805,10 @@ create or replace function agent_audit_object(p_input jsonb) returns text langua
                             then (select string_agg(c, ', ') from jsonb_array_elements_text(p_input -> 'changed') c) end)) v (place, word, name)
    where v.name <> ''
 $$;
-comment on function agent_audit_object is
+comment on function lanekeeper.agent_audit_object is
   'What an act was done to, from the input of its row: each thing with its kind.';
 
-create or replace function record_agent_prompt(
+create or replace function lanekeeper.record_agent_prompt(
   p_execution_id uuid, p_claim bigint, p_step text, p_tools bytea, p_messages bytea[], p_options jsonb,
   p_digests bytea[], p_bodies text[], p_truncated boolean[], out missing int, out problem text)
 language plpgsql volatile set lock_timeout = '200ms' set jit = off as $$
@@ -839,7 +839,7 @@ exception when others then
   missing := 0;
   problem := sqlerrm;
 end $$;
-comment on function record_agent_prompt is
+comment on function lanekeeper.record_agent_prompt is
   'Record the prompt of the model call that is open for a step, with the parts that may be new. It belongs into '
   'the transaction that opened the call, and never fails it: problem says why nothing was recorded, missing how '
   'many parts are not there.';
@@ -847,7 +847,7 @@ comment on function record_agent_prompt is
 -- A prompt as it went out. What a server refuses is sent in another form, and the bound of an answer's tokens is granted after
 -- the call's row was opened. So the end of a call amends what its beginning recorded.
 
-create or replace function amend_agent_prompt(
+create or replace function lanekeeper.amend_agent_prompt(
   p_activity_id uuid, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
   out problem text)
 language plpgsql volatile set lock_timeout = '200ms' set jit = off as $$
@@ -869,22 +869,22 @@ begin
 exception when others then
   problem := sqlerrm;
 end $$;
-comment on function amend_agent_prompt is
+comment on function lanekeeper.amend_agent_prompt is
   'Record how the prompt of a model call went out: its options, and its messages where they are not null. It '
   'belongs into the transaction that ends the call, and never fails it: problem says why nothing was amended.';
 
-create or replace function agent_activity_fence() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_activity_fence() returns trigger language plpgsql as $$
 begin
-  perform fence_agent_execution(new.execution_id, new.claim);
+  perform lanekeeper.fence_agent_execution(new.execution_id, new.claim);
   return new;
 end $$;
-comment on function agent_activity_fence is
+comment on function lanekeeper.agent_activity_fence is
   'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001).';
 
 create or replace trigger agent_activity_fence before insert on agent_activity
-  for each row when (new.claim is not null) execute function agent_activity_fence();
+  for each row when (new.claim is not null) execute function lanekeeper.agent_activity_fence();
 
 -- After the insert: by then its transaction has an xid. The comparison is all that an ordinary insert pays.
 create or replace trigger agent_activity_late after insert on agent_activity
-  for each row when (new.id < agent_uuid7_floor(clock_timestamp() - interval '5 seconds'))
-  execute function agent_activity_late();
+  for each row when (new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds'))
+  execute function lanekeeper.agent_activity_late();

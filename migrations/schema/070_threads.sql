@@ -53,7 +53,7 @@ comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of t
 comment on column agent_threads.name is 'The public name, scoped by the owner. Empty: the id is the name.';
 
 create table agent_documents (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   name         text not null check ((name <> '') AND (name !~ '[[:cntrl:]/\\]')),
   content_type text not null check (content_type <> ''),
   size         bigint not null check (size > 0),
@@ -104,7 +104,7 @@ comment on column agent_documents.visitor is 'For a visitor: SHA-256 of the secr
 comment on column agent_documents.expires_at is 'When an upload goes that no message has used. Null: it stays.';
 
 create table agent_thread_access (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   thread_id    text not null references agent_threads(id) on delete cascade,
   kind         text not null check (kind in ('key', 'visitor', 'flow', 'webhook', 'token')),
   owner        text not null default '',
@@ -143,7 +143,7 @@ comment on column agent_thread_access.joined_with is
 comment on column agent_thread_access.created_by is 'The person or program that granted it.';
 
 create table agent_messages (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   thread_id       text not null references agent_threads(id) on delete cascade,
   seq             bigint check (seq > 0),
   turn            bigint,
@@ -242,7 +242,7 @@ comment on column agent_message_images.data is 'The image, where the client sent
 comment on column agent_message_images.detail is 'How closely the model is to look, as the client says.';
 
 create table agent_chat_requests (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   fingerprint  bytea not null,
   execution_id uuid not null,
   connection   text not null check (connection <> ''),
@@ -273,9 +273,9 @@ comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 
-create or replace function agent_thread_lane(p_thread text) returns text language sql immutable as $$ select 'thread:' || p_thread $$;
+create or replace function lanekeeper.agent_thread_lane(p_thread text) returns text language sql immutable as $$ select 'thread:' || p_thread $$;
 
-create or replace function agent_thread_idle(p_thread text) returns int language sql stable as $$
+create or replace function lanekeeper.agent_thread_idle(p_thread text) returns int language sql stable as $$
   select coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600)
 $$;
 
@@ -283,11 +283,11 @@ $$;
 -- the row of the lane and wanted the advisory lock, the other had that and waited for the row. Now nobody waits for the row under the
 -- advisory lock, unless the row came in that moment.
 
-create or replace function lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
+create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
 declare
-  lane_ text := agent_thread_lane(p_thread);
-  key_ bigint := hashtextextended('lane ' || agent_thread_lane(p_thread), 0);
+  lane_ text := lanekeeper.agent_thread_lane(p_thread);
+  key_ bigint := hashtextextended('lane ' || lanekeeper.agent_thread_lane(p_thread), 0);
 begin
   -- The advisory lock is for a lane that has no row yet; acquire_agent_lock takes the same for its first hold.
   if p_wait then
@@ -316,10 +316,10 @@ begin
   perform 1 from agent_threads t where t.id = p_thread for no key update skip locked;
   return found;
 end $$;
-comment on function lock_agent_thread is
+comment on function lanekeeper.lock_agent_thread is
   'Lock the lane and the row of a thread. Without waiting it answers false when somebody else works on them.';
 
-create or replace function place_agent_message(p_id uuid) returns bigint
+create or replace function lanekeeper.place_agent_message(p_id uuid) returns bigint
 language plpgsql volatile as $$
 declare
   m record;
@@ -348,9 +348,9 @@ begin
   end if;
   return place;
 end $$;
-comment on function place_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
+comment on function lanekeeper.place_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
 
-create or replace function settle_agent_message(p_id uuid, p_attempt int, p_status text, p_error text, p_retry interval) returns boolean
+create or replace function lanekeeper.settle_agent_message(p_id uuid, p_attempt int, p_status text, p_error text, p_retry interval) returns boolean
 language plpgsql volatile as $$
 declare
   m record;
@@ -380,20 +380,20 @@ begin
   end if;
   return true;
 end $$;
-comment on function settle_agent_message is
+comment on function lanekeeper.settle_agent_message is
   'Record how an attempt to carry a message ended; the next one of its thread may go then. False when the '
   'attempt was outlived by another.';
 
 -- A message of an execution is refused in a thread that its flow may not join.
 
-create or replace function send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
+create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
                                    p_channel text default null, p_target text default '', p_tokens int default 0)
 returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid, stale_holder text,
                stale_ms bigint)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  lane_ text := agent_thread_lane(p_thread);
+  lane_ text := lanekeeper.agent_thread_lane(p_thread);
   t record;
   held agent_locks;
   live boolean;
@@ -403,12 +403,12 @@ begin
   acquired := false;
   if p_execution_id is not null then
     perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;    -- for a loan; before lanes
-    perform fence_agent_execution(p_execution_id, p_claim);
-    if not agent_flow_may_join(p_thread, null, p_execution_id) then
+    perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
+    if not lanekeeper.agent_flow_may_join(p_thread, null, p_execution_id) then
       raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
     end if;
   end if;
-  perform lock_agent_thread(p_thread);
+  perform lanekeeper.lock_agent_thread(p_thread);
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) else '' end;
@@ -428,48 +428,48 @@ begin
       update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_;
     end if;
   elsif live and p_execution_id is not null then
-    select b.acquired, b.lender into got from borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
+    select b.acquired, b.lender into got from lanekeeper.borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
     mine := got.acquired;
     lender := got.lender;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
     if p_execution_id is null then
-      mine := agent_lane_open(lane_);
+      mine := lanekeeper.agent_lane_open(lane_);
     else
       if held.locked_by <> '' then
         stale_holder := held.locked_by;
         stale_ms := extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000;
       end if;
-      select a.acquired, a.lender into got from take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
+      select a.acquired, a.lender into got from lanekeeper.take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       mine := got.acquired;
       lender := got.lender;
       acquired := mine and lender is null;
     end if;
   end if;
-  mine := mine and agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
+  mine := mine and lanekeeper.agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
   values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id,
           coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0))
   returning m.id into message_id;
   if mine then
-    seq := place_agent_message(message_id);
+    seq := lanekeeper.place_agent_message(message_id);
   else
-    perform flush_agent_thread(p_thread);                    -- what may leave; it may be among that
+    perform lanekeeper.flush_agent_thread(p_thread);                    -- what may leave; it may be among that
     select m.seq into seq from agent_messages m where m.id = message_id;
   end if;
   queued := seq is null;
   if queued then
     holder := coalesce((select l.locked_by from agent_locks l where l.lane = lane_ and l.expires_at > clock_timestamp()),
-                       agent_lock_head(lane_, clock_timestamp()));
+                       lanekeeper.agent_lock_head(lane_, clock_timestamp()));
   end if;
   return next;
 end $$;
-comment on function send_agent_message is
+comment on function lanekeeper.send_agent_message is
   'Say something in a thread, on behalf of an execution or, with null, of nobody who could hold it. The '
   'execution that holds or may borrow the lane of the thread sends at once; anyone else''s message is queued '
   'and leaves first-in-first-out. Without a channel it is the thread''s, or chat. lender is set when the lane '
   'was borrowed just now, stale_holder when it was taken from one whose lease had ended.';
 
-create or replace function agent_speaks_for(p_ended uuid, p_holder uuid) returns boolean
+create or replace function lanekeeper.agent_speaks_for(p_ended uuid, p_holder uuid) returns boolean
 language sql volatile as $$
   with recursive line as (
     select x.parent_id, x.inherits and x.completed_at is not null as may from agent_executions x where x.id = p_ended
@@ -478,40 +478,40 @@ language sql volatile as $$
      where l.may and l.parent_id <> p_holder)
   select exists (select from line l where l.may and l.parent_id = p_holder)
 $$;
-comment on function agent_speaks_for is
+comment on function lanekeeper.agent_speaks_for is
   'Whether an execution that has ended was a child that a holder had waited for, over any number of those '
   'between that have ended, too: what it still has in the queue is said before what the holder says next.';
 
-create or replace function agent_thread_own(p_thread text, p_holder uuid) returns uuid
+create or replace function lanekeeper.agent_thread_own(p_thread text, p_holder uuid) returns uuid
 language sql volatile as $$
   select m.id from agent_messages m left join agent_executions x on x.id = m.execution_id
    where m.thread_id = p_thread and m.status = 'queued'
-     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and agent_speaks_for(x.id, p_holder))
+     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and lanekeeper.agent_speaks_for(x.id, p_holder))
    order by m.id limit 1
 $$;
-comment on function agent_thread_own is
+comment on function lanekeeper.agent_thread_own is
   'The first queued message that leaves in the name of a holder: its own, or that of a child that it had waited '
   'for and that has ended.';
 
-create or replace function agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
+create or replace function lanekeeper.agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
 language sql volatile as $$
   select case when not p_live then
     (select m.id from agent_messages m where m.thread_id = p_thread and m.status = 'queued' order by m.id limit 1)
   else coalesce(
-    agent_thread_own(p_thread, p_holder),
+    lanekeeper.agent_thread_own(p_thread, p_holder),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
-        and agent_lends(x.id, p_holder, agent_thread_lane(p_thread)) order by m.id limit 1))
+        and lanekeeper.agent_lends(x.id, p_holder, lanekeeper.agent_thread_lane(p_thread)) order by m.id limit 1))
   end
 $$;
-comment on function agent_thread_next is
+comment on function lanekeeper.agent_thread_next is
   'The message that leaves next: of a free thread the first one; of one that is held, the first in the name of '
   'its holder, or of who may borrow from it.';
 
-create or replace function flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
+create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
 language plpgsql volatile as $$
 declare
-  lane_ text := agent_thread_lane(p_thread);
+  lane_ text := lanekeeper.agent_thread_lane(p_thread);
   head uuid;
   of uuid;
   who agent_executions;
@@ -522,7 +522,7 @@ begin
   for tries in 1..p_limit loop
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
-    head := agent_thread_next(p_thread, live, held.execution_id);
+    head := lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     exit when head is null;
     select m.execution_id into of from agent_messages m where m.id = head;
     who := null;
@@ -531,15 +531,15 @@ begin
       select x.* into who from agent_executions x where x.id = of for no key update skip locked;
       exit when not found and exists (select from agent_executions x where x.id = of);
     end if;
-    exit when not lock_agent_thread(p_thread, p_wait);
+    exit when not lanekeeper.lock_agent_thread(p_thread, p_wait);
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
-    continue when head is distinct from agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
-    exit when not take_agent_thread(p_thread, who, live, held.execution_id);
+    continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
+    exit when not lanekeeper.take_agent_thread(p_thread, who, live, held.execution_id);
     -- An answer that comes in this moment must find the wait begun, or the question not yet out.
     exit when who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text
       and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
-    perform place_agent_message(head);
+    perform lanekeeper.place_agent_message(head);
     n := n + 1;
     if who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text then
       update agent_executions x                             -- its question is out: now it waits for the answer
@@ -550,42 +550,42 @@ begin
   end loop;
   return n;
 end $$;
-comment on function flush_agent_thread is
+comment on function lanekeeper.flush_agent_thread is
   'Send what is queued in a thread and may leave now, in its order, at most p_limit messages. Called whenever '
   'the thread changes hands. Without p_wait it does nothing where somebody else works on the thread.';
 
-create or replace function take_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
+create or replace function lanekeeper.take_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
 language plpgsql volatile as $$
 declare
-  lane_ text := agent_thread_lane(p_thread);
+  lane_ text := lanekeeper.agent_thread_lane(p_thread);
 begin
   if p_live and p_holder = p_who.id then
     return true;
   elsif p_who.id is null or p_who.completed_at is not null then
     -- Nobody who could hold it: of a thread that is held it is a child's of the holder.
-    return case when p_live then agent_speaks_for(p_who.id, p_holder) else agent_lane_open(lane_) end;
+    return case when p_live then lanekeeper.agent_speaks_for(p_who.id, p_holder) else lanekeeper.agent_lane_open(lane_) end;
   elsif p_live then
     if p_who.status = 'running' and not exists (
          select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
       return false;                                          -- it borrows when somebody runs it
     end if;
-    if not (select b.acquired from borrow_agent_lock(lane_, p_who.id, p_who.claim, agent_thread_idle(p_thread)) b) then
+    if not (select b.acquired from lanekeeper.borrow_agent_lock(lane_, p_who.id, p_who.claim, lanekeeper.agent_thread_idle(p_thread)) b) then
       return false;
     end if;
-  elsif not (select a.acquired from acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, agent_thread_idle(p_thread)) a) then
+  elsif not (select a.acquired from lanekeeper.acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, lanekeeper.agent_thread_idle(p_thread)) a) then
     return false;
   end if;
   if p_who.status = 'waiting' then
     update agent_locks l set parked = true, expires_at = '9000-01-01 00:00+00',
-           fencing_token = agent_lock_token(l.fencing_token, clock_timestamp())
+           fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp())
      where l.lane = lane_;
   end if;
   return true;
 end $$;
-comment on function take_agent_thread is
+comment on function lanekeeper.take_agent_thread is
   'Take the lane of a thread for the execution whose queued message leaves; for flush_agent_thread.';
 
-create or replace function flush_agent_threads(p_limit int default 500) returns int
+create or replace function lanekeeper.flush_agent_threads(p_limit int default 500) returns int
 language plpgsql volatile as $$
 declare
   q record;
@@ -597,33 +597,33 @@ begin
       union all
       select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > d.thread_id
                order by m.thread_id limit 1) from due d where d.thread_id is not null)
-    select d.thread_id from due d left join agent_locks l on l.lane = agent_thread_lane(d.thread_id) and l.expires_at > clock_timestamp()
+    select d.thread_id from due d left join agent_locks l on l.lane = lanekeeper.agent_thread_lane(d.thread_id) and l.expires_at > clock_timestamp()
      where d.thread_id is not null
        and (l.lane is null or exists (
          select from agent_messages m join agent_executions x on x.id = m.execution_id
           where m.thread_id = d.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
      order by random() limit p_limit                         -- one that cannot leave holds up no other
   loop
-    n := n + flush_agent_thread(q.thread_id, 100, false);
+    n := n + lanekeeper.flush_agent_thread(q.thread_id, 100, false);
   end loop;
   return n;
 end $$;
-comment on function flush_agent_threads is
+comment on function lanekeeper.flush_agent_threads is
   'flush_agent_thread for every thread where something may leave. For the sweep: it waits for nobody.';
 
-create or replace function receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
+create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
                                       p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
 returns table (message_id uuid, seq bigint, event_id uuid, execution_id uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  message uuid := agent_uuid7();
+  message uuid := lanekeeper.agent_uuid7();
   place bigint;
   watched timestamptz;
   came record;
   first_ boolean := true;
 begin
-  perform agent_wait_lock('response', p_thread);            -- before executions, lanes and the thread
+  perform lanekeeper.agent_wait_lock('response', p_thread);            -- before executions, lanes and the thread
   if p_id is not null then
     select v.id, v.data into came from agent_events v where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
     if found then                                           -- it counts once
@@ -633,7 +633,7 @@ begin
     end if;
   end if;
   for came in
-    select d.event_id, d.execution_id from deliver_agent_event('MESSAGE_RECEIVED', p_thread,
+    select d.event_id, d.execution_id from lanekeeper.deliver_agent_event('MESSAGE_RECEIVED', p_thread,
       coalesce(p_data, '{}') || jsonb_build_object('message_id', message, 'thread_id', p_thread, 'content', p_content,
                                                    'channel', p_channel), p_id) d
   loop
@@ -654,59 +654,59 @@ begin
       if watched > clock_timestamp() then
         perform pg_notify('agent_messages', p_thread);
       end if;
-      perform agent_lane_freed(agent_thread_lane(p_thread)); -- a flush may have given way to this
+      perform lanekeeper.agent_lane_freed(lanekeeper.agent_thread_lane(p_thread)); -- a flush may have given way to this
     end if;
     return query select message, place, came.event_id, came.execution_id;
   end loop;
 end $$;
-comment on function receive_agent_message is
+comment on function lanekeeper.receive_agent_message is
   'Record what the other side said in a thread, and end the waits for it: MESSAGE_RECEIVED, its data p_data '
   'with message_id, thread_id, content and channel. Rows: the message, and each execution it woke (null when '
   'none). The same p_id counts once.';
 
-create or replace function agent_last_sent(p_id uuid, p_thread text) returns timestamptz
+create or replace function lanekeeper.agent_last_sent(p_id uuid, p_thread text) returns timestamptz
 language sql stable as $$
   select coalesce((select m.sent_at from agent_messages m
                     where m.execution_id = p_id and m.thread_id = p_thread and m.role = 'assistant' and m.sent_at is not null
                     order by m.id desc limit 1),
                   (select x.created_at from agent_executions x where x.id = p_id))
 $$;
-comment on function agent_last_sent is
+comment on function lanekeeper.agent_last_sent is
   'When an execution last said something in a thread, or its beginning: what came before cannot answer it.';
 
-create or replace function agent_queued_message(p_id uuid, p_thread text) returns uuid
+create or replace function lanekeeper.agent_queued_message(p_id uuid, p_thread text) returns uuid
 language sql stable as $$
   select m.id from agent_messages m
    where m.execution_id = p_id and m.thread_id = p_thread and m.status = 'queued' order by m.id desc limit 1
 $$;
-comment on function agent_queued_message is
+comment on function lanekeeper.agent_queued_message is
   'The execution''s last message of those that still stand in the queue of a thread.';
 
-create or replace function withdraw_agent_messages(p_execution_id uuid) returns void language sql volatile as $$
+create or replace function lanekeeper.withdraw_agent_messages(p_execution_id uuid) returns void language sql volatile as $$
   with gone as (
     update agent_messages m set status = 'withdrawn' where m.execution_id = p_execution_id and m.status = 'queued' returning m.thread_id)
   select pg_notify('agent_threads', g.thread_id) from (select distinct thread_id from gone) g
 $$;
-comment on function withdraw_agent_messages is
+comment on function lanekeeper.withdraw_agent_messages is
   'Take back what a cancelled execution has queued. What stood behind it may leave.';
 
-create or replace function agent_thread_listener(p_thread text, p_except text[]) returns uuid
+create or replace function lanekeeper.agent_thread_listener(p_thread text, p_except text[]) returns uuid
 language sql volatile as $$
   select coalesce(
     (select x.id from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'response' and x.waiting_key = p_thread
         and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (p_except) order by x.id limit 1),
     (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
-      where l.lane = agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and x.completed_at is null
+      where l.lane = lanekeeper.agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and x.completed_at is null
         and x.flow <> all (p_except)))
 $$;
-comment on function agent_thread_listener is
+comment on function lanekeeper.agent_thread_listener is
   'The execution that what is said in a thread is for: one that waits for it, else the one that has the thread. '
   'Flows in p_except do not count.';
 
 -- Whoever waits for the words of a worker outside does not wait while no worker has the run.
 
-create or replace function agent_thread_busy(p_thread text, p_execution_id uuid, p_except text[]) returns boolean
+create or replace function lanekeeper.agent_thread_busy(p_thread text, p_execution_id uuid, p_except text[]) returns boolean
 language plpgsql volatile as $$
 declare
   id_ uuid := p_execution_id;
@@ -718,7 +718,7 @@ begin
     select e.id, e.status, e.waiting_for, e.waiting_key, e.completed_at, e.outside, e.claimed_by, e.updated_at into x from agent_executions e where e.id = id_;
     if x.completed_at is not null or x.id is null then        -- who has the thread now goes on
       id_ := (select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
-               where l.lane = agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and e.completed_at is null
+               where l.lane = lanekeeper.agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and e.completed_at is null
                  and e.flow <> all (p_except));
       continue;
     elsif x.outside and x.status <> 'waiting' then            -- a worker that is away says nothing; one that follows takes the run soon
@@ -729,18 +729,18 @@ begin
     elsif x.waiting_for <> 'agent' then
       return false;
     end if;
-    id_ := agent_uuid(x.waiting_key);                        -- its child speaks for it
+    id_ := lanekeeper.agent_uuid(x.waiting_key);                        -- its child speaks for it
     if exists (select from agent_executions e where e.id = id_ and e.completed_at is not null) then
       return true;                                           -- and is woken next
     end if;
   end loop;
   return false;
 end $$;
-comment on function agent_thread_busy is
+comment on function lanekeeper.agent_thread_busy is
   'Whether more may come in a thread without anything from outside: an execution, or those it waits for, are at '
   'work.';
 
-create or replace function clean_agent_threads(p_overdue interval default '0', p_unwanted interval default '0')
+create or replace function lanekeeper.clean_agent_threads(p_overdue interval default '0', p_unwanted interval default '0')
 returns table (thread_id text, locked_by text, execution_id uuid, idle_seconds bigint)
 language plpgsql volatile as $$
 #variable_conflict use_column
@@ -767,35 +767,35 @@ begin
     locked_by := l.locked_by;
     execution_id := l.execution_id;
     idle_seconds := extract(epoch from clock_timestamp() - l.expires_at + make_interval(secs => l.ttl_seconds));
-    if return_agent_lock(l.lane) is null then
-      perform note_agent_hold(l.lane, 'expired');
+    if lanekeeper.return_agent_lock(l.lane) is null then
+      perform lanekeeper.note_agent_hold(l.lane, 'expired');
       update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, parked = false, execution_id = null,
              expires_at = least(k.expires_at, clock_timestamp()) where k.lane = l.lane;
-      if agent_lock_wanted(l.lane) then
+      if lanekeeper.agent_lock_wanted(l.lane) then
         perform pg_notify('agent_lanes', l.lane);
       end if;
-      perform agent_lane_freed(l.lane);
+      perform lanekeeper.agent_lane_freed(l.lane);
     end if;
     return next;
   end loop;
 end $$;
-comment on function clean_agent_threads is
+comment on function lanekeeper.clean_agent_threads is
   'Free the threads whose holder has ended, is gone, or has not sent anything for the time of the lease, and '
   'p_overdue longer; where no message waits for that, p_unwanted longer, so that a stale thread is seen, and '
   'who sends in it next takes it over and says so. The sweep does it, too.';
 
-create or replace function agent_patience(p_child uuid) returns timestamptz
+create or replace function lanekeeper.agent_patience(p_child uuid) returns timestamptz
 language sql stable as $$
   with recursive line as (
     select x.waiting_until, x.waiting_for, x.waiting_key, x.waiting_data, 1 as depth
       from agent_executions x where x.id = p_child and x.status = 'waiting'
     union all
     select c.waiting_until, c.waiting_for, c.waiting_key, c.waiting_data, l.depth + 1
-      from line l join agent_executions c on c.id = agent_uuid(l.waiting_key) and c.status = 'waiting'
+      from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
      where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
-  select max(waiting_until) + agent_wait_standard('agent') from line
+  select max(waiting_until) + lanekeeper.agent_wait_standard('agent') from line
 $$;
-comment on function agent_patience is
+comment on function lanekeeper.agent_patience is
   'Until when somebody waits for a child without having said how long, while the child itself waits: that long, '
   'and the standard time after it. Null when the child does not wait.';
 
@@ -803,7 +803,7 @@ comment on function agent_patience is
 -- A child that took its parent's thread while the parent waited, and not from the parent, kept it when the parent's time was up: whatever the
 -- parent said then stood in the queue behind a child that might wait for days.
 
-create or replace function recall_agent_thread(p_parent uuid, p_child uuid) returns void
+create or replace function lanekeeper.recall_agent_thread(p_parent uuid, p_child uuid) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   l record;
@@ -820,23 +820,23 @@ begin
   loop
     select x.claim into claim_ from agent_executions x where x.id = p_parent;
     delete from agent_lock_loans n where n.lane = l.lane;
-    perform hand_agent_lock(l.lane, p_parent, claim_, false, l.ttl_seconds);
-    perform agent_lane_freed(l.lane);
+    perform lanekeeper.hand_agent_lock(l.lane, p_parent, claim_, false, l.ttl_seconds);
+    perform lanekeeper.agent_lane_freed(l.lane);
   end loop;
 end $$;
-comment on function recall_agent_thread is
+comment on function lanekeeper.recall_agent_thread is
   'Give a parent, which does not wait any longer for a child that goes on, the threads that it speaks in and '
   'that the child has taken meanwhile.';
 
-create or replace function agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
+create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language sql stable as $$
   select case when p_kind in ('flow', 'channel', 'admin') or p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
          else 'th_' || substr(encode(sha256((select s.value from agent_secrets s where s.name = 'thread ids')
                 || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end
 $$;
-comment on function agent_thread_id is 'The id of the thread that an owner begins under a name.';
+comment on function lanekeeper.agent_thread_id is 'The id of the thread that an owner begins under a name.';
 
-create or replace function agent_thread_is_of(p_thread text, p_kind text, p_owner text, p_visitor text) returns boolean
+create or replace function lanekeeper.agent_thread_is_of(p_thread text, p_kind text, p_owner text, p_visitor text) returns boolean
 language plpgsql stable as $$
 declare
   t record;
@@ -856,11 +856,11 @@ begin
     when 'webhook' then exists (
       select from agent_messages m join agent_executions x on x.id = m.execution_id
        where m.thread_id = p_thread and x.trace_id like 'wh\_%')
-    else agent_thread_had_flows(p_thread) end;
+    else lanekeeper.agent_thread_had_flows(p_thread) end;
 end $$;
-comment on function agent_thread_is_of is 'Whether a thread belongs to a principal. Everything belongs to admins.';
+comment on function lanekeeper.agent_thread_is_of is 'Whether a thread belongs to a principal. Everything belongs to admins.';
 
-create or replace function agent_thread_had_flows(p_thread text) returns boolean
+create or replace function lanekeeper.agent_thread_had_flows(p_thread text) returns boolean
 language sql stable as $$
   select exists (
     select from agent_threads t
@@ -869,22 +869,22 @@ language sql stable as $$
          select from agent_messages m join agent_executions x on x.id = m.execution_id
           where m.thread_id = t.id and m.role = 'assistant' and x.flow not in ('chat', 'chat_relay', 'chat_summary'))))
 $$;
-comment on function agent_thread_had_flows is
+comment on function lanekeeper.agent_thread_had_flows is
   'Whether flows have used a thread that an earlier release began. They may go on.';
 
-create or replace function agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
+create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language sql stable as $$
   select coalesce(
     (select a.thread_id from agent_thread_access a
       where a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor and a.name = p_name and a.kind <> 'token'),
-    (select i.id from (values (1, agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
-      where agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1))
+    (select i.id from (values (1, lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
+      where lanekeeper.agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1))
 $$;
-comment on function agent_thread_for is
+comment on function lanekeeper.agent_thread_for is
   'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
   'name.';
 
-create or replace function open_agent_thread(p_kind text, p_owner text, p_visitor text, p_name text, p_channel text default 'chat', p_target text default '',
+create or replace function lanekeeper.open_agent_thread(p_kind text, p_owner text, p_visitor text, p_name text, p_channel text default 'chat', p_target text default '',
                                   p_agent text default 'agent', p_participant text default '', p_idle_seconds int default 600)
 returns table (thread_id text, made boolean)
 language plpgsql volatile as $$
@@ -895,24 +895,24 @@ begin
     raise exception 'a thread is begun by key, visitor, flow, webhook, channel or admin; a visitor has a secret, and nobody else has'
       using errcode = '22023';
   end if;
-  thread_id := agent_thread_for(p_kind, p_owner, p_visitor, p_name);
+  thread_id := lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name);
   made := false;
   if thread_id is null then
-    thread_id := agent_thread_id(p_kind, p_owner, p_visitor, p_name);
+    thread_id := lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name);
     insert into agent_threads as t (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
     values (thread_id, p_channel, p_target, p_agent, p_owner, p_participant, p_idle_seconds, p_kind, p_visitor, p_name)
     on conflict (id) do nothing;
     made := found;
-    if not made and not agent_thread_is_of(thread_id, p_kind, p_owner, p_visitor) then
+    if not made and not lanekeeper.agent_thread_is_of(thread_id, p_kind, p_owner, p_visitor) then
       raise exception 'there is no thread %', quote_literal(p_name) using errcode = 'P0002';      -- another owner's is not told apart
     end if;
   end if;
   return next;
 end $$;
-comment on function open_agent_thread is
+comment on function lanekeeper.open_agent_thread is
   'The thread that a principal means by a name, begun when there is none. P0002: the id is another owner''s.';
 
-create or replace function open_agent_thread_for_flow(p_thread text, p_flow text, p_parent_id uuid default null, p_agent text default 'agent') returns boolean
+create or replace function lanekeeper.open_agent_thread_for_flow(p_thread text, p_flow text, p_parent_id uuid default null, p_agent text default 'agent') returns boolean
 language plpgsql volatile as $$
 declare
   made boolean := false;
@@ -928,16 +928,16 @@ begin
   end if;
   -- Who starts a flow in a thread that another flow began opens the thread to it.
   if not made and not exists (select from agent_threads t where t.id = p_thread and t.owner_kind = 'flow')
-     and not agent_flow_may_join(p_thread, p_flow, p_parent_id) then
+     and not lanekeeper.agent_flow_may_join(p_thread, p_flow, p_parent_id) then
     raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
   end if;
   return made;
 end $$;
-comment on function open_agent_thread_for_flow is
+comment on function lanekeeper.open_agent_thread_for_flow is
   'The thread in which an admin starts a flow. True: the flow begins it. P0002: it belongs to a key, a visitor '
   'or an endpoint, and was not opened.';
 
-create or replace function let_into_agent_thread(p_thread text, p_kind text, p_owner text, p_visitor text, p_name text, p_by text) returns uuid
+create or replace function lanekeeper.let_into_agent_thread(p_thread text, p_kind text, p_owner text, p_visitor text, p_name text, p_by text) returns uuid
 language plpgsql volatile as $$
 declare
   a agent_thread_access;
@@ -948,7 +948,7 @@ begin
   elsif p_kind is null or p_kind not in ('key', 'visitor', 'flow', 'webhook') or coalesce(p_owner, '') = '' then
     raise exception 'a thread is opened to a key, a visitor, a flow or a webhook by name' using errcode = '22023';
   end if;
-  if p_kind <> 'flow' and agent_thread_for(p_kind, p_owner, p_visitor, p_name) <> p_thread then
+  if p_kind <> 'flow' and lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name) <> p_thread then
     raise exception '% % has another thread %', p_kind, p_owner, quote_literal(left(p_name, 40)) using errcode = '23505';
   end if;
   insert into agent_thread_access (thread_id, kind, owner, visitor, name, created_by)
@@ -960,11 +960,11 @@ begin
   end if;
   return a.id;
 end $$;
-comment on function let_into_agent_thread is
+comment on function lanekeeper.let_into_agent_thread is
   'Open a thread to a key, a visitor, a flow or a webhook endpoint, who calls it by a name; of a flow the name '
   'is the id. 23505: the name is taken there.';
 
-create or replace function join_agent_thread(p_digest bytea, p_kind text, p_owner text, p_visitor text, p_name text, p_given boolean)
+create or replace function lanekeeper.join_agent_thread(p_digest bytea, p_kind text, p_owner text, p_visitor text, p_name text, p_given boolean)
 returns table (thread_id text, name text)
 language plpgsql volatile as $$
 #variable_conflict use_column
@@ -987,7 +987,7 @@ begin
     return;
   elsif k.used_at is not null and not k.reusable then
     return;
-  elsif agent_thread_for(p_kind, p_owner, p_visitor, p_name) is not null then
+  elsif lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name) is not null then
     raise exception 'the name % is taken by another thread of yours', quote_literal(left(p_name, 40)) using errcode = '23505';
   end if;
   update agent_thread_access a set used_at = clock_timestamp() where a.id = k.id;
@@ -995,7 +995,7 @@ begin
   values (k.thread_id, p_kind, p_owner, p_visitor, p_name, k.id, 'join token');
   return query select k.thread_id, p_name;
 end $$;
-comment on function join_agent_thread is
+comment on function lanekeeper.join_agent_thread is
   'Let the bearer of a join token into its thread, under a name of the bearer''s. No row: the token is unknown, '
   'used, expired or revoked. A second try of the same bearer finds the first. p_given false: the name was made '
   'up, and one that the bearer has stays.';

@@ -26,7 +26,7 @@ comment on column agent_agents.source is 'The declaring side, such as workspace.
 comment on column agent_agents.current is 'New turns begin with this version. None: the agent was removed.';
 
 create table agent_memory (
-  id         uuid default agent_uuid7() primary key,
+  id         uuid default lanekeeper.agent_uuid7() primary key,
   category   text not null default 'general' check ((category <> '') AND (octet_length(category) <= 255)),
   key        text not null check ((key <> '') AND (octet_length(key) <= 255)),
   value      jsonb not null check (octet_length((value)::text) <= 131072),
@@ -58,7 +58,7 @@ comment on column agent_memory.search is 'The words of key and value, for full-t
 comment on column agent_memory.owner is 'The agent whose own memory it is. Empty: all agents share it.';
 
 create table agent_memory_conflicts (
-  id             uuid default agent_uuid7() primary key,
+  id             uuid default lanekeeper.agent_uuid7() primary key,
   category       text not null,
   key            text not null,
   value          jsonb not null,
@@ -151,7 +151,7 @@ comment on column agent_memory_embeddings.due_at is 'When a vector that is still
 comment on column agent_memory_embeddings.updated_at is 'When the row was claimed or its vector was stored.';
 
 create table agent_objectives (
-  id               uuid default agent_uuid7() primary key,
+  id               uuid default lanekeeper.agent_uuid7() primary key,
   name             text not null unique check (name <> ''),
   goal             text not null,
   success_criteria text not null default '',
@@ -207,7 +207,7 @@ comment on column agent_objectives.idle_runs is
 comment on column agent_objectives.agent is 'The agent whose heartbeat works on it. Empty: the default agent.';
 
 create table agent_objective_steps (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   objective_id uuid not null references agent_objectives(id) on delete cascade,
   position     int not null,
   title        text not null check (title <> ''),
@@ -229,7 +229,7 @@ comment on column agent_objective_steps.attempts is 'How often it was tried in t
 comment on column agent_objective_steps.started_at is 'When the round began. Older actions are no evidence.';
 
 create table agent_objective_evidence (
-  id          uuid default agent_uuid7() primary key,
+  id          uuid default lanekeeper.agent_uuid7() primary key,
   step_id     uuid not null references agent_objective_steps(id) on delete cascade,
   activity_id uuid unique,
   skill_name  text not null default '',
@@ -269,16 +269,16 @@ insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_rand
 
 -- Code
 
-create or replace function is_agent_evidence(p_kind text, p_status text, p_surface text, p_skill text) returns boolean
+create or replace function lanekeeper.is_agent_evidence(p_kind text, p_status text, p_surface text, p_skill text) returns boolean
 language sql immutable as $$
   select p_kind = 'call' and p_status = 'success' and p_surface <> 'chat'
          and p_skill !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)'
 $$;
-comment on function is_agent_evidence is
+comment on function lanekeeper.is_agent_evidence is
   'Whether an activity shows that the agent acted: a successful call. What awaits approval, was skipped, failed '
   'or has an unknown end does not count, nor does the agent''s own bookkeeping, nor what a visitor had it do.';
 
-create or replace function agent_objective_evidence_check() returns trigger
+create or replace function lanekeeper.agent_objective_evidence_check() returns trigger
 language plpgsql volatile as $$
 declare
   a record;
@@ -293,7 +293,7 @@ begin
   elsif new.activity_id is null then
     return new;
   end if;
-  select x.skill_name, x.trace_id, is_agent_evidence(x.kind, x.status, x.surface, x.skill_name) as counts,
+  select x.skill_name, x.trace_id, lanekeeper.is_agent_evidence(x.kind, x.status, x.surface, x.skill_name) as counts,
          x.created_at >= s.started_at as fresh
     into a
     from agent_activity x, agent_objective_steps s where x.id = new.activity_id and s.id = new.step_id;
@@ -306,7 +306,7 @@ begin
   return new;
 end $$;
 
-create or replace function agent_objective_steps_check() returns trigger
+create or replace function lanekeeper.agent_objective_steps_check() returns trigger
 language plpgsql volatile as $$
 begin
   if tg_op = 'INSERT' then
@@ -323,18 +323,18 @@ begin
   end if;
   return new;
 end $$;
-comment on function agent_objective_steps_check is
+comment on function lanekeeper.agent_objective_steps_check is
   'A step is done only with evidence of this round: an activity of the trace that reports it, or an admin''s '
   'word (LK010).';
 
-create or replace function agent_revise() returns trigger
+create or replace function lanekeeper.agent_revise() returns trigger
 language plpgsql volatile as $$
 begin
   new.revision := old.revision + 1;
   return new;
 end $$;
 
-create or replace function agent_memory_begin() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.agent_memory_begin() returns trigger language plpgsql volatile as $$
 begin
   new.revision := greatest(new.revision, 1 + coalesce((
     select g.revision from agent_memory_forgotten g
@@ -342,7 +342,7 @@ begin
   return new;
 end $$;
 
-create or replace function agent_memory_began() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.agent_memory_began() returns trigger language plpgsql volatile as $$
 begin
   update agent_memory m set revision = g.revision + 1
     from agent_memory_forgotten g
@@ -350,21 +350,21 @@ begin
   return null;
 end $$;
 
-create or replace function agent_memory_revision(in_category text, in_key text, in_revision int)
+create or replace function lanekeeper.agent_memory_revision(in_category text, in_key text, in_revision int)
   returns int language sql volatile as $$
-  select agent_memory_owned_revision('', in_category, in_key, in_revision)
+  select lanekeeper.agent_memory_owned_revision('', in_category, in_key, in_revision)
 $$;
-comment on function agent_memory_revision is
+comment on function lanekeeper.agent_memory_revision is
   'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
   'statement.';
 
-create or replace function agent_memory_revise() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.agent_memory_revise() returns trigger language plpgsql volatile as $$
 begin
   new.revision := greatest(new.revision, old.revision + 1);
   return new;
 end $$;
 
-create or replace function agent_memory_end() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.agent_memory_end() returns trigger language plpgsql volatile as $$
 begin
   insert into agent_memory_forgotten as g (owner, category, key, revision)
   values (old.owner, old.category, old.key, old.revision)
@@ -373,55 +373,55 @@ begin
   return null;
 end $$;
 
-create or replace function agent_revise_state() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.agent_revise_state() returns trigger language plpgsql volatile as $$
 begin
   new.state_revision := old.state_revision + 1;
   return new;
 end $$;
 
-create or replace function put_off_agent_objective(p_id uuid) returns timestamptz language sql volatile as $$
+create or replace function lanekeeper.put_off_agent_objective(p_id uuid) returns timestamptz language sql volatile as $$
   update agent_objectives o
      set idle_runs = o.idle_runs + 1, updated_at = clock_timestamp(),
          due_at = clock_timestamp() + least(interval '15 minutes' * 2 ^ least(o.idle_runs, 10), interval '1 day')
    where o.id = p_id and o.status = 'active' and o.due_at <= clock_timestamp()
   returning o.due_at
 $$;
-comment on function put_off_agent_objective is
+comment on function lanekeeper.put_off_agent_objective is
   'A run made no progress: the objective is due again in 15 minutes, twice as long after each further one, a '
   'day at most. Null when it is not active or not due.';
 
-create or replace function agent_objectives_edited() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_objectives_edited() returns trigger language plpgsql as $$
 begin
   new.idle_runs := 0;
   new.due_at := least(new.due_at, clock_timestamp());
   return new;
 end $$;
 
-create or replace function agent_objective_progressed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_objective_progressed() returns trigger language plpgsql as $$
 begin
   update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
    where o.id = new.objective_id and o.idle_runs > 0;
   return null;
 end $$;
 
-create or replace function agent_memory_owned_revision(in_owner text, in_category text, in_key text, in_revision int)
+create or replace function lanekeeper.agent_memory_owned_revision(in_owner text, in_category text, in_key text, in_revision int)
   returns int language sql volatile as $$
   select greatest(in_revision, 1 + coalesce((
     select g.revision from agent_memory_forgotten g
      where g.owner = in_owner and g.category = in_category and g.key = in_key), 0))
 $$;
-comment on function agent_memory_owned_revision is
+comment on function lanekeeper.agent_memory_owned_revision is
   'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
   'statement.';
 
-create or replace function agent_vector_version() returns text language sql stable as $$
+create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$
   select x.extversion from pg_extension x where x.extname = 'vector'
 $$;
-comment on function agent_vector_version is
+comment on function lanekeeper.agent_vector_version is
   'The version of the extension vector in this database. Null: it is not installed.';
 
 -- As before, and of an owner with more than p_most entries the newest are compared.
-create or replace function agent_memory_nearest(p_owner text, p_model text, p_query real[], p_most int, p_limit int)
+create or replace function lanekeeper.agent_memory_nearest(p_owner text, p_model text, p_query real[], p_most int, p_limit int)
   returns table (memory_id uuid, distance float8) language plpgsql stable as $$
 declare
   home text;
@@ -442,39 +442,39 @@ begin
      order by 2, 1 limit $5 $q$, home)
     using p_owner, p_model, p_query, p_most, p_limit;
 end $$;
-comment on function agent_memory_nearest is
+comment on function lanekeeper.agent_memory_nearest is
   'The memories that are nearest to a vector by cosine distance, of the p_most newest of one owner. It is an '
   'exact scan.';
 
 create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
-  for each row execute function agent_objective_evidence_check();
+  for each row execute function lanekeeper.agent_objective_evidence_check();
 
 create or replace trigger agent_objective_steps_check before insert or update on agent_objective_steps
-  for each row execute function agent_objective_steps_check();
+  for each row execute function lanekeeper.agent_objective_steps_check();
 
 create or replace trigger agent_objectives_revise before update on agent_objectives for each row
   when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]) is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
-  execute function agent_revise();
+  execute function lanekeeper.agent_revise();
 
-create or replace trigger agent_memory_begin before insert on agent_memory for each row execute function agent_memory_begin();
+create or replace trigger agent_memory_begin before insert on agent_memory for each row execute function lanekeeper.agent_memory_begin();
 
-create or replace trigger agent_memory_began after insert on agent_memory for each row execute function agent_memory_began();
+create or replace trigger agent_memory_began after insert on agent_memory for each row execute function lanekeeper.agent_memory_began();
 
 create or replace trigger agent_memory_revise before update on agent_memory for each row
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
-  execute function agent_memory_revise();
+  execute function lanekeeper.agent_memory_revise();
 
-create or replace trigger agent_memory_end after delete on agent_memory for each row execute function agent_memory_end();
+create or replace trigger agent_memory_end after delete on agent_memory for each row execute function lanekeeper.agent_memory_end();
 
 create or replace trigger agent_objectives_edited
   before update of goal, success_criteria, status, priority, review_every on agent_objectives
   for each row when (old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
                      is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every))
-  execute function agent_objectives_edited();
+  execute function lanekeeper.agent_objectives_edited();
 
 create or replace trigger agent_objective_steps_added after insert on agent_objective_steps
-  for each row execute function agent_objective_progressed();
+  for each row execute function lanekeeper.agent_objective_progressed();
 
 create or replace trigger agent_objective_steps_changed after update of status, attempts on agent_objective_steps
   for each row when (new.attempts > old.attempts or (new.status <> old.status and new.status <> 'pending'))
-  execute function agent_objective_progressed();
+  execute function lanekeeper.agent_objective_progressed();

@@ -4,7 +4,7 @@
 -- execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
 
 create table agent_skills (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   name            text not null unique check (name ~ '^[a-zA-Z0-9_-]{1,64}$'),
   description     text not null default '',
   tool_definition jsonb not null,
@@ -67,7 +67,7 @@ comment on column agent_databases.role is 'The role that queries run as (set loc
 comment on column agent_databases.source is 'The declaring side, such as workspace.';
 
 create table agent_approvals (
-  id             uuid default agent_uuid7() primary key,
+  id             uuid default lanekeeper.agent_uuid7() primary key,
   trace_id       text not null,
   execution_id   uuid,
   activity_id    uuid,
@@ -119,7 +119,7 @@ comment on column agent_approvals.consumed_for is 'The execution and step that u
 comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
 
 create table agent_mcp_servers (
-  id           uuid default agent_uuid7() primary key,
+  id           uuid default lanekeeper.agent_uuid7() primary key,
   name         text not null unique check (name ~ '^[a-z0-9][a-z0-9-]{0,23}$'),
   transport    text not null check (transport in ('http', 'stdio')),
   url          text not null default '',
@@ -200,7 +200,7 @@ comment on table agent_mcp_offers is
 comment on column agent_mcp_offers.offered_by is 'The admin.';
 
 create table agent_mcp_calls (
-  id             uuid default agent_uuid7() primary key,
+  id             uuid default lanekeeper.agent_uuid7() primary key,
   skill_name     text not null,
   skill_revision int not null,
   arguments_hash text not null,
@@ -219,19 +219,19 @@ comment on column agent_mcp_calls.collected_at is
 
 -- Code
 
-create or replace function agent_approvals_fixed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_approvals_fixed() returns trigger language plpgsql as $$
 begin
   raise exception 'what approval % is about cannot be changed', old.id using errcode = 'LK003',
     hint = 'Other arguments are another call, which asks anew.';
 end $$;
 
 create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p_by text, p_reason text) returns setof agent_approvals
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 declare
   a agent_approvals;
 begin
   -- Who waits before the approval, because the end of an execution voids its approvals.
-  perform agent_wait_lock('approval', p_id::text);
+  perform lanekeeper.agent_wait_lock('approval', p_id::text);
   perform 1 from agent_executions x
     where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
   update agent_approvals x
@@ -245,7 +245,7 @@ begin
     return;
   end if;
   if a.parked then
-    perform deliver_agent_event('APPROVAL_DECIDED', a.id::text,
+    perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text,
       jsonb_build_object('status', a.status, 'by', a.decided_by, 'reason', a.reason), 'approval ' || a.id);
     perform pg_notify('agent_wake', a.execution_id::text);
   end if;
@@ -255,13 +255,13 @@ comment on function decide_agent_approval is
   'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
   'Who waits for it goes on.';
 
-create or replace function void_agent_approvals(p_execution_id uuid) returns void language plpgsql volatile as $$
+create or replace function lanekeeper.void_agent_approvals(p_execution_id uuid) returns void language plpgsql volatile as $$
 begin
   update agent_approvals a set status = 'expired', reason = 'its execution has ended'
    where a.execution_id = p_execution_id and a.parked and a.status in ('pending', 'approved');
 end $$;
 
-create or replace function use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
+create or replace function lanekeeper.use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
 language plpgsql volatile as $$
 begin
   update agent_approvals a
@@ -279,11 +279,11 @@ begin
    where a.id = p_id and a.execution_id is distinct from p_execution_id
   on conflict do nothing;
 end $$;
-comment on function use_agent_approval is
+comment on function lanekeeper.use_agent_approval is
   'Use a grant for one step of one execution, in the transaction that writes the call''s intent; LK003 when it '
   'is no live grant. The same step may ask again after a crash.';
 
-create or replace function agent_skill_streak(p_skill text, p_since timestamptz, p_enabled_at timestamptz, p_most int, out streak int, out more boolean)
+create or replace function lanekeeper.agent_skill_streak(p_skill text, p_since timestamptz, p_enabled_at timestamptz, p_most int, out streak int, out more boolean)
 language plpgsql stable set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
 declare
   r record;
@@ -294,7 +294,7 @@ begin
   -- By name too, as the index has it: by id alone a skill that is seldom called would be looked for among all others.
   for r in
     select m.telling, m.status, m.created_at from agent_activity_measured m
-     where m.skill_name between p_skill and p_skill and m.id >= agent_uuid7_floor(greatest(p_since, p_enabled_at))
+     where m.skill_name between p_skill and p_skill and m.id >= lanekeeper.agent_uuid7_floor(greatest(p_since, p_enabled_at))
      order by m.skill_name desc, m.id desc limit p_most
   loop
     seen := seen + 1;
@@ -306,11 +306,11 @@ begin
   end loop;
   more := seen = p_most;
 end $$;
-comment on function agent_skill_streak is
+comment on function lanekeeper.agent_skill_streak is
   'Failures of a skill since its last success, since a moment and since it was enabled: among its newest p_most '
   'rows, and more when none of those is a success.';
 
-create or replace function close_agent_approvals(p_skill text, p_revision int, p_reason text) returns int
+create or replace function lanekeeper.close_agent_approvals(p_skill text, p_revision int, p_reason text) returns int
 language plpgsql volatile as $$
 declare
   a record;
@@ -325,7 +325,7 @@ begin
      order by id
   loop
     -- As a decision does: who waits before the approval.
-    perform agent_wait_lock('approval', a.id::text);
+    perform lanekeeper.agent_wait_lock('approval', a.id::text);
     perform 1 from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;
     update agent_approvals x set status = 'expired', reason = p_reason where x.id = a.id and x.status in ('pending', 'approved');
@@ -335,23 +335,23 @@ begin
     values (a.trace_id, a.execution_id, 'note', 'operate', 'close_approval', 'skipped',
             jsonb_build_object('approval_id', a.id, 'skill', p_skill, 'reason', p_reason), clock_timestamp(), 0);
     if a.parked then
-      perform deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', p_reason),
+      perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', p_reason),
                                   'approval ' || a.id);
       perform pg_notify('agent_wake', a.execution_id::text);
     end if;
   end loop;
   return n;
 end $$;
-comment on function close_agent_approvals is
+comment on function lanekeeper.close_agent_approvals is
   'Close the open approvals of a skill that are for another revision than p_revision (null: the skill is gone), '
   'and let who waits for them go on. Answers how many.';
 
-create or replace function agent_skills_changed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_skills_changed() returns trigger language plpgsql as $$
 begin
   if tg_op = 'DELETE' then
-    perform close_agent_approvals(old.name, null, format('the skill %s was removed', old.name));
+    perform lanekeeper.close_agent_approvals(old.name, null, format('the skill %s was removed', old.name));
   else
-    perform close_agent_approvals(new.name, new.revision,
+    perform lanekeeper.close_agent_approvals(new.name, new.revision,
       format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision));
   end if;
   return null;
@@ -362,14 +362,14 @@ create or replace trigger agent_approvals_fixed
   for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision, old.arguments, old.arguments_hash)
                      is distinct from
                      (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
-  execute function agent_approvals_fixed();
+  execute function lanekeeper.agent_approvals_fixed();
 
 create or replace trigger agent_skills_revise before update on agent_skills for each row
   when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)
         is distinct from (new.revision, new.description, new.source, new.enabled, new.disabled_by, new.disabled_reason))
-  execute function agent_revise_state();
+  execute function lanekeeper.agent_revise_state();
 
 create or replace trigger agent_skills_changed after update of revision on agent_skills
-  for each row when (old.revision <> new.revision) execute function agent_skills_changed();
+  for each row when (old.revision <> new.revision) execute function lanekeeper.agent_skills_changed();
 
-create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function agent_skills_changed();
+create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.agent_skills_changed();

@@ -4,7 +4,7 @@
 -- it first.
 
 create table agent_automations (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   name            text not null unique check (name <> ''),
   description     text not null default '',
   trigger         text not null default 'cron' check (trigger in ('cron', 'event', 'signal')),
@@ -73,7 +73,7 @@ comment on column agent_automations.flow is 'The flow that a run starts. Its inp
 comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
 
 create table agent_automation_runs (
-  id            uuid default agent_uuid7() primary key,
+  id            uuid default lanekeeper.agent_uuid7() primary key,
   automation_id uuid not null references agent_automations(id) on delete cascade,
   cause         text not null default 'cron' check (cause in ('cron', 'event', 'signal', 'manual')),
   scheduled_for timestamptz not null,
@@ -150,7 +150,7 @@ comment on column agent_schedules.agent is 'The agent of its executions. Empty: 
 
 -- Code
 
-create or replace function agent_events_start_automations() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_events_start_automations() returns trigger language plpgsql as $$
 declare
   new agent_events;
   names text[];
@@ -181,7 +181,7 @@ begin
       from agent_automations a
      where a.enabled and a.trigger = 'event' and a.event = any (names)
        -- And the end of a flow that an automation started would start the next flow.
-       and (a.flow = '' or new.execution_id is null or not agent_from_automation(new.execution_id))
+       and (a.flow = '' or new.execution_id is null or not lanekeeper.agent_from_automation(new.execution_id))
      order by a.id
     on conflict (automation_id, event_id) do nothing
     returning id)
@@ -194,18 +194,18 @@ begin
   end if;
   return null;
 end $$;
-comment on function agent_events_start_automations is
+comment on function lanekeeper.agent_events_start_automations is
   'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
   'whoever raised it.';
 
-create or replace function agent_from_automation(p_id uuid) returns boolean language sql stable as $$
+create or replace function lanekeeper.agent_from_automation(p_id uuid) returns boolean language sql stable as $$
   with recursive line as (
     select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = p_id
     union
     select x.id, x.parent_id, x.dedupe_key from line l join agent_executions x on x.id = l.parent_id)
   select exists (select from line l where l.dedupe_key like 'automation run %')
 $$;
-comment on function agent_from_automation is 'Whether an execution, or one above it, was started by an automation.';
+comment on function lanekeeper.agent_from_automation is 'Whether an execution, or one above it, was started by an automation.';
 
 -- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
 -- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
@@ -215,7 +215,7 @@ comment on function agent_from_automation is 'Whether an execution, or one above
 -- the skill after it has locked the automation's row. A change of the skill locks the rows of all its automations
 -- before it looks which are enabled: an update that is under way is waited for, and seen.
 
-create or replace function pause_agent_automations() returns trigger language plpgsql as $$
+create or replace function lanekeeper.pause_agent_automations() returns trigger language plpgsql as $$
 begin
   perform from agent_automations a where a.skill_name = new.name order by a.id for update;
   if new.enabled then
@@ -233,11 +233,11 @@ begin
   end if;
   return null;
 end $$;
-comment on function pause_agent_automations is
+comment on function lanekeeper.pause_agent_automations is
   'Pause the automations of a skill that was disabled, and resume exactly those when it is enabled. What an '
   'admin disabled stays disabled.';
 
-create or replace function pause_agent_automation() returns trigger language plpgsql as $$
+create or replace function lanekeeper.pause_agent_automation() returns trigger language plpgsql as $$
 declare
   s record;
 begin
@@ -265,19 +265,19 @@ begin
   end if;
   return new;
 end $$;
-comment on function pause_agent_automation is
+comment on function lanekeeper.pause_agent_automation is
   'Pause an automation that is put into service while its skill is disabled.';
 
 create or replace trigger agent_events_start_automations after insert on agent_events
-  referencing new table as came for each statement execute function agent_events_start_automations();
+  referencing new table as came for each statement execute function lanekeeper.agent_events_start_automations();
 
 create or replace trigger agent_automations_revise before update on agent_automations for each row
   when ((to_jsonb(old) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[])
         is distinct from (to_jsonb(new) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[]))
-  execute function agent_revise();
+  execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_skills_pause after insert or update of enabled, disabled_by on agent_skills
-  for each row execute function pause_agent_automations();
+  for each row execute function lanekeeper.pause_agent_automations();
 
 create or replace trigger agent_automations_pause before insert or update of enabled, skill_name on agent_automations
-  for each row execute function pause_agent_automation();
+  for each row execute function lanekeeper.pause_agent_automation();

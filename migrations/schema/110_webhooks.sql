@@ -4,7 +4,7 @@
 -- of the outbox, written in the transaction of its cause.
 
 create table agent_webhook_endpoints (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
   description     text not null default '',
   scheme          text not null check (scheme in ('standard', 'github', 'stripe', 'hmac', 'bearer')),
@@ -33,7 +33,7 @@ comment on column agent_webhook_endpoints.disabled_at is 'When it was disabled.'
 comment on column agent_webhook_endpoints.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_deliveries (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   endpoint        text not null,
   delivery_id     text not null check ((delivery_id <> '') AND (octet_length(delivery_id) <= 512)),
   trace_id        text not null check (trace_id <> ''),
@@ -92,7 +92,7 @@ comment on column agent_webhook_deliveries.conflicts is
   'How often it came again with another body. The first of these are in agent_webhook_conflicts.';
 
 create table agent_webhook_conflicts (
-  id          uuid default agent_uuid7() primary key,
+  id          uuid default lanekeeper.agent_uuid7() primary key,
   delivery    uuid not null references agent_webhook_deliveries(id) on delete cascade,
   headers     jsonb not null default '{}',
   body        bytea not null,
@@ -109,7 +109,7 @@ comment on column agent_webhook_conflicts.body_sha256 is 'Its digest.';
 comment on column agent_webhook_conflicts.received_at is 'When it came.';
 
 create table agent_webhook_targets (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
   description     text not null default '',
   url             text not null check (url <> ''),
@@ -143,7 +143,7 @@ comment on column agent_webhook_targets.blocked_until is
 comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_outbox (
-  id              uuid default agent_uuid7() primary key,
+  id              uuid default lanekeeper.agent_uuid7() primary key,
   target_id       uuid not null references agent_webhook_targets(id) on delete cascade,
   event           text not null,
   payload         jsonb not null,
@@ -181,18 +181,18 @@ comment on column agent_webhook_outbox.finished_at is 'When it was sent or given
 
 -- Code
 
-create or replace function agent_webhook_wanted(p_event text) returns boolean language plpgsql stable as $$
+create or replace function lanekeeper.agent_webhook_wanted(p_event text) returns boolean language plpgsql stable as $$
 begin
   return exists (select from agent_webhook_targets t
                   where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']);
 end $$;
 
-create or replace function emit_agent_webhook(p_event text, p_trace_id text, p_data jsonb) returns int
+create or replace function lanekeeper.emit_agent_webhook(p_event text, p_trace_id text, p_data jsonb) returns int
 language plpgsql volatile as $$
 declare
   message jsonb := jsonb_build_object('type', p_event, 'data', p_data, 'timestamp',
     to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'));
-  teller constant uuid := case when p_event like 'execution.%' then agent_uuid(p_data ->> 'id') else agent_uuid(p_data ->> 'execution_id') end;
+  teller constant uuid := case when p_event like 'execution.%' then lanekeeper.agent_uuid(p_data ->> 'id') else lanekeeper.agent_uuid(p_data ->> 'execution_id') end;
   n int;
 begin
   if octet_length(message::text) > 20000 then
@@ -201,7 +201,7 @@ begin
   end if;
   with told as (
     insert into agent_webhook_outbox (target_id, event, payload, trace_id)
-    select t.id, p_event, message, coalesce(nullif(p_trace_id, ''), agent_trace_id('wh'))
+    select t.id, p_event, message, coalesce(nullif(p_trace_id, ''), lanekeeper.agent_trace_id('wh'))
       from agent_webhook_targets t
      where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']
     returning id, trace_id)
@@ -213,54 +213,54 @@ begin
   end if;
   return n;
 end $$;
-comment on function emit_agent_webhook is
+comment on function lanekeeper.emit_agent_webhook is
   'Tell every target that wants this type of event, with this transaction. Answers how many there are.';
 
-create or replace function emit_agent_approval() returns trigger language plpgsql as $$
+create or replace function lanekeeper.emit_agent_approval() returns trigger language plpgsql as $$
 declare
   a jsonb;
 begin
-  if agent_webhook_wanted('approval.requested') then
+  if lanekeeper.agent_webhook_wanted('approval.requested') then
     a := to_jsonb(new);
-    perform emit_agent_webhook('approval.requested', a ->> 'trace_id', jsonb_build_object(
+    perform lanekeeper.emit_agent_webhook('approval.requested', a ->> 'trace_id', jsonb_build_object(
       'id', a -> 'id', 'trace_id', a -> 'trace_id', 'execution_id', a -> 'execution_id', 'skill_name', a -> 'skill_name',
       'expires_at', a -> 'expires_at'));
   end if;
   return null;
 end $$;
 
-create or replace function emit_agent_skill() returns trigger language plpgsql as $$
+create or replace function lanekeeper.emit_agent_skill() returns trigger language plpgsql as $$
 begin
-  if agent_webhook_wanted('skill.disabled') then
-    perform emit_agent_webhook('skill.disabled', '', jsonb_build_object(
+  if lanekeeper.agent_webhook_wanted('skill.disabled') then
+    perform lanekeeper.emit_agent_webhook('skill.disabled', '', jsonb_build_object(
       'id', new.id, 'name', new.name, 'disabled_by', new.disabled_by, 'disabled_reason', left(new.disabled_reason, 2000)));
   end if;
   return null;
 end $$;
 
-create or replace function emit_agent_objective() returns trigger language plpgsql as $$
+create or replace function lanekeeper.emit_agent_objective() returns trigger language plpgsql as $$
 declare
   o jsonb;
 begin
-  if agent_webhook_wanted('objective.completed') then
+  if lanekeeper.agent_webhook_wanted('objective.completed') then
     o := to_jsonb(new);
-    perform emit_agent_webhook('objective.completed', o ->> 'last_trace_id', jsonb_build_object(
+    perform lanekeeper.emit_agent_webhook('objective.completed', o ->> 'last_trace_id', jsonb_build_object(
       'id', o -> 'id', 'name', o -> 'name', 'goal', left(o ->> 'goal', 2000), 'trace_id', o -> 'last_trace_id'));
   end if;
   return null;
 end $$;
 
-create or replace function emit_agent_webhook_dead() returns trigger language plpgsql as $$
+create or replace function lanekeeper.emit_agent_webhook_dead() returns trigger language plpgsql as $$
 begin
-  if agent_webhook_wanted('webhook.dead') then
-    perform emit_agent_webhook('webhook.dead', new.last_trace_id, jsonb_build_object(
+  if lanekeeper.agent_webhook_wanted('webhook.dead') then
+    perform lanekeeper.emit_agent_webhook('webhook.dead', new.last_trace_id, jsonb_build_object(
       'id', new.id, 'endpoint', new.endpoint, 'delivery_id', new.delivery_id, 'trace_id', new.last_trace_id,
       'attempts', new.attempts, 'error_message', left(new.error_message, 2000)));
   end if;
   return null;
 end $$;
 
-create or replace function close_agent_webhook(e agent_executions) returns void language plpgsql as $$
+create or replace function lanekeeper.close_agent_webhook(e agent_executions) returns void language plpgsql as $$
 begin
   update agent_webhook_deliveries d
      set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
@@ -269,20 +269,20 @@ begin
                      then (e.input ->> 'delivery')::uuid end
      and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
 end $$;
-comment on function close_agent_webhook is
+comment on function lanekeeper.close_agent_webhook is
   'A delivery whose execution was cancelled, or given up, is dead: it can be replayed, and is not lost from '
   'sight.';
 
 create or replace trigger agent_approvals_emit after insert on agent_approvals
-  for each row when (new.status = 'pending') execute function emit_agent_approval();
+  for each row when (new.status = 'pending') execute function lanekeeper.emit_agent_approval();
 
 create or replace trigger agent_skills_emit after update of enabled on agent_skills
-  for each row when (old.enabled and not new.enabled) execute function emit_agent_skill();
+  for each row when (old.enabled and not new.enabled) execute function lanekeeper.emit_agent_skill();
 
 create or replace trigger agent_objectives_emit after update of status on agent_objectives
   for each row when (old.status is distinct from new.status and new.status = 'completed')
-  execute function emit_agent_objective();
+  execute function lanekeeper.emit_agent_objective();
 
 create or replace trigger agent_webhook_deliveries_emit after update of status on agent_webhook_deliveries
   for each row when (old.status is distinct from new.status and new.status = 'dead')
-  execute function emit_agent_webhook_dead();
+  execute function lanekeeper.emit_agent_webhook_dead();

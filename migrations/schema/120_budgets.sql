@@ -54,7 +54,7 @@ comment on column agent_budget_reservations.activity_id is 'The row of the log o
 
 -- Code
 
-create or replace function reserve_agent_budget(
+create or replace function lanekeeper.reserve_agent_budget(
   p_execution_id uuid, p_claim bigint, p_step text, p_scopes text[], p_token_limits bigint[], p_usd_limits numeric[],
   p_prompt_tokens bigint, p_prompt_usd numeric, p_token_usd numeric, p_wanted bigint, p_enough bigint, p_least bigint)
 returns table (granted bigint, scope text, unit text, kind text, bound numeric, spent numeric, reserved numeric)
@@ -76,7 +76,7 @@ begin
     raise exception 'a reservation needs a step, scopes with a token and a money limit each (0 for none), a worst case of 0 or '
       'more, and 0 < least <= enough <= wanted' using errcode = '22023';
   end if;
-  perform fence_agent_execution(p_execution_id, p_claim);
+  perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
   -- Who settles one locks it before its budgets; so does this.
   perform from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step for update;
   select array_agg(replace(s, '{day}', day) order by i) into names from unnest(p_scopes) with ordinality u (s, i);
@@ -86,7 +86,7 @@ begin
   select r.granted, r.claim into fits, held_by
     from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step;
   if found and held_by < p_claim then
-    perform write_off_agent_budget(p_execution_id, p_step);
+    perform lanekeeper.write_off_agent_budget(p_execution_id, p_step);
   elsif found then
     return query select fits, null::text, null::text, null::text, null::numeric, null::numeric, null::numeric;
     return;
@@ -132,14 +132,14 @@ begin
    where x.scope = any (names);
   return query select fits, null::text, null::text, null::text, null::numeric, null::numeric, null::numeric;
 end $$;
-comment on function reserve_agent_budget is
+comment on function lanekeeper.reserve_agent_budget is
   'Set the worst case of a model call aside in every scope ({day} in a name is today, UTC) and answer how many '
   'completion tokens are granted: at most p_wanted, fewer where a limit has no more left. When nothing is '
   'granted, the answer names the scope and unit that refused, and why: spent (fewer than p_least will ever fit) '
   'or reserved (calls under way hold what is missing; ask again). A step asked twice under one claim has one '
   'reservation; what an earlier claim reserved is written off. Locks come after executions and lanes.';
 
-create or replace function settle_agent_budget(
+create or replace function lanekeeper.settle_agent_budget(
   p_execution_id uuid, p_step text, p_tokens bigint, p_usd numeric, p_unknown_tokens bigint default 0, p_unknown_usd numeric default 0)
 returns boolean
 language plpgsql volatile as $$
@@ -163,23 +163,23 @@ begin
    where x.scope = any (r.scopes);
   return true;
 end $$;
-comment on function settle_agent_budget is
+comment on function lanekeeper.settle_agent_budget is
   'Turn a reservation into what was used, which may be more, and say how much of that is the worst case of a '
   'request without an answer. False, and nothing changes, when there is none.';
 
 -- An execution that ends with a call under way.
-create or replace function settle_agent_budgets(p_execution_id uuid) returns void language plpgsql as $$
+create or replace function lanekeeper.settle_agent_budgets(p_execution_id uuid) returns void language plpgsql as $$
 declare
   r record;
 begin
   for r in
     select x.step from agent_budget_reservations x where x.execution_id = p_execution_id order by x.step
   loop
-    perform write_off_agent_budget(p_execution_id, r.step);
+    perform lanekeeper.write_off_agent_budget(p_execution_id, r.step);
   end loop;
 end $$;
 
-create or replace function write_off_agent_budget(p_execution_id uuid, p_step text, out tokens bigint, out cost_usd numeric)
+create or replace function lanekeeper.write_off_agent_budget(p_execution_id uuid, p_step text, out tokens bigint, out cost_usd numeric)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
@@ -200,14 +200,14 @@ begin
   update agent_activity a
      set cost_usd = a.cost_usd + r.cost_usd,
          token_usage = a.token_usage || jsonb_build_object(
-           'prompt_tokens', agent_count_tokens(a.token_usage ->> 'prompt_tokens') + r.tokens - r.granted,
-           'completion_tokens', agent_count_tokens(a.token_usage ->> 'completion_tokens') + r.granted,
-           'total_tokens', agent_count_tokens(a.token_usage ->> 'total_tokens') + r.tokens,
-           'unknown_tokens', agent_count_tokens(a.token_usage ->> 'unknown_tokens') + r.tokens,
-           'unknown_usd', agent_usd(a.token_usage, 'unknown_usd') + r.cost_usd)
+           'prompt_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens') + r.tokens - r.granted,
+           'completion_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens') + r.granted,
+           'total_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens') + r.tokens,
+           'unknown_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'unknown_tokens') + r.tokens,
+           'unknown_usd', lanekeeper.agent_usd(a.token_usage, 'unknown_usd') + r.cost_usd)
    where a.id = r.activity_id;
 end $$;
-comment on function write_off_agent_budget is
+comment on function lanekeeper.write_off_agent_budget is
   'Count a reservation as spent at its worst case, because nobody knows what its request has used: in its '
   'scopes and in the row of its call, marked as unknown. Answers how much that is; 0 when there is no '
   'reservation.';

@@ -65,7 +65,7 @@ insert into agent_retention_passes (kind) select r.kind from agent_retention r;
 
 create or replace function set_agent_retention(p_keep jsonb, p_by text default 'admin', p_reason text default '')
 returns table (changed boolean, trace_id text, activity_id uuid)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 declare
   wish record;
@@ -74,7 +74,7 @@ declare
   before_ jsonb := '{}';
   after_ jsonb := '{}';
 begin
-  perform agent_pause_check(p_by, p_reason);
+  perform lanekeeper.agent_pause_check(p_by, p_reason);
   if p_keep is null or jsonb_typeof(p_keep) <> 'object' or p_keep = '{}' then
     raise exception 'no policy is given' using errcode = '22023', hint = 'Such as {"activity": "90 days", "events": "forever"}.';
   end if;
@@ -104,7 +104,7 @@ begin
   end if;
   return query
     insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-    values (agent_trace_id('op'), 'note', p_by, 'operate', 'set_retention', p_reason, 'success',
+    values (lanekeeper.agent_trace_id('op'), 'note', p_by, 'operate', 'set_retention', p_reason, 'success',
             jsonb_build_object('keep', after_, 'by', p_by, 'reason', p_reason), jsonb_build_object('was', before_), clock_timestamp(), 0)
     returning true, a.trace_id, a.id;
 end $$;
@@ -113,7 +113,7 @@ comment on function set_agent_retention is
   'change is recorded in the activity log.';
 
 create or replace function void_agent_leases(out workers int, out executions int, out lanes int)
-language plpgsql volatile as $$
+language plpgsql volatile security definer set search_path from current as $$
 begin
   if exists (select from pg_stat_activity s
               where s.datname = current_database() and s.pid <> pg_backend_pid() and s.application_name like 'agent%') then
@@ -125,7 +125,7 @@ begin
   update agent_executions x set claim = x.claim + 1000000 where x.status in ('pending', 'running', 'waiting');
   get diagnostics executions = row_count;
   update agent_locks l
-     set fencing_token = agent_lock_token(l.fencing_token, clock_timestamp()),
+     set fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
          locked_by = case when l.parked then coalesce((select x.id || '#' || x.claim from agent_executions x where x.id = l.execution_id), l.locked_by)
                           else l.locked_by end,
          expires_at = case when l.parked then l.expires_at else least(l.expires_at, clock_timestamp()) end

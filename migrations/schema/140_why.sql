@@ -24,22 +24,22 @@ comment on column agent_links.at is 'When it happened.';
 
 -- Code
 
-create or replace function link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
+create or replace function lanekeeper.link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
   insert into agent_links (cause, kind, effect)
   select 'event ' || p_event, 'woke', 'execution ' || x from unnest(p_executions) x where p_event is not null
   on conflict do nothing
 $$;
-comment on function link_agent_wakes is
+comment on function lanekeeper.link_agent_wakes is
   'Note the executions that an event resumed, where it was more than consumed_by can say.';
 
 -- The end of an execution answers whoever waits for it, however often.
-create or replace function agent_events_consumed() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_events_consumed() returns trigger language plpgsql as $$
 begin
-  perform link_agent_wakes(new.id, array[old.consumed_by, new.consumed_by]);
+  perform lanekeeper.link_agent_wakes(new.id, array[old.consumed_by, new.consumed_by]);
   return null;
 end $$;
 
-create or replace function note_agent_hold(p_lane text, p_ended text, p_successor text default '') returns void
+create or replace function lanekeeper.note_agent_hold(p_lane text, p_ended text, p_successor text default '') returns void
 language plpgsql volatile set enable_seqscan = off
 set jit = off as $$
 begin
@@ -48,10 +48,10 @@ begin
     from agent_locks l where l.lane = p_lane and l.execution_id is not null
   on conflict do nothing;
 end $$;
-comment on function note_agent_hold is
+comment on function lanekeeper.note_agent_hold is
   'Note who had a lane, whose row the caller has locked, before somebody else gets it or nobody.';
 
-create or replace function note_agent_claim(e agent_executions, p_how text) returns void
+create or replace function lanekeeper.note_agent_claim(e agent_executions, p_how text) returns void
 language plpgsql volatile set enable_seqscan = off
 set jit = off as $$
 begin
@@ -59,14 +59,14 @@ begin
   values (e.id, e.claim, e.claimed_by, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''), p_how)
   on conflict do nothing;
 end $$;
-comment on function note_agent_claim is 'Note that a claim ended without a wait or an end.';
+comment on function lanekeeper.note_agent_claim is 'Note that a claim ended without a wait or an end.';
 
 --
 -- Every read goes by an index, whatever the statistics say (a limit of 1 keeps the planner from reading all of a table that is small
 -- today), and every list has a bound, which is told where it is reached. The settings
 -- of why() hold for the functions that it calls; none of them is meant to be called otherwise.
 
-create or replace function agent_trace_forms(p_trace text) returns text[]
+create or replace function lanekeeper.agent_trace_forms(p_trace text) returns text[]
 language plpgsql immutable as $$
 declare
   alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
@@ -95,12 +95,12 @@ begin
   end if;
   return array(select s || '_' || word from unnest(surfaces) s);
 end $$;
-comment on function agent_trace_forms is
+comment on function lanekeeper.agent_trace_forms is
   'The ids that a trace may be stored under: one for a whole id, one for each surface for a ULID alone or the '
   '32 hex digits of tracing tools.';
 
-create or replace function agent_cause_of_execution(p_id uuid) returns agent_reason
-language plpgsql stable as $$
+create or replace function lanekeeper.agent_cause_of_execution(p_id uuid) returns agent_reason
+language plpgsql stable security definer set search_path from current as $$
 declare
   x agent_executions;
   p record;
@@ -118,19 +118,19 @@ begin
     select e.trace_id, e.flow into p from agent_executions e where e.id = x.parent_id;
     return (x.created_at, 'child', format('%s started %s', coalesce(p.flow, 'an execution that is no longer kept'), x.flow),
             'execution ' || x.parent_id, me, p.trace_id, x.parent_id, jsonb_build_object('flow', x.flow, 'awaited', x.awaited))::agent_reason;
-  elsif x.flow = 'automation' and agent_uuid(x.input ->> 'run_id') is not null then
+  elsif x.flow = 'automation' and lanekeeper.agent_uuid(x.input ->> 'run_id') is not null then
     select a.name, a.max_attempts, l.attempt into p
       from agent_automation_runs r join agent_automations a on a.id = r.automation_id
       left join lateral (
         select count(*) as attempt from agent_links o, agent_links m
          where m.effect = me and m.kind = 'ran' and o.cause = m.cause and o.kind = 'ran' and o.at <= m.at) l on true
-     where r.id = agent_uuid(x.input ->> 'run_id');
+     where r.id = lanekeeper.agent_uuid(x.input ->> 'run_id');
     return (x.created_at, 'automation', format('automation %s ran%s', coalesce(p.name, '(no longer kept)'),
               case when p.attempt > 1 then format(', attempt %s of %s', p.attempt, p.max_attempts) else '' end), 'run ' || (x.input ->> 'run_id'), me, null, null,
             jsonb_strip_nulls(jsonb_build_object('automation', p.name, 'attempt', nullif(p.attempt, 0), 'of', p.max_attempts)))::agent_reason;
-  elsif x.flow = 'webhook' and agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null and split_part(x.dedupe_key, ' ', 1) = 'webhook' then
+  elsif x.flow = 'webhook' and lanekeeper.agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null and split_part(x.dedupe_key, ' ', 1) = 'webhook' then
     select d.endpoint, d.delivery_id, d.received_at, d.attempts, d.repeats into p
-      from agent_webhook_deliveries d where d.id = agent_uuid(split_part(x.dedupe_key, ' ', 2));
+      from agent_webhook_deliveries d where d.id = lanekeeper.agent_uuid(split_part(x.dedupe_key, ' ', 2));
     return (coalesce(p.received_at, x.created_at), 'webhook', format('delivery %s came to endpoint %s%s', coalesce(p.delivery_id, '(no longer kept)'), p.endpoint,
               case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin had it handled again' else '' end),
             'delivery ' || split_part(x.dedupe_key, ' ', 2), me, null, null,
@@ -150,7 +150,7 @@ begin
           jsonb_strip_nulls(jsonb_build_object('key', x.dedupe_key)))::agent_reason end;
 end $$;
 
-create or replace function agent_cause_of_run(p_id uuid) returns agent_reason
+create or replace function lanekeeper.agent_cause_of_run(p_id uuid) returns agent_reason
 language plpgsql stable as $$
 declare
   r record;
@@ -173,7 +173,7 @@ begin
     return (r.created_at, 'signal', format('the signal of automation %s became true', r.name), 'signal of ' || r.name, me, null, null,
             jsonb_build_object('automation', r.name))::agent_reason;
   end if;
-  select x.id, x.trace_id, x.flow into asker from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.cause, 11))
+  select x.id, x.trace_id, x.flow into asker from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.cause, 11))
    where l.effect = me and l.kind = 'started' limit 1;
   if found then
     return (r.created_at, 'asked', format('%s had automation %s run', asker.flow, r.name), 'execution ' || asker.id, me, asker.trace_id, asker.id,
@@ -183,7 +183,7 @@ begin
           jsonb_build_object('automation', r.name))::agent_reason;
 end $$;
 
-create or replace function agent_cause_of_event(p_id uuid) returns agent_reason
+create or replace function lanekeeper.agent_cause_of_event(p_id uuid) returns agent_reason
 language plpgsql stable as $$
 declare
   v record;
@@ -191,7 +191,7 @@ declare
   raiser text;
   me constant text := 'event ' || p_id;
 begin
-  select e.event, e.key, e.external_id, e.execution_id, e.created_at, agent_uuid(e.data ->> 'message_id') as message into v
+  select e.event, e.key, e.external_id, e.execution_id, e.created_at, lanekeeper.agent_uuid(e.data ->> 'message_id') as message into v
     from agent_events e where e.id = p_id;
   if not found then
     return null;
@@ -202,7 +202,7 @@ begin
   end if;
   select l.cause into raiser from agent_links l where l.effect = me and l.kind = 'raised' limit 1;
   if raiser like 'execution %' then
-    select e.id, e.trace_id, e.flow into x from agent_executions e where e.id = agent_uuid(substr(raiser, 11));
+    select e.id, e.trace_id, e.flow into x from agent_executions e where e.id = lanekeeper.agent_uuid(substr(raiser, 11));
     return (v.created_at, 'raised', format('%s raised event %s %s', coalesce(x.flow, 'an execution that is no longer kept'), v.event, v.key), raiser, me,
             x.trace_id, x.id, jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
   elsif raiser is not null then
@@ -217,19 +217,19 @@ begin
           jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
 end $$;
 
-create or replace function agent_cause(p_ref text) returns agent_reason
+create or replace function lanekeeper.agent_cause(p_ref text) returns agent_reason
 language plpgsql stable as $$
 declare
-  id constant uuid := agent_uuid(split_part(p_ref, ' ', 2));
+  id constant uuid := lanekeeper.agent_uuid(split_part(p_ref, ' ', 2));
 begin
   return case split_part(p_ref, ' ', 1)
-    when 'execution' then agent_cause_of_execution(id) when 'run' then agent_cause_of_run(id) when 'event' then agent_cause_of_event(id) end;
+    when 'execution' then lanekeeper.agent_cause_of_execution(id) when 'run' then lanekeeper.agent_cause_of_run(id) when 'event' then lanekeeper.agent_cause_of_event(id) end;
 end $$;
-comment on function agent_cause is
+comment on function lanekeeper.agent_cause is
   'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is '
   'behind it.';
 
-create or replace function agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 declare
   root uuid;
@@ -248,7 +248,7 @@ begin
     inside := false;
     ref := 'execution ' || root;
     for i in 1 .. hops + 1 loop
-      c := agent_cause(ref);
+      c := lanekeeper.agent_cause(ref);
       exit when c.from_ref is null;
       if i > hops or exists (select from unnest(chain) e where e.to_ref = c.from_ref) then
         chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
@@ -269,14 +269,14 @@ begin
   select l.at, 'allowed', format('an approval allowed %s a call, asked for by %s', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
          coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by)
     from agent_links l
-    join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
-    left join lateral (select n.* from agent_approvals n where n.id = agent_uuid(substr(l.cause, 10)) limit 1) a on true
+    join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
+    left join lateral (select n.* from agent_approvals n where n.id = lanekeeper.agent_uuid(substr(l.cause, 10)) limit 1) a on true
     left join agent_executions o on o.id = a.execution_id
    where l.effect = any (select 'execution ' || r from unnest(p_runs) r) and l.kind = 'allowed'
    order by l.at, l.cause limit p_most;
 end $$;
 
-create or replace function agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 declare
   l record;
@@ -288,8 +288,8 @@ begin
            when 'pending' then ' waits to be started'
            when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
            when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
-                                      agent_words(x.updated_at, clock_timestamp()))
-           else format(' %s after %s', x.status, agent_words(x.created_at, x.completed_at)) end
+                                      lanekeeper.agent_words(x.updated_at, clock_timestamp()))
+           else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
          || case x.status
            when 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
            when 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
@@ -303,16 +303,16 @@ begin
    where x.id = any (p_runs) order by x.id limit p_most;
   -- Automations that an execution carried out beside what it is for, as the heartbeat does.
   for l in
-    select k.at, k.cause, k.effect, x.id, x.flow, x.trace_id from agent_links k join agent_executions x on x.id = agent_uuid(substr(k.effect, 11))
+    select k.at, k.cause, k.effect, x.id, x.flow, x.trace_id from agent_links k join agent_executions x on x.id = lanekeeper.agent_uuid(substr(k.effect, 11))
      where k.effect = any (select 'execution ' || r from unnest(p_runs) r) and k.kind = 'ran' and x.flow <> 'automation' order by k.at, k.cause limit p_most
   loop
-    c := agent_cause(l.cause);
+    c := lanekeeper.agent_cause(l.cause);
     return next (l.at, 'ran', format('%s carried out a run: %s', l.flow, coalesce(c.what, 'its automation is no longer kept')), l.cause, l.effect,
-                 coalesce((agent_cause(c.from_ref)).trace_id, l.trace_id), l.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref)))::agent_reason;
+                 coalesce((lanekeeper.agent_cause(c.from_ref)).trace_id, l.trace_id), l.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref)))::agent_reason;
   end loop;
 end $$;
 
-create or replace function agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 declare
   w record;
@@ -323,7 +323,7 @@ begin
   for w in
     select t.*, x.flow, x.trace_id from (
       (select k.execution_id, k.waited_for as kind, k.waited_key as key, k.waited_since as since, k.created_at as until, k.step,
-              agent_uuid(k.output ->> 'event_id') as event, coalesce(k.output ->> 'timed_out' = 'true', false) as late
+              lanekeeper.agent_uuid(k.output ->> 'event_id') as event, coalesce(k.output ->> 'timed_out' = 'true', false) as late
          from (select a.execution_id, a.waited_for, a.waited_key, a.waited_since, a.created_at, a.step, a.output from agent_checkpoints a
                 where a.execution_id = any (p_runs) limit 5000) k
         where k.waited_for is not null order by k.waited_since, k.step limit p_most)
@@ -336,16 +336,16 @@ begin
     mine := 'execution ' || w.execution_id;
     c := null;
     if w.event is not null and w.kind not in ('agent', 'approval') then
-      c := agent_cause_of_event(w.event);
+      c := lanekeeper.agent_cause_of_event(w.event);
     elsif w.kind = 'agent' then
-      select e.trace_id, e.id, e.flow as what into c.trace_id, c.execution_id, c.what from agent_executions e where e.id = agent_uuid(w.key);
+      select e.trace_id, e.id, e.flow as what into c.trace_id, c.execution_id, c.what from agent_executions e where e.id = lanekeeper.agent_uuid(w.key);
     elsif w.kind = 'approval' and w.until is not null then
       select format('%s it', case when a.decided_by = '' then 'nobody decided' else a.decided_by || ' ' || a.status end) into c.what
-        from agent_approvals a where a.id = agent_uuid(w.key);
+        from agent_approvals a where a.id = lanekeeper.agent_uuid(w.key);
     end if;
     return next (w.since, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end,
-      w.flow || case when w.until is null then format(' has waited %s for ', agent_words(w.since, clock_timestamp()))
-                     else format(' waited %s for ', agent_words(w.since, w.until)) end
+      w.flow || case when w.until is null then format(' has waited %s for ', lanekeeper.agent_words(w.since, clock_timestamp()))
+                     else format(' waited %s for ', lanekeeper.agent_words(w.since, w.until)) end
              || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
                   when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
                   else 'a ' || w.kind end
@@ -368,7 +368,7 @@ begin
          order by o.held_from limit 20
       loop
         return next (h.held_from, 'blocked', format('%s had lane %s meanwhile%s', coalesce(h.flow, 'an execution that is no longer kept'), w.key,
-            case when h.held_until is null then ', and has it' else ', for ' || agent_words(h.held_from, h.held_until) end),
+            case when h.held_until is null then ', and has it' else ', for ' || lanekeeper.agent_words(h.held_from, h.held_until) end),
           'execution ' || h.execution_id, mine, h.trace_id, h.execution_id,
           jsonb_strip_nulls(jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)))::agent_reason;
       end loop;
@@ -376,7 +376,7 @@ begin
   end loop;
 end $$;
 
-create or replace function agent_why_lanes(p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_lanes(p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 begin
   return query
@@ -389,18 +389,18 @@ begin
          'execution ' || h.execution_id, 'lane ' || h.lane, x.trace_id, h.execution_id,
          jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
     from (
-      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, agent_words(k.held_from, k.held_until) as long
+      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, lanekeeper.agent_words(k.held_from, k.held_until) as long
          from agent_lane_holds k where k.execution_id = any (p_runs) order by k.held_from, k.lane limit p_most)
       union all
       (select l.lane, l.execution_id, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, '',
-              agent_words(l.locked_at, coalesce(o.until, clock_timestamp()))
+              lanekeeper.agent_words(l.locked_at, coalesce(o.until, clock_timestamp()))
          from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
         where l.execution_id = any (p_runs) order by l.locked_at limit p_most)) h
     join agent_executions x on x.id = h.execution_id
    order by h.held_from, h.lane limit p_most;
 end $$;
 
-create or replace function agent_why_lost(p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_lost(p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 begin
   return query
@@ -414,7 +414,7 @@ begin
 end $$;
 
 -- As before, and it says what a worker outside wanted to write, and how often.
-create or replace function agent_why_log(p_trace text, p_most int, p_rows int) returns table (part text, reason agent_reason)
+create or replace function lanekeeper.agent_why_log(p_trace text, p_most int, p_rows int) returns table (part text, reason agent_reason)
 language plpgsql stable as $$
 begin
   return query
@@ -437,8 +437,8 @@ begin
       from log l where l.error_class = 'stale' and l.skill_name = 'stale_write' or l.status = 'unknown'
      order by l.created_at, l.id limit p_most),
   models as (
-    select m.model, count(*) as calls, min(m.created_at) as at, sum(agent_tokens(m.token_usage, 'prompt_tokens')) as prompt,
-           sum(agent_tokens(m.token_usage, 'completion_tokens')) as completion, sum(agent_tokens(m.token_usage, 'total_tokens')) as tokens, sum(nullif(m.cost_usd, 'NaN')) as usd
+    select m.model, count(*) as calls, min(m.created_at) as at, sum(lanekeeper.agent_tokens(m.token_usage, 'prompt_tokens')) as prompt,
+           sum(lanekeeper.agent_tokens(m.token_usage, 'completion_tokens')) as completion, sum(lanekeeper.agent_tokens(m.token_usage, 'total_tokens')) as tokens, sum(nullif(m.cost_usd, 'NaN')) as usd
       from log m where m.kind = 'model' group by m.model),
   spent as (
     select 'spend', 2, m.at,
@@ -455,7 +455,7 @@ begin
   select u.part, u.reason from (select * from wrong union all select * from spent union all select * from beyond) u order by u.rank, u.at, (u.reason).to_ref;
 end $$;
 
-create or replace function agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 declare
   mine constant text[] := array['trace ' || p_trace] || array(select 'execution ' || r from unnest(p_runs) r);
@@ -463,13 +463,13 @@ declare
   ends uuid[];                      -- of its executions
   made uuid[];                      -- runs of automations that it started
 begin
-  events := array(select agent_uuid(substr(l.effect, 7)) from agent_links l where l.cause = any (mine) and l.kind = 'raised' order by l.at, l.effect limit p_most);
+  events := array(select lanekeeper.agent_uuid(substr(l.effect, 7)) from agent_links l where l.cause = any (mine) and l.kind = 'raised' order by l.at, l.effect limit p_most);
   ends := array(select v.id from agent_events v where v.external_id = any (select 'completed ' || r from unnest(p_runs) r) limit 1000);
   return query
   select v.created_at, 'raised', format('%s raised event %s %s', coalesce(x.flow, 'it'), v.event, v.key), l.cause, l.effect, p_trace, x.id,
          jsonb_strip_nulls(jsonb_build_object('event', v.event, 'key', v.key, 'taken', v.consumed_by is not null))
     from agent_events v join agent_links l on l.effect = 'event ' || v.id and l.kind = 'raised' and l.cause = any (mine)
-    left join agent_executions x on x.id = agent_uuid(substr(l.cause, 11))
+    left join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.cause, 11))
    where v.id = any (events);
   -- Executions of other traces that an event of this one, or the end of one of its executions, resumed.
   return query
@@ -478,14 +478,14 @@ begin
          jsonb_build_object('flow', x.flow, 'step', k.step)
     from agent_events v
    cross join lateral (select v.consumed_by as id where v.consumed_by is not null
-                       union select agent_uuid(substr(l.effect, 11)) from agent_links l where l.cause = 'event ' || v.id and l.kind = 'woke') t
+                       union select lanekeeper.agent_uuid(substr(l.effect, 11)) from agent_links l where l.cause = 'event ' || v.id and l.kind = 'woke') t
     join agent_executions x on x.id = t.id and x.trace_id <> p_trace
     join lateral (select c.step, c.created_at
                     from (select a.step, a.created_at, a.output, a.waited_for from agent_checkpoints a where a.execution_id = x.id limit 5000) c
                    where c.waited_for is not null and c.output ->> 'event_id' = v.id::text limit p_most) k on true
    where v.id = any (events || ends) limit p_most + 1;
   -- Runs of automations: by its events, by its ends, and those that it asked for.
-  made := array(select agent_uuid(substr(l.effect, 5)) from agent_links l
+  made := array(select lanekeeper.agent_uuid(substr(l.effect, 5)) from agent_links l
                  where l.cause = any (select 'event ' || e from unnest(events || ends) e union all select m from unnest(mine) m) and l.kind = 'started'
                  order by l.at, l.effect limit p_most + 1);
   return query
@@ -501,7 +501,7 @@ begin
   return query
   select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
          jsonb_build_object('status', x.status)
-    from agent_links l join agent_executions x on x.id = agent_uuid(substr(l.effect, 11))
+    from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
    where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
   -- Executions of other traces that begin with it.
   return query
@@ -520,9 +520,9 @@ begin
      join agent_executions x on x.id = m.execution_id group by x.id, m.thread_id)
   union all
   (select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
-          l.cause, l.effect, p_trace, agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
+          l.cause, l.effect, p_trace, lanekeeper.agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
      from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
-    cross join lateral (select n.* from agent_webhook_outbox n where n.id = agent_uuid(substr(l.effect, 10)) limit 1) o
+    cross join lateral (select n.* from agent_webhook_outbox n where n.id = lanekeeper.agent_uuid(substr(l.effect, 10)) limit 1) o
     cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t);
   return query
   (select a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
@@ -533,7 +533,7 @@ begin
   (select l.at, 'allowed', format('the approval allowed %s a call in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}'
      from (select a.id from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most) a
      join agent_links l on l.cause = 'approval ' || a.id and l.kind = 'allowed'
-     join agent_executions x on x.id = agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)
+     join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)
   union all
   (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'execution ' || r.execution_id, 'request ' || r.id, p_trace, r.execution_id,
           jsonb_build_object('kind', r.kind, 'status', r.status)
@@ -542,11 +542,11 @@ end $$;
 
 create or replace function why(trace text, most int default 100)
 returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)
-language plpgsql stable
+language plpgsql stable security definer set search_path from current
 set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
-  forms constant text[] := agent_trace_forms(trace);
+  forms constant text[] := lanekeeper.agent_trace_forms(trace);
   most_ constant int := greatest(least(coalesce(most, 100), 1000), 1);
   scan constant int := 1000;
   mine text;
@@ -568,33 +568,33 @@ begin
   select e.flow, e.status, e.surface, e.created_at, e.completed_at into x from agent_executions e where e.id = runs[1];
   seq := 0;
   for part, at, kind, what, from_ref, to_ref, trace_id, execution_id, detail in
-    with log as materialized (select l.part, l.reason from agent_why_log(mine, most_ + 1, 10000) l),
+    with log as materialized (select l.part, l.reason from lanekeeper.agent_why_log(mine, most_ + 1, 10000) l),
     told as (
       select 0 as rank, 'trace' as part, r.*, 1 as place, 1 as all_ from (
         select coalesce(x.created_at, (select min(b.created_at) from (select a.created_at from agent_activity a where a.trace_id = mine order by a.created_at limit 1) b)) as at,
                'trace' as kind,
                case when x.flow is null then 'what was done without an execution'
                     else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
-                                coalesce(' after ' || agent_words(x.created_at, x.completed_at), ''),
+                                coalesce(' after ' || lanekeeper.agent_words(x.created_at, x.completed_at), ''),
                                 case when n > 1 then format('; %s executions', case when n = 100000 then '100,000 or more' else to_char(n, 'FM999,990') end) else '' end) end as what,
                ''::text as from_ref, 'trace ' || mine as to_ref, mine as trace_id, runs[1] as execution_id,
                jsonb_strip_nulls(jsonb_build_object('surface', x.surface, 'flow', x.flow, 'status', x.status, 'executions', n, 'completed_at', x.completed_at)) as detail) r
       union all
-      select 1, 'because', r.*, b.n, count(*) over () from agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
+      select 1, 'because', r.*, b.n, count(*) over () from lanekeeper.agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
        cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
       union all
-      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from agent_why_runs(mine, runs, most_ + 1) r
+      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from lanekeeper.agent_why_runs(mine, runs, most_ + 1) r
       union all
-      select 3, 'waits', r.*, b.n, count(*) over () from agent_why_waits(runs, most_ + 1) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
+      select 3, 'waits', r.*, b.n, count(*) over () from lanekeeper.agent_why_waits(runs, most_ + 1) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
        cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
       union all
-      select 4, 'lanes', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from agent_why_lanes(runs, most_ + 1) r
+      select 4, 'lanes', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from lanekeeper.agent_why_lanes(runs, most_ + 1) r
       union all
       select 5, 'trouble', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from (
-        select * from agent_why_lost(runs, most_ + 1)
+        select * from lanekeeper.agent_why_lost(runs, most_ + 1)
         union all select (l.reason).* from log l where l.part = 'trouble') r
       union all
-      select 6, 'led to', r.*, row_number() over (order by r.at, r.kind, r.to_ref), count(*) over () from agent_why_effects(mine, runs, most_) r
+      select 6, 'led to', r.*, row_number() over (order by r.at, r.kind, r.to_ref), count(*) over () from lanekeeper.agent_why_effects(mine, runs, most_) r
       union all
       select 7, 'spend', r.*, row_number() over (order by r.at nulls last, r.to_ref), count(*) over ()
         from (select (l.reason).* from log l where l.part = 'spend') r)
@@ -618,4 +618,4 @@ comment on function why is
   'unknown trace.';
 
 create or replace trigger agent_events_consumed after update of consumed_by on agent_events
-  for each row when (old.consumed_by <> new.consumed_by) execute function agent_events_consumed();
+  for each row when (old.consumed_by <> new.consumed_by) execute function lanekeeper.agent_events_consumed();

@@ -66,7 +66,7 @@ create or replace view agent_spend as
             from agent_activity_counts c where c.span = 'day' and c.kind = 'charge'
           union all
           select u.skill, u.surface, u.model, u.hour, u.calls, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd
-            from uncounted_agent_charges(2000000000) u) s
+            from lanekeeper.uncounted_agent_charges(2000000000) u) s
    group by 1, 2, 3, 4;
 comment on view agent_spend is
   'Model calls, tokens and money by the skill that the call led to (empty: none), surface, model and day (UTC). It '
@@ -89,7 +89,7 @@ create or replace view agent_skill_health as
          coalesce(f.streak, 0) as streak, f.p50_ms, f.p95_ms,
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
          s.disabled_by, s.disabled_reason, s.disabled_at
-    from agent_skills s left join agent_skill_figures() f on f.skill = s.name;
+    from agent_skills s left join lanekeeper.agent_skill_figures() f on f.skill = s.name;
 comment on view agent_skill_health is
   'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
   'p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
@@ -120,24 +120,24 @@ comment on view agent_budget_today is
 create or replace view agent_activity_measured as
   select a.id, a.skill_name, a.created_at, a.status,
          date_trunc('hour', a.created_at at time zone 'UTC') at time zone 'UTC' as hour, a.kind,
-         agent_count_key(case a.kind
+         lanekeeper.agent_count_key(case a.kind
            when 'model' then coalesce(nullif(a.purpose, ''), a.skill_name) else a.skill_name end) as skill,
-         agent_count_key(a.surface) as surface, agent_count_key(a.model) as model,
+         lanekeeper.agent_count_key(a.surface) as surface, lanekeeper.agent_count_key(a.model) as model,
          a.kind = 'call' and a.status in ('success', 'error')
            and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled',
                                      'interrupted', 'stall', 'disabled', 'on_trial', 'yielded', 'budget',
                                      'configuration') as telling,
          case a.kind when 'model'
-           then agent_count_tokens(a.token_usage ->> 'prompt_tokens') else 0 end as prompt_tokens,
+           then lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens') else 0 end as prompt_tokens,
          case a.kind when 'model'
-           then agent_count_tokens(a.token_usage ->> 'completion_tokens') else 0 end as completion_tokens,
-         case a.kind when 'model' then agent_count_tokens(a.token_usage ->> 'total_tokens') else 0 end as tokens,
+           then lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens') else 0 end as completion_tokens,
+         case a.kind when 'model' then lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens') else 0 end as tokens,
          case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd,
          case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
          a.trace_id, a.led_to,
          case a.kind when 'model'
-           then least(agent_tokens(a.token_usage, 'unknown_tokens'), 1000000000000) else 0 end as unknown_tokens,
-         case a.kind when 'model' then agent_usd(a.token_usage, 'unknown_usd') else 0 end as unknown_usd
+           then least(lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), 1000000000000) else 0 end as unknown_tokens,
+         case a.kind when 'model' then lanekeeper.agent_usd(a.token_usage, 'unknown_usd') else 0 end as unknown_usd
     from agent_activity a;
 comment on view agent_activity_measured is
   'How each row of the log is counted. telling: it counts for the health of its skill.';
@@ -164,7 +164,7 @@ create or replace view agent_spend_by_purpose as
             from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
           union all
           select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd
-            from uncounted_agent_activity(2000000000) u
+            from lanekeeper.uncounted_agent_activity(2000000000) u
            cross join lateral (select n.unknown_tokens, n.unknown_usd from agent_activity_measured n where n.id = u.id offset 0) m
            where u.kind = 'model') s
    group by 1, 2, 3, 4;
@@ -172,11 +172,11 @@ comment on view agent_spend_by_purpose is
   'The sums of agent_spend by what the model was called for: a phase, a turn, an automation.';
 
 create or replace view agent_slowest_skills as
-  select s.* from agent_slowest_skills_since(clock_timestamp() - interval '7 days') s;
+  select s.* from lanekeeper.agent_slowest_skills_since(clock_timestamp() - interval '7 days') s;
 comment on view agent_slowest_skills is 'The slowest skills of the last 7 days.';
 
 create or replace view agent_failing_skills as
-  select f.* from agent_failing_skills_since(clock_timestamp() - interval '7 days') f;
+  select f.* from lanekeeper.agent_failing_skills_since(clock_timestamp() - interval '7 days') f;
 comment on view agent_failing_skills is 'The skills that failed in the last 7 days.';
 
 -- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
@@ -188,7 +188,7 @@ create or replace view agent_audit as
            when a.skill_name in ('webhook_refused', 'webhook_conflict') then 'sender'
            else a.agent end as actor,
          a.kind, a.skill_name as act,
-         case when a.kind = 'model' then '' else agent_audit_object(a.input) end as object,
+         case when a.kind = 'model' then '' else lanekeeper.agent_audit_object(a.input) end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
                   case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
                   'for ' || nullif(a.purpose, ''), 'part of ' || p.skill_name, o.what, '') as reason,
@@ -201,13 +201,13 @@ create or replace view agent_audit as
            when a.surface = 'webhook' then format('sender to %s', coalesce(nullif(a.input ->> 'endpoint', ''), nullif(o.endpoint, ''), 'a webhook'))
            else a.agent end as on_behalf_of,
          a.status, a.error_class, coalesce(a.error_message, '') as error_message, a.model,
-         agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
+         lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
          a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane
     from agent_activity a
     left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
     left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
     left join lateral (select u.skill_name from agent_activity u where u.id = a.parent_id offset 0) p on true
-    left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from agent_cause_of_execution(a.execution_id) c
+    left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from lanekeeper.agent_cause_of_execution(a.execution_id) c
                         where a.execution_id is not null and c.what is not null offset 0) o on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
@@ -215,4 +215,4 @@ comment on view agent_audit is
   'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run.';
 
 -- The log takes rows at once.
-select ensure_agent_activity_partitions();
+select lanekeeper.ensure_agent_activity_partitions();

@@ -39,9 +39,9 @@ func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 func (c *Chat) listener(ctx context.Context, tx pgx.Tx, thread string) (string, error) {
 	var id *string
 	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
-	_, err := tx.Exec(ctx, `select agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
+	_, err := tx.Exec(ctx, `select lanekeeper.agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
 	if err == nil {
-		err = tx.QueryRow(ctx, `select agent_thread_listener(@thread, @own)::text`,
+		err = tx.QueryRow(ctx, `select lanekeeper.agent_thread_listener(@thread, @own)::text`,
 			postgres.Strict{"thread": thread, "own": ownFlows()}).Scan(&id)
 	}
 	if err != nil {
@@ -189,7 +189,7 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
 		postgres.Strict{"thread": in.Thread, "watch": watchFor.Seconds()})
 	b.Queue(`
-		select agent_thread_busy(@thread, @to::uuid, @own),
+		select lanekeeper.agent_thread_busy(@thread, @to::uuid, @own),
 		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience),
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).

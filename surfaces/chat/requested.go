@@ -30,7 +30,7 @@ func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a Ask) (r documentReque
 		return r, nil
 	}
 	err = tx.QueryRow(ctx, `
-		select l.request_id::text, l.missing, coalesce(l.waiter::text, '') from lock_agent_document_request(@thread) l`,
+		select l.request_id::text, l.missing, coalesce(l.waiter::text, '') from lanekeeper.lock_agent_document_request(@thread) l`,
 		postgres.Strict{"thread": a.thread}).Scan(&r.id, &r.missing, &r.waiter)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return documentRequest{}, nil

@@ -193,8 +193,8 @@ func (t *turn) claimLane(ctx context.Context, ghost string) error {
 	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
-				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
-				       reown_agent_locks(@id, @owner)`,
+				select lanekeeper.fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
+				       lanekeeper.reown_agent_locks(@id, @owner)`,
 				postgres.Strict{
 					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,
 					"owner": lanes.ClaimOwner(t.exec.ID, t.exec.Claim).String(),
@@ -215,7 +215,7 @@ func (t *turn) claimLane(ctx context.Context, ghost string) error {
 // would keep it from that. Whoever takes the turn over after this gets the lane with it.
 func (t *turn) rightful(ctx context.Context, hold *executions.Hold) error {
 	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
-		_, err := t.Pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
+		_, err := t.Pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
 			postgres.Strict{"id": t.exec.ID, "claim": t.exec.Claim})
 		return struct{}{}, err
 	})

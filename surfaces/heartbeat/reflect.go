@@ -81,16 +81,16 @@ func measure(ctx context.Context, db postgres.DB) (performance, error) {
 	var got performance
 	err := db.QueryRow(ctx, `
 		with last as (
-		  select coalesce(max(id::text)::uuid, agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
+		  select coalesce(max(id::text)::uuid, lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
 		    from (select a.id from agent_activity a
 		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
 		           order by a.id desc limit 1) r)
 		select (select count(*) from (select 1 from agent_activity a, last
 		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect'
 		           and (a.cause_id is not null or a.status in ('error', 'unknown')) limit 1000) n),
-		       coalesce(sum(agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
 		  from agent_activity a
-		 where a.skill_name = 'model_call' and a.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
+		 where a.skill_name = 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
 	).Scan(&got.News, &got.Tokens, &got.Cost)
 	if err != nil {
 		return got, fmt.Errorf("measure performance: %w", err)
