@@ -18,6 +18,10 @@
 // line is `-- outside a transaction` builds indexes concurrently, statement by statement. An index that a death left half
 // built is removed and built again.
 //
+// The functions that other programs call stand beside the tables: they are the contract. All others are in the schema
+// "lanekeeper", which may change in any release and which nobody but the owner uses. A function of the contract runs as the
+// owner, with a search path of its own. The last file grants the contract to the role agent_client.
+//
 // A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql, in one
 // transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables or
 // changes differ from this binary's (ErrChanged).
@@ -117,7 +121,11 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 		}
 		applied = append(applied, s.names...)
 	}
-	return applied, nil
+	admitted, err := clientAdmitted(ctx, pool)
+	if err == nil && (!admitted || len(todo) > 0) {
+		err = t.admitClient(ctx, pool)
+	}
+	return applied, err
 }
 
 // alone takes the lock under which one process migrates, or waits for it. A session that stands in a queue holds a snapshot,

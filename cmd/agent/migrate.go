@@ -36,6 +36,13 @@ run it, and while agent serves. A schema that a newer version made is refused.`,
 			if _, err := builtins.Put(ctx, s.pool); err != nil {
 				return err
 			}
+			missing, err := migrations.ClientMissing(ctx, s.pool)
+			if err != nil {
+				return err
+			}
+			if missing != "" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "other programs have no role for the SQL contract; let a superuser run this, then run agent migrate again:\n  %s\n", missing)
+			}
 			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)}, func(w io.Writer) error {
 				for _, name := range applied {
 					fmt.Fprintln(w, "applied", name)

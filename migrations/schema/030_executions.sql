@@ -704,6 +704,39 @@ begin
   return null;
 end $$;
 
+create or replace function start_agent_execution(p_flow text, p_input jsonb default '{}', p_key text default null, p_trace_id text default null,
+                                      p_on_lost text default 'fail')
+returns uuid language plpgsql volatile security definer set search_path from current as $$
+declare
+  made uuid;
+begin
+  if (p_flow = 'external' or p_flow like 'external:_%') is not true then
+    raise exception 'flow % is not one of workers outside', coalesce(quote_literal(left(p_flow, 60)), 'null')
+      using errcode = '22023', hint = 'Name it external, or external:NAME.';
+  end if;
+  insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
+  values (coalesce(p_trace_id, lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'), p_key, p_on_lost)
+  on conflict do nothing returning id into made;
+  return coalesce(made, (select x.id from agent_executions x where x.dedupe_key = p_key));
+end $$;
+comment on function start_agent_execution is
+  'Start an execution for workers outside: its flow is external, or external:NAME. With a key that was used before, '
+  'the execution that it started.';
+
+create or replace function read_agent_execution(p_id uuid, p_lock_id text)
+returns table (trace_id text, input jsonb, variables jsonb, checkpoints jsonb)
+language plpgsql volatile security definer set search_path from current as $$
+begin
+  perform lanekeeper.fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
+  return query
+  select x.trace_id, x.input, x.variables,
+         (select coalesce(jsonb_object_agg(c.step, c.output), '{}') from agent_checkpoints c where c.execution_id = x.id)
+    from agent_executions x where x.id = p_id;
+end $$;
+comment on function read_agent_execution is
+  'What a worker outside needs to begin or to go on, under its lock: the input, and the output of each recorded step. '
+  'LK001 when the lock is void.';
+
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
 language plpgsql volatile security definer set search_path from current as $$
