@@ -1,7 +1,7 @@
 -- How each skill fares. What counts is said by agent_skill_calls. The streak is walked, newest first, for the skills that
 -- have failed at all: back to the last success, and no further than @walk rows.
 with tail as materialized (
-  select u.* from uncounted_agent_activity(@most) u),
+  select u.* from lanekeeper.uncounted_agent_activity(@most) u),
 left_out as (
   select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
 live as (
@@ -30,7 +30,7 @@ lasted as materialized (
                    cross join lateral (select d.skill, d.bucket, d.calls from agent_activity_durations d
                                         where d.day = g.day::date and (@skill::text = '' or d.skill = @skill) offset 0) d
                   union all
-                  select l.skill, agent_duration_bucket(l.duration_ms), 1 from live l where l.duration_ms is not null) y
+                  select l.skill, lanekeeper.agent_duration_bucket(l.duration_ms), 1 from live l where l.duration_ms is not null) y
            group by 1, 2) x
    group by x.skill),
 listed as (
@@ -46,7 +46,7 @@ fared as (
     from listed s
     left join calls c on c.skill = s.name
     left join lasted d on d.skill = s.name
-    left join lateral agent_skill_streak(s.name, @since::timestamptz, s.enabled_at, @walk::int) w on c.failed > 0)
+    left join lateral lanekeeper.agent_skill_streak(s.name, @since::timestamptz, s.enabled_at, @walk::int) w on c.failed > 0)
 select f.*,
        to_timestamp(('x' || substr(replace(o.id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as left_out
   from fared f cross join left_out o

@@ -1,6 +1,6 @@
 -- What is counted, and the rows that are not counted yet, in one snapshot: as charged to skills (kind charge), or by purpose (kind model).
 with tail as materialized (
-  select u.* from uncounted_agent_activity(@most) u),
+  select u.* from lanekeeper.uncounted_agent_activity(@most) u),
 left_out as (
   select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
 counts as (
@@ -25,7 +25,7 @@ spent as (
      select l.skill, 1 as calls, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd
       where @kind = 'model'
      union all
-     select c.* from agent_charges(
+     select c.* from lanekeeper.agent_charges(
        a.led_to, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd) c
       where @kind = 'charge') h
    where not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz),
@@ -36,9 +36,9 @@ lines as (
          sum(s.completion_tokens)::bigint as completion_tokens, sum(s.tokens)::bigint as tokens, sum(s.cost_usd)::float8 as cost_usd,
          sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd)::float8 as unknown_usd
     from spent s
-   where (@skill::text = '' or s.skill = agent_count_key(@skill)) and (@surface::text = '' or s.surface = agent_count_key(@surface))
-     and (@model::text = '' or s.model = agent_count_key(@model))
-     and (@purpose::text = '' or s.skill = agent_count_key(@purpose))
+   where (@skill::text = '' or s.skill = lanekeeper.agent_count_key(@skill)) and (@surface::text = '' or s.surface = lanekeeper.agent_count_key(@surface))
+     and (@model::text = '' or s.model = lanekeeper.agent_count_key(@model))
+     and (@purpose::text = '' or s.skill = lanekeeper.agent_count_key(@purpose))
    group by 1, 2)
 select coalesce(l.key, '') as key, l.period, coalesce(l.calls, 0) as calls, coalesce(l.prompt_tokens, 0) as prompt_tokens,
        coalesce(l.completion_tokens, 0) as completion_tokens, coalesce(l.tokens, 0) as tokens,

@@ -246,7 +246,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	go func() { sent <- send(t, db, queued(second)) }()
 	pgtest.Eventually(t, 90*time.Second, func() bool {
 		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and query like '%from reserve_agent_budget%'`) == 1
+			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`) == 1
 	}, "the second waits for the first")
 	if got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0))); err != nil || got != 1000 {
 		t.Fatalf("the first was granted %d (%v)", got, err)

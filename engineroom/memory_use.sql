@@ -11,7 +11,7 @@ grown as (
          count(*) filter (where g.created_at > clock_timestamp() - interval '1 day') as day,
          coalesce(sum(g.bytes) filter (where g.created_at > clock_timestamp() - interval '1 day'), 0)::bigint as day_bytes
     from (select m.category, m.created_at, octet_length(m.key) + pg_column_size(m.value) as bytes from agent_memory m
-           where m.id >= (select agent_uuid7_floor(clock_timestamp() - interval '7 days'))
+           where m.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))
              and (m.expires_at is null or m.expires_at > clock_timestamp())
            order by m.id desc limit @window) g
    group by g.category

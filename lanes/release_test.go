@@ -128,7 +128,7 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
 	w.lose.Store(true)
-	exec(t, db, `alter function quit_agent_lock_queue rename to away`)
+	exec(t, db, `alter function lanekeeper.quit_agent_lock_queue rename to away`)
 	exec(t, db, `create function lanekeeper.quit_agent_lock_queue(text, text) returns text language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
 	if _, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour)); err == nil {
@@ -138,8 +138,8 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Fatal("the statement did not reach the database: the test tests nothing")
 	}
-	exec(t, db, `drop function quit_agent_lock_queue`)
-	exec(t, db, `alter function away rename to quit_agent_lock_queue`)
+	exec(t, db, `drop function lanekeeper.quit_agent_lock_queue`)
+	exec(t, db, `alter function lanekeeper.away rename to quit_agent_lock_queue`)
 	w.lose.Store(false)
 	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lane is free")
 }

@@ -17,7 +17,7 @@ measured as (
                 coalesce(min(x.nth) filter (where x.status = 'success') - 1, count(*)) as streak
            from (select c.status, row_number() over (order by c.created_at desc, c.id desc) as nth
                    from agent_skill_calls c
-                  where c.skill_name = k.name and c.id >= agent_uuid7_floor(k.since) and c.created_at >= k.since) x) n)
+                  where c.skill_name = k.name and c.id >= lanekeeper.agent_uuid7_floor(k.since) and c.created_at >= k.since) x) n)
 select m.name as skill, m.id as skill_id, m.calls, m.errors, m.streak, m.since, m.by_streak, m.by_rate,
        coalesce(f.failures, '[]') as failures, coalesce(g.classes, '{}') as classes
   from measured m
@@ -26,14 +26,14 @@ select m.name as skill, m.id as skill_id, m.calls, m.errors, m.streak, m.since, 
                 'error_class', x.error_class, 'error_message', left(coalesce(x.error_message, ''), 300)) order by x.id desc) as failures
          from (select c.id, c.trace_id, c.created_at, c.error_class, c.error_message
                  from agent_skill_calls c
-                where c.skill_name = m.name and c.id >= agent_uuid7_floor(m.since) and c.created_at >= m.since
+                where c.skill_name = m.name and c.id >= lanekeeper.agent_uuid7_floor(m.since) and c.created_at >= m.since
                   and c.status = 'error'
                 order by c.id desc limit greatest(@failures::bigint, 10)) x) f on m.by_streak or m.by_rate
   left join lateral (
        select jsonb_object_agg(x.error_class, x.n) as classes
          from (select c.error_class, count(*) as n
                  from agent_skill_calls c
-                where c.skill_name = m.name and c.id >= agent_uuid7_floor(m.since) and c.created_at >= m.since
+                where c.skill_name = m.name and c.id >= lanekeeper.agent_uuid7_floor(m.since) and c.created_at >= m.since
                   and c.status = 'error'
                 group by c.error_class) x) g on m.by_streak or m.by_rate
  order by m.name

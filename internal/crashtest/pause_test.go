@@ -56,8 +56,8 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", "", false},
 		"the log of a call":   {"insert into agent_activity (trace_id,", "'running'", "", true},
 		"a transaction":       {"fence_agent_execution", "pg_advisory_xact_lock", "", true},
-		"the end of the run":  {"select finish_agent_execution", "", "", false},
-		"a wait for an admin": {"select park_agent_execution", "", "", true},
+		"the end of the run":  {"finish_agent_execution(", "", "", false},
+		"a wait for an admin": {"park_agent_execution(", "", "", true},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {

@@ -4,10 +4,10 @@ with mine as (
   update agent_span_export
      set sender = @me, sender_until = clock_timestamp() + make_interval(secs => @seconds), updated_at = clock_timestamp(),
          -- What is older than the backlog is given up: the receiver was away for too long, or nobody sent.
-         sent_upto = greatest(sent_upto, agent_uuid7_floor(clock_timestamp() - make_interval(secs => @backlog)))
+         sent_upto = greatest(sent_upto, lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @backlog)))
    where sender = @me or sender_until < clock_timestamp()
   returning sent_upto, pending)
-select m.sent_upto::text, m.pending::text[], agent_uuid7_floor(statement_timestamp())::text as now,
+select m.sent_upto::text, m.pending::text[], lanekeeper.agent_uuid7_floor(statement_timestamp())::text as now,
        -- A bound on ids is a whole millisecond: what has ended by now lies before the next one.
-       agent_uuid7_floor(statement_timestamp() + interval '1 millisecond')::text as next
+       lanekeeper.agent_uuid7_floor(statement_timestamp() + interval '1 millisecond')::text as next
   from mine m

@@ -963,42 +963,6 @@ comment on function lanekeeper.acquire_many_agent_locks is
   'succeeds or fails for itself, but a bad name or ttl among them is an error for all. Ask for one without an '
   'answer by itself.';
 
-create or replace function lanekeeper.release_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint)
-language plpgsql volatile
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
-set jit = off as $$
-declare
-  mine  text[];
-  now_  timestamptz;
-  freed record;
-begin
-  select coalesce(array_agg(t.lane), '{}') into mine from (
-    select l.lane from agent_locks l
-      join unnest(p_lanes, p_owners, p_tokens) w (lane, owner, token)
-        on l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token
-     where l.lane = any (p_lanes) and l.expires_at > clock_timestamp() and not l.parked and l.execution_id is null
-       and l.lane not like 'thread:%'
-     order by l.lane for update of l skip locked) t;
-  now_ := clock_timestamp();                                                          -- after the lock
-  for freed in
-    update agent_locks l
-       set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = now_
-      from unnest(p_lanes, p_owners, p_tokens) with ordinality w (lane, owner, token, n)
-     where l.lane = any (mine) and l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token and l.expires_at > now_
-    returning w.n, l.lane, l.waited_until
-  loop
-    if freed.waited_until > now_ then
-      perform pg_notify('agent_lanes', freed.lane);
-    end if;
-    n := freed.n;
-    return next;
-  end loop;
-end $$;
-comment on function lanekeeper.release_many_agent_locks is
-  'release_agent_lock for each of many lanes of jobs, in one commit: answers the numbers, from 1, of those that '
-  'were released. Never waits. Any other is untouched: release it by itself, it may be somebody else''s, an '
-  'execution''s, or in use by a fenced write.';
-
 create or replace function lanekeeper.queue_for_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int, p_handed boolean)
 returns agent_lock_answer language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare

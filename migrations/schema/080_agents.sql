@@ -350,14 +350,6 @@ begin
   return null;
 end $$;
 
-create or replace function lanekeeper.agent_memory_revision(in_category text, in_key text, in_revision int)
-  returns int language sql volatile as $$
-  select lanekeeper.agent_memory_owned_revision('', in_category, in_key, in_revision)
-$$;
-comment on function lanekeeper.agent_memory_revision is
-  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
-  'statement.';
-
 create or replace function lanekeeper.agent_memory_revise() returns trigger language plpgsql volatile as $$
 begin
   new.revision := greatest(new.revision, old.revision + 1);
