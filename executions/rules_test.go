@@ -76,7 +76,10 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	exec(t, pool, fmt.Sprintf(`grant all on all tables in schema public to %q`, role))
+	exec(t, pool, fmt.Sprintf(`
+		grant all on all tables in schema public to %[1]q;
+		grant usage on schema lanekeeper to %[1]q;
+		grant execute on all functions in schema lanekeeper to %[1]q`, role))
 	subjects := map[executions.Status]subject{}
 	for _, s := range states {
 		subjects[s] = inState(t, pool, s)

@@ -69,23 +69,23 @@ func (r recorded) begin(sql string, args []any) []*op {
 	switch name := laneFunction.FindString(sql); name {
 	case "":
 		return nil
-	case "lanekeeper.ask_agent_lock(", "acquire_agent_lock(", "lanekeeper.take_agent_lock(":
+	case "ask_agent_lock(", "acquire_agent_lock(", "take_agent_lock(":
 		return one(kindAcquire)
-	case "lanekeeper.acquire_many_agent_locks(":
+	case "acquire_many_agent_locks(":
 		return many(kindAcquire)
-	case "lanekeeper.free_many_agent_locks(":
+	case "free_many_agent_locks(":
 		return many(kindRelease)
-	case "await_agent_lock(", "lanekeeper.queue_for_agent_lock(":
+	case "await_agent_lock(", "queue_for_agent_lock(":
 		return one(kindAwait)
 	case "release_agent_lock(":
 		return one(kindRelease)
-	case "lanekeeper.free_agent_lock(", "lanekeeper.quit_agent_lock_queue(":
+	case "free_agent_lock(", "quit_agent_lock_queue(":
 		return one(kindRelease)
 	case "leave_agent_lock_queue(":
 		return one(kindLeave)
 	case "fence_agent_lock(":
 		return nil // part of a write
-	case "lanekeeper.renew_agent_locks(":
+	case "renew_agent_locks(":
 		return many(kindRenew)
 	default:
 		return []*op{r.tape.call(&op{Kind: kindUnknown, Lane: "unknown", Owner: name})}

@@ -22,6 +22,7 @@ var composed = map[string]string{
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
 	"migrations/apply.go":           "runs the embedded migrations",
+	"migrations/client.go":          "runs the embedded grants",
 	"internal/replica/source.go":    "passes on the statements of others",
 	"retention/partitions.go":       "names a partition",
 	"retention/pass.go":             "runs a statement of the table of kinds, which is in kinds.go",
