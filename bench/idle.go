@@ -6,16 +6,10 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
 	"net/url"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -56,19 +50,11 @@ func idle(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 	if b.settle < 0 || b.lasts <= 0 {
 		return errors.New("idle: -for is above 0, -settle is not below")
 	}
-	dir, err := os.MkdirTemp("", "agent-idle-")
+	agent, err := buildAgent(ctx, *binary, errw)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	if *binary == "" {
-		*binary = filepath.Join(dir, "agent")
-		build := exec.CommandContext(ctx, "go", "build", "-o", *binary, "./cmd/agent")
-		build.Stderr = errw
-		if err := build.Run(); err != nil {
-			return fmt.Errorf("build the agent: %w", err)
-		}
-	}
+	defer func() { err = errors.Join(err, agent.remove()) }()
 	b.server, err = pgserver.Start(ctx, pgserver.Config{
 		Ephemeral: true, Durable: true, Database: idleDatabase, Progress: func(line string) { fmt.Fprintln(errw, line) },
 	})
@@ -80,7 +66,11 @@ func idle(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 		return err
 	}
 	defer b.pool.Close()
-	cost, err := b.serve(ctx, *binary, dir)
+	var cost idleCost
+	err = agent.serve(ctx, b.server.URL(), nil, func(ctx context.Context, url string, pid int) error {
+		cost, err = b.watch(ctx, pid)
+		return err
+	})
 	if err != nil {
 		return err
 	}
@@ -99,57 +89,8 @@ func (b *idleBench) connect(ctx context.Context) error {
 	return err
 }
 
-// serve runs the agent and watches it.
-func (b *idleBench) serve(ctx context.Context, binary, dir string) (cost idleCost, err error) {
-	address, err := freeAddress(ctx)
-	if err != nil {
-		return cost, err
-	}
-	log, err := os.Create(filepath.Join(dir, "log"))
-	if err != nil {
-		return cost, err
-	}
-	defer func() { err = errors.Join(err, log.Close()) }()
-	agent := exec.CommandContext(ctx, binary, "serve", "--migrate")
-	agent.Dir, agent.Stdout, agent.Stderr = dir, log, log
-	agent.Cancel = func() error { return agent.Process.Signal(syscall.SIGTERM) }
-	agent.WaitDelay = 30 * time.Second
-	agent.Env = []string{
-		"PATH=" + os.Getenv("PATH"), "HOME=" + dir, "DATABASE_URL=" + b.server.URL(), "AGENT_LISTEN=" + address,
-		"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
-		"OPENAI_BASE_URL=http://" + address + "/none", "OPENAI_API_KEY=none",
-	}
-	if err := agent.Start(); err != nil {
-		return cost, fmt.Errorf("start the agent: %w", err)
-	}
-	cost, err = b.watch(ctx, "http://"+address+"/readyz", agent.Process.Pid)
-	if stopped := agent.Process.Signal(syscall.SIGTERM); stopped != nil && !errors.Is(stopped, os.ErrProcessDone) {
-		err = errors.Join(err, stopped)
-	}
-	if ended := agent.Wait(); ended != nil || err != nil {
-		said, _ := os.ReadFile(log.Name())
-		err = errors.Join(err, ended, fmt.Errorf("the agent said: %.2000s", said))
-	}
-	return cost, err
-}
-
-// freeAddress is one that nobody listens on now.
-func freeAddress(ctx context.Context) (string, error) {
-	var config net.ListenConfig
-	l, err := config.Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", fmt.Errorf("look for a free port: %w", err)
-	}
-	return l.Addr().String(), l.Close()
-}
-
 // watch reads the counters before and after.
-func (b *idleBench) watch(ctx context.Context, ready string, pid int) (cost idleCost, err error) {
-	within, cancel := context.WithTimeout(ctx, 2*time.Minute)
-	defer cancel()
-	if err := untilReady(within, ready); err != nil {
-		return cost, err
-	}
+func (b *idleBench) watch(ctx context.Context, pid int) (cost idleCost, err error) {
 	fmt.Fprintf(b.errw, "it serves; watched for %s, %s from now\n", b.lasts, b.settle)
 	if err := pause(ctx, b.settle); err != nil {
 		return cost, err
@@ -186,26 +127,6 @@ func (b *idleBench) read(ctx context.Context, pid int) (cost idleCost, err error
 		return cost, fmt.Errorf("count the transactions: %w", err)
 	}
 	return cost, nil
-}
-
-// untilReady asks until the answer is yes.
-func untilReady(ctx context.Context, ready string) error {
-	for {
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, ready, http.NoBody)
-		if err != nil {
-			return err
-		}
-		answer, err := http.DefaultClient.Do(req)
-		if err == nil {
-			err = answer.Body.Close()
-			if answer.StatusCode == http.StatusOK {
-				return err
-			}
-		}
-		if pause(ctx, 100*time.Millisecond) != nil {
-			return fmt.Errorf("wait until the agent serves: %w", errors.Join(context.Cause(ctx), err))
-		}
-	}
 }
 
 // print writes the table.

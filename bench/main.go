@@ -8,6 +8,7 @@
 //	go run ./bench story
 //	go run ./bench why
 //	go run ./bench executions
+//	go run ./bench turn
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
@@ -60,9 +61,11 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return story(ctx, args[1:], out, errw)
 		case "why":
 			return whyBenchmark(ctx, args[1:], out, errw)
+		case "turn":
+			return turn(ctx, args[1:], out, errw)
 		case "executions":
 			return engineSpeed(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, idle, story, why")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, turn, idle, story, why")
 }
