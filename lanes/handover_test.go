@@ -276,7 +276,9 @@ func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
 		t.Fatalf("it went to %q", to)
 	}
 	left := make(chan string, 1)
-	go func() { left <- get[string](t, db, `select coalesce(lanekeeper.quit_agent_lock_queue('x', 'b'), 'nothing')`) }()
+	go func() {
+		left <- get[string](t, db, `select coalesce(lanekeeper.quit_agent_lock_queue('x', 'b'), 'nothing')`)
+	}()
 	blocked(t, db, "quit_agent_lock_queue")
 	commit(t, release)
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
