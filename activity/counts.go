@@ -80,8 +80,8 @@ type Counted[T any] struct {
 //go:embed counts_spend.sql
 var countedSpendSQL string
 
-// CountedSpend has the sums of the views agent_spend and, by purpose, agent_spend_by_purpose, at a cost that does not grow with
-// the log: the latest period first, and in it what cost most. A key of more than 300 bytes is shortened.
+// CountedSpend has the sums of the views agent_spend and, by purpose, agent_spend_by_purpose, at a cost that does not
+// grow with the log: the latest period first, and in it what cost most. A key of more than 300 bytes is shortened.
 func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[SpendLine], error) {
 	switch f.Period {
 	case "":

@@ -12,8 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The reports read what everybody can read in SQL: the views agent_spend, agent_spend_by_purpose, agent_slowest_skills and
-// agent_failing_skills, or the functions behind them for another time than the last 7 days. No figure is defined here.
+// The reports read what everybody can read in SQL: the views agent_spend, agent_spend_by_purpose,
+// agent_slowest_skills and agent_failing_skills, or the functions behind them for another time than the last 7 days.
+// No figure is defined here.
 
 // Period says how spend is grouped in time.
 type Period string
@@ -65,7 +66,8 @@ func Spend(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, str
 		 offset @offset limit @limit::int + 1`)
 }
 
-// SpendByPurpose is Spend by what the model was called for: lines of agent_spend_by_purpose. It cannot be narrowed down to a skill.
+// SpendByPurpose is Spend by what the model was called for: lines of agent_spend_by_purpose. It cannot be narrowed
+// down to a skill.
 func SpendByPurpose(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, string, error) {
 	if f.Skill != "" {
 		return nil, "", ErrSkillOrPurpose
@@ -98,7 +100,8 @@ type Slow struct {
 	SlowestTraceID string  `json:"slowest_trace_id"`
 }
 
-// Slowest lists skills by how long their calls took since a moment (the zero time: the last 7 days), by the 95th percentile.
+// Slowest lists skills by how long their calls took since a moment (the zero time: the last 7 days), by the 95th
+// percentile.
 func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
 	return reported[Slow](ctx, db, f, `
 		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
@@ -124,8 +127,9 @@ type Failure struct {
 	State      string     `json:"state"`          // enabled, on trial, disabled
 }
 
-// Failing lists the skills that failed since a moment (the zero time: the last 7 days), those with the most failures first. What
-// counts as a call is what self-heal counts, the view agent_skill_calls: a model's bad arguments, for one, are not the skill's failure.
+// Failing lists the skills that failed since a moment (the zero time: the last 7 days), those with the most failures
+// first. What counts as a call is what self-heal counts, the view agent_skill_calls: a model's bad arguments, for
+// one, are not the skill's failure.
 func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
 	list, next, err := reported[Failure](ctx, db, f, `
 		select s.skill, s.calls, s.errors, s.rate, s.streak, s.p50_ms, s.p95_ms, s.last_error, coalesce(s.last_error_class, '') as last_class,
@@ -140,7 +144,8 @@ func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, st
 	return list, next, err
 }
 
-// reported reads a page of a report. A report is short and is reckoned anew for each page, so a cursor is how far one has come.
+// reported reads a page of a report. A report is short and is reckoned anew for each page, so a cursor is how far one
+// has come.
 func reported[T any](ctx context.Context, db postgres.DB, f ReportFilter, sql string, args postgres.Strict, verb string) ([]T, string, error) {
 	offset, err := place(f.Cursor)
 	if err != nil {

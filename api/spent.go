@@ -10,8 +10,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// onceMore does what is an effect of its Idempotency-Key, and says what came of it by its id. That may be what the key did on
-// another day, as rows live longer than keys: then the key is free again, and do is called with one made of both.
+// onceMore does what is an effect of its Idempotency-Key, and says what came of it by its id. That may be what the
+// key did on another day, as rows live longer than keys: then the key is free again, and do is called with one made
+// of both.
 func onceMore(ctx context.Context, db postgres.DB, key string, do func(key string) (id string, err error)) error {
 	for next := key; ; {
 		id, err := do(next)
@@ -26,8 +27,8 @@ func onceMore(ctx context.Context, db postgres.DB, key string, do func(key strin
 	}
 }
 
-// beyondKeys reports whether a row is older than keys are kept, by the time in its id, a UUID of version 7. The database's
-// clock decides; it is asked only about what is not new by any clock.
+// beyondKeys reports whether a row is older than keys are kept, by the time in its id, a UUID of version 7. The
+// database's clock decides; it is asked only about what is not new by any clock.
 func beyondKeys(ctx context.Context, db postgres.DB, id string) (old bool, err error) {
 	stamp, _, _ := strings.Cut(strings.Replace(id, "-", "", 1), "-")
 	milliseconds, err := strconv.ParseInt(stamp, 16, 64)

@@ -11,10 +11,10 @@
 //     next run that follows through makes it. Asking again for the same call leads to the open approval.
 //
 // A grant is bound to the skill's revision and to the hash of the arguments: what was approved is what
-// runs; changed arguments are another approval. When the skill is changed or removed, the database closes its open ones with
-// that reason, with an activity each (close_approval), and who waits goes on without the call. Use
-// marks a grant consumed in the transaction that writes the call's intent, for one step of one execution,
-// so that neither a crash nor a second run can use it twice. Nothing a model says reaches Decide.
+// runs; changed arguments are another approval. When the skill is changed or removed, the database closes its open
+// ones with that reason, with an activity each (close_approval), and who waits goes on without the call. Use marks a
+// grant consumed in the transaction that writes the call's intent, for one step of one execution, so that neither a
+// crash nor a second run can use it twice. Nothing a model says reaches Decide.
 package approvals
 
 import (

@@ -18,8 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// idleBench measures what `agent serve` costs while it has nothing to do: the binary itself, in a process of its own, with a
-// database of its own. Statements are counted as the transactions of that database; who counts is connected to another.
+// idleBench measures what `agent serve` costs while it has nothing to do: the binary itself, in a process of its own,
+// with a database of its own. Statements are counted as the transactions of that database; who counts is connected to
+// another.
 type idleBench struct {
 	settle, lasts time.Duration
 	server        *pgserver.Server

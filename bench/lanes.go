@@ -22,9 +22,10 @@ import (
 )
 
 // laneBench measures the package lanes as it is shipped: pairs of acquire and release by callers who want
-// different lanes, tries for a lane that is held, and how soon a waiter has what was released. The floor of a pair is one
-// committed update of a row by as many callers, each its own row; that of a hand-over is the least that can be done with
-// the same means. Floor and lanes take turns, so that a machine that others use as well disturbs both alike.
+// different lanes, tries for a lane that is held, and how soon a waiter has what was released. The floor of a pair is
+// one committed update of a row by as many callers, each its own row; that of a hand-over is the least that can be
+// done with the same means. Floor and lanes take turns, so that a machine that others use as well disturbs both
+// alike.
 type laneBench struct {
 	rounds   int
 	lasts    time.Duration // of a turn

@@ -11,8 +11,8 @@
 //	go run ./bench turn
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
-// removed at the end, and runs the product's own packages against it in this process. What is compared is measured in one
-// run on one machine, one after the other; absolute figures are the machine's, ratios carry over. Results go to
+// removed at the end, and runs the product's own packages against it in this process. What is compared is measured in
+// one run on one machine, one after the other; absolute figures are the machine's, ratios carry over. Results go to
 // stdout as a Markdown table, progress to stderr. Benchmarks of single operations are Go benchmarks beside the code
 // (`make bench` runs both).
 package main

@@ -43,8 +43,9 @@ func (b *room) fill(ctx context.Context, from, to int64) error {
 	return nil
 }
 
-// count counts the log as housekeeping does, from its beginning: rows that were filled in among those that were counted have not told of
-// themselves, as triggers are left out. Nobody writes meanwhile, so nothing has to be left for later.
+// count counts the log as housekeeping does, from its beginning: rows that were filled in among those that were
+// counted have not told of themselves, as triggers are left out. Nobody writes meanwhile, so nothing has to be left
+// for later.
 func (b *room) count(ctx context.Context) error {
 	_, err := b.pool.Exec(ctx, `
 		with c as (delete from agent_activity_counts), d as (delete from agent_activity_durations)

@@ -36,7 +36,8 @@ func buildAgent(ctx context.Context, path string, errw io.Writer) (*binary, erro
 
 func (b *binary) remove() error { return os.RemoveAll(b.dir) }
 
-// serve runs `agent serve` on a database while fn does. Settings are added to what a quiet agent has; the last one of a name counts.
+// serve runs `agent serve` on a database while fn does. Settings are added to what a quiet agent has; the last one of
+// a name counts.
 func (b *binary) serve(ctx context.Context, database string, settings []string, fn func(ctx context.Context, url string, pid int) error) (err error) {
 	address, err := freeAddress(ctx)
 	if err != nil {

@@ -28,7 +28,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// turnBench measures what a visitor feels: one message to `agent serve` over HTTP, in a process of its own, whose model streams tokens.
+// turnBench measures what a visitor feels: one message to `agent serve` over HTTP, in a process of its own, whose
+// model streams tokens.
 type turnBench struct {
 	turns, open int           // turns of each row; streams that are open at the same time
 	streams     time.Duration // how long the model streams an answer

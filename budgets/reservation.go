@@ -30,8 +30,8 @@ type Need struct {
 	Least        int64   // below which an answer is of no use
 }
 
-// Reservation is one call's. Its fields are set before it is used and not changed after, but Need by Reckon; it serves one call
-// and is not safe for concurrent use. The example shows how.
+// Reservation is one call's. Its fields are set before it is used and not changed after, but Need by Reckon; it
+// serves one call and is not safe for concurrent use. The example shows how.
 type Reservation struct {
 	ExecutionID string
 	Claim       int64
@@ -62,8 +62,8 @@ const reserve = `
 	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
 	         @prompt_usd, @token_usd, @wanted, @enough, @least)`
 
-// Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have billed and did not
-// report: the worst case of requests without an answer, the estimate of answers without usage.
+// Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have
+// billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
 type Spend struct {
 	Tokens        int64
 	USD           float64
@@ -87,8 +87,8 @@ func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
 }
 
-// Renew writes the reservation off, because its request may have been billed and nobody knows for how much, and reserves
-// anew for another request. It returns what was written off, and like Await how many tokens are granted.
+// Renew writes the reservation off, because its request may have been billed and nobody knows for how much, and
+// reserves anew for another request. It returns what was written off, and like Await how many tokens are granted.
 func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, error) {
 	r.reckon()
 	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
@@ -155,8 +155,8 @@ func (r *Reservation) reckon() {
 	}
 }
 
-// Settle queues what the last request has used; give it to executions.Effect.Settle. A call that reserved nothing settles
-// nothing.
+// Settle queues what the last request has used; give it to executions.Effect.Settle. A call that reserved nothing
+// settles nothing.
 func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
 	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @tokens, @usd, @unknown_tokens, @unknown_usd)`, postgres.Strict{

@@ -47,8 +47,8 @@ func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after str
 	return got, nil
 }
 
-// DeleteOwn deletes a document of a principal that nothing uses, in the caller's transaction. [ErrInUse]: a thread or an
-// execution has it. Somebody else's is [ErrNotFound].
+// DeleteOwn deletes a document of a principal that nothing uses, in the caller's transaction. [ErrInUse]: a thread or
+// an execution has it. Somebody else's is [ErrNotFound].
 func DeleteOwn(ctx context.Context, tx pgx.Tx, p threads.Principal, id string) (Document, error) {
 	rows, err := tx.Query(ctx, `
 		select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned+` for update`, of(p, id))

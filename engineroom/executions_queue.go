@@ -19,7 +19,8 @@ type stateTab struct {
 	Now        bool   // it is what the page shows
 }
 
-// executionStates are the tabs. Filters stay when another is chosen; counts are of all, so they are shown without filters only.
+// executionStates are the tabs. Filters stay when another is chosen; counts are of all, so they are shown without
+// filters only.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
 	counts := map[string]string{}
@@ -39,9 +40,9 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 		stateTab{Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck"}), nil
 }
 
-// countStates counts the executions of each state, up to countedMost: as many entries of the state's index from it on, whatever
-// follows it there. A condition on the state alone would leave it to the planner's guess whether a rare one is worth a walk
-// through the table. Completed ones have no such index: they are counted among the newest.
+// countStates counts the executions of each state, up to countedMost: as many entries of the state's index from it
+// on, whatever follows it there. A condition on the state alone would leave it to the planner's guess whether a rare
+// one is worth a walk through the table. Completed ones have no such index: they are counted among the newest.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (

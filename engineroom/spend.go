@@ -19,7 +19,8 @@ const (
 	mostSpenders = 100
 	// topSpenders is how many of them the overview shows.
 	topSpenders = 5
-	// mostModelCalls is how many model calls the page lists, and walkModelCalls how many of the newest it looks at for them.
+	// mostModelCalls is how many model calls the page lists, and walkModelCalls how many of the newest it looks at
+	// for them.
 	mostModelCalls, walkModelCalls = 25, 2000
 )
 

@@ -68,7 +68,8 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
-// rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that failed.
+// rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that
+// failed.
 func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		with picked as (

@@ -111,8 +111,8 @@ func oneOf(name, value string, allowed []string) error {
 	return problem.New(http.StatusBadRequest, "filter %s is one of %s, not %.60q", name, strings.Join(allowed, ", "), value)
 }
 
-// listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker has from the index of these, so
-// the runs that other runs started, however many there are, are not looked at.
+// listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker
+// has from the index of these, so the runs that other runs started, however many there are, are not looked at.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(tracesWanted)
 	surfaces := surfaceNames()

@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// announce says that the run begins, or goes on. A wait may have been ended by a sweep or by plain SQL, where nobody could
-// say so, hence what ended it is said here, by whoever goes on.
+// announce says that the run begins, or goes on. A wait may have been ended by a sweep or by plain SQL, where nobody
+// could say so, hence what ended it is said here, by whoever goes on.
 func (r *run) announce(ctx context.Context) {
 	about := []any{"flow", r.exec.Flow, "claim", r.exec.Claim, "checkpoints", len(r.checkpoints)}
 	if r.exec.Claim == 1 {
@@ -76,8 +76,8 @@ func (e *Engine) announceEnds(ctx context.Context, ends []ended) {
 	}
 }
 
-// logReleased names the lanes that the end of an execution has freed, or returned to who lent them, and says how many they were. Each was
-// noted in the transaction of the end, so the last ones are those.
+// logReleased names the lanes that the end of an execution has freed, or returned to who lent them, and says how many
+// they were. Each was noted in the transaction of the end, so the last ones are those.
 func (e *Engine) logReleased(ctx context.Context, id string, n int, about ...any) {
 	if n > 0 {
 		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)

@@ -21,9 +21,9 @@ const cancelPatience = time.Second
 // terminal status it had already. The claim is void at once, so nothing more is recorded; the process
 // that runs it is told and stops its step.
 //
-// A step in a transaction (StepTx) has the execution locked. It is told first, and the cancel waits for it for up to a second. One that has
-// not stopped by then delays nobody: the status is that of an execution that has not ended, the cancel is requested, and it is completed
-// when that transaction ends. See CancelDetail for what is in the way.
+// A step in a transaction (StepTx) has the execution locked. It is told first, and the cancel waits for it for up to
+// a second. One that has not stopped by then delays nobody: the status is that of an execution that has not ended,
+// the cancel is requested, and it is completed when that transaction ends. See CancelDetail for what is in the way.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	told := func() { e.cancelled(context.WithoutCancel(ctx), id) }
 	return cancel(ctx, e.pool, id, by, reason, told, func() (Status, error) {
@@ -97,7 +97,8 @@ func standingAs(ctx context.Context, db postgres.DB, id string) (Status, error) 
 	return x.Status, err
 }
 
-// CancelDetail says why a cancel is not completed yet: which transactions of other sessions work on executions and have been open for longest.
+// CancelDetail says why a cancel is not completed yet: which transactions of other sessions work on executions and
+// have been open for longest.
 func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
 	open, err := postgres.OpenTransactions(ctx, db, "agent_executions")
 	if err != nil {
@@ -140,8 +141,8 @@ func (e *Engine) cancelled(ctx context.Context, id string) {
 	}
 }
 
-// completeCancel cancels an execution whose run was stopped, where that is requested: its transaction has just been rolled back, and the server
-// may not be done with that. The sweep does it where this cannot.
+// completeCancel cancels an execution whose run was stopped, where that is requested: its transaction has just been
+// rolled back, and the server may not be done with that. The sweep does it where this cannot.
 func (e *Engine) completeCancel(ctx context.Context, id string) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelPatience)
 	defer stop()
@@ -240,7 +241,8 @@ func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o occurrence) (Delive
 	return got, e.sendHints(ctx, tx, hints)
 }
 
-// raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes from outside.
+// raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes
+// from outside.
 func raiser(ctx context.Context) string {
 	span, inTrace := trace.From(ctx)
 	switch {

@@ -123,8 +123,9 @@ func (c *crew) fill(living context.Context) bool {
 	return len(claimed) == free
 }
 
-// lookAgain has the crew look after a pause, once, whatever it was told before. Did each try that fails bring about one more, then those of
-// ticks and notifications would add to them, and there were ever more of them for as long as the database is away.
+// lookAgain has the crew look after a pause, once, whatever it was told before. Did each try that fails bring about
+// one more, then those of ticks and notifications would add to them, and there were ever more of them for as long as
+// the database is away.
 func (c *crew) lookAgain(after time.Duration) {
 	if c.again == nil {
 		c.again = time.AfterFunc(after, c.look)

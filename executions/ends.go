@@ -34,8 +34,9 @@ type finished struct {
 	row   *Execution // as it ended, where it was wanted and the end was shared
 }
 
-// finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and AGENT_COMPLETED
-// follow in the same transaction. A result that the database refuses makes the execution fail, so that it does end.
+// finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and
+// AGENT_COMPLETED follow in the same transaction. A result that the database refuses makes the execution fail, so
+// that it does end.
 func (r *run) finish(ctx context.Context, last *putOff, status Status, result Result, failure error) error {
 	value, _, err := encode(result.Value)
 	if err != nil {
@@ -116,8 +117,8 @@ func (r *run) finishStale(ctx context.Context, status Status, result Result, cau
 	return nil
 }
 
-// failed names the step whose error ended the run: the one that the error is of, or else the last one that failed or timed
-// out, if nothing succeeded after it.
+// failed names the step whose error ended the run: the one that the error is of, or else the last one that failed or
+// timed out, if nothing succeeded after it.
 func (r *run) failed(failure error) string {
 	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
 		return step.Step
@@ -152,7 +153,8 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 	return done, err
 }
 
-// endSingly writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by itself.
+// endSingly writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by
+// itself.
 func (r *run) endSingly(ctx context.Context, end lastWrite) (finished, error) {
 	got, err := r.e.finishSeveral(ctx, []lastWrite{end})
 	if err != nil || got[0].Alone {
@@ -180,8 +182,8 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 	return done, err
 }
 
-// finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes, because what
-// holds any is left to be ended by itself, as is one whose claim is not live any more.
+// finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes,
+// because what holds any is left to be ended by itself, as is one whose claim is not live any more.
 func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.Answer[finished], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()

@@ -166,7 +166,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	return got, nil
 }
 
-// missing says that there is no such execution, and that retention may have taken it away: it has taken some, and this one's id is as old.
+// missing says that there is no such execution, and that retention may have taken it away: it has taken some, and
+// this one's id is as old.
 func missing(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
 		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind

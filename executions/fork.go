@@ -31,7 +31,8 @@ type ForkSpec struct {
 	From string
 	// Input replaces the input; nil keeps it.
 	Input json.RawMessage
-	// Latest takes the version of a flow in data that is current now, in place of the one that the execution began with.
+	// Latest takes the version of a flow in data that is current now, in place of the one that the execution began
+	// with.
 	Latest bool
 }
 
@@ -45,19 +46,20 @@ func (e *Engine) Unforkable(flow, why string) {
 	e.unforkable[flow] = why
 }
 
-// Fork starts a new execution, of a trace of its own, that begins with what another had recorded before a step, and does
-// the rest anew: steps, calls, children, sends and questions to people from there on are its own. The other is not touched,
-// whatever state it is in, and neither tells its parent of the fork.
+// Fork starts a new execution, of a trace of its own, that begins with what another had recorded before a step, and
+// does the rest anew: steps, calls, children, sends and questions to people from there on are its own. The other is
+// not touched, whatever state it is in, and neither tells its parent of the fork.
 //
-// What was recorded before the step is what had a record by the time the step got its own, or, for a phase, loop or scope
-// under way, when the first step in it did. Not kept are the steps within the named one, leave for a call that was not made
-// by then, and a request to people that nothing followed. Lanes are taken anew, and what the fork says in the thread of the
-// other it says under its own claim. A fork from a wait waits anew: a delay from its beginning, others for an event yet to
-// come, and for a child of the other if its start is kept.
+// What was recorded before the step is what had a record by the time the step got its own, or, for a phase, loop or
+// scope under way, when the first step in it did. Not kept are the steps within the named one, leave for a call that
+// was not made by then, and a request to people that nothing followed. Lanes are taken anew, and what the fork says
+// in the thread of the other it says under its own claim. A fork from a wait waits anew: a delay from its beginning,
+// others for an event yet to come, and for a child of the other if its start is kept.
 //
-// With another input, a recorded step whose own input (see Input) would be another makes Fork fail with ErrChanged, and the
-// text names the step; one with which the flow fails between steps, such as one that it does not take, makes it fail with ErrNoFork. Where that
-// cannot be told before, the fork itself fails so. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// With another input, a recorded step whose own input (see Input) would be another makes Fork fail with ErrChanged,
+// and the text names the step; one with which the flow fails between steps, such as one that it does not take, makes
+// it fail with ErrNoFork. Where that cannot be told before, the fork itself fails so. Further errors: ErrNotFound,
+// ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -107,8 +109,8 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	return got, e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
 }
 
-// foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out whether one of
-// them belongs to another input. What cannot be told that way is left to the fork.
+// foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out
+// whether one of them belongs to another input. What cannot be told that way is left to the fork.
 func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
@@ -168,10 +170,11 @@ func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) e
 	return nil
 }
 
-// Retry forks an execution that failed, timed out or was cancelled, so that what ended it is done anew: the failed step,
-// and of a failed phase the step in it that failed; the wait that timed out; the start of the child whose failure was
-// passed on. Where the code failed between steps, the last recorded one is done anew. An execution that was cancelled,
-// or lost its workers too often, goes on after what it had recorded. The second value is the step it begins with.
+// Retry forks an execution that failed, timed out or was cancelled, so that what ended it is done anew: the failed
+// step, and of a failed phase the step in it that failed; the wait that timed out; the start of the child whose
+// failure was passed on. Where the code failed between steps, the last recorded one is done anew. An execution that
+// was cancelled, or lost its workers too often, goes on after what it had recorded. The second value is the step it
+// begins with.
 func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Execution, string, error) {
 	x, err := Get(ctx, db, id)
 	if err != nil {
@@ -225,8 +228,9 @@ func retryFrom(x Execution, points []Checkpoint) string {
 	return last.Step
 }
 
-// blame finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups others, the one
-// in it. Messages are taken from the error as they are found, so that equal ones count as often as they are there.
+// blame finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups
+// others, the one in it. Messages are taken from the error as they are found, so that equal ones count as often as
+// they are there.
 func blame(message, within string, points []Checkpoint) (step string) {
 	rest, why := message, ""
 	for _, c := range slices.Backward(points) {

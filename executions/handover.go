@@ -48,7 +48,8 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 		})
 		return got, err
 	}
-	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted for its statement.
+	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted
+	// for its statement.
 	var got Delivered
 	err := e.holdKey(ctx, o.lockName(), func() (err error) {
 		if postgres.IsSealed(ctx) || o.raiser != "" {

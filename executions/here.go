@@ -12,11 +12,12 @@ import (
 
 // RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
 // until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
-// for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease lasts. If the
-// process dies, another resumes it. The start, where this process has claimed it, does not wait for the disk: what is committed next
-// makes it durable with itself, a record, the intent of a call, a lane, or the end, before which nobody is told anything. If the database
-// crashes before any of these, the execution has never been, and RunNow returns ErrNotFound. ErrPaused when the agent is paused and the
-// surface is not an attended one: then nothing was inserted.
+// for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease
+// lasts. If the process dies, another resumes it. The start, where this process has claimed it, does not wait for the
+// disk: what is committed next makes it durable with itself, a record, the intent of a call, a lane, or the end,
+// before which nobody is told anything. If the database crashes before any of these, the execution has never been,
+// and RunNow returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then
+// nothing was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.standing)
 }
@@ -143,7 +144,8 @@ func (e *Engine) left(ctx context.Context, id string) (Execution, error) {
 	return Get(detached, e.pool, id)
 }
 
-// lingering is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database that hangs keeps nobody.
+// lingering is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database
+// that hangs keeps nobody.
 func (e *Engine) lingering(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }

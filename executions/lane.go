@@ -13,9 +13,9 @@ import (
 )
 
 // Hold is a lane that an execution holds. It belongs to the execution, not to the process: a park keeps
-// it, a new claim takes it over with a new token, and the execution's end frees it. Where the run is handed back, because its
-// process shuts down or the agent is paused, it stays with the execution if it is a thread's; any other is free for others
-// until the execution goes on and takes it again.
+// it, a new claim takes it over with a new token, and the execution's end frees it. Where the run is handed back,
+// because its process shuts down or the agent is paused, it stays with the execution if it is a thread's; any other
+// is free for others until the execution goes on and takes it again.
 type Hold struct {
 	run   *run
 	lease *lanes.Lease
@@ -26,9 +26,10 @@ type Hold struct {
 // lanes.ErrBusy) when somebody else holds it. It is not a step: whether a lane is free is asked anew in
 // every run.
 //
-// So a run also takes anew, and releases, the lanes of what it has on record. A flow that takes one lane twice gives it up, in
-// a run that goes on within the second part, at the Release of the first; and one that takes several, each after the other, may
-// hold a later one while it waits for an earlier. Take a lane once, and hold it until all that it protects is done.
+// So a run also takes anew, and releases, the lanes of what it has on record. A flow that takes one lane twice gives
+// it up, in a run that goes on within the second part, at the Release of the first; and one that takes several, each
+// after the other, may hold a later one while it waits for an earlier. Take a lane once, and hold it until all that
+// it protects is done.
 //
 // A child that its parent waits for (Trigger with Wait) borrows a lane that the parent holds, or the parent's parent if
 // that waits too, and so on; it goes back when the child releases it or ends. The child may come here before its parent
@@ -139,8 +140,8 @@ func LaneHeld(ctx context.Context, name string) (bool, error) {
 	return r.e.keeper.Held(ctx, name)
 }
 
-// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it. No step of the run begins after that,
-// under this context or another, until this hold is released or the lane is taken again.
+// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it. No step of the
+// run begins after that, under this context or another, until this hold is released or the lane is taken again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
 // Token is the hold's fencing token; 0 in a replay, where nothing is held.

@@ -22,8 +22,8 @@ type parking struct {
 // sharedKinds are the kinds of waits that need nothing but an event or a time.
 var sharedKinds = []string{"event", "approval", "delay"}
 
-// parkShared begins a wait, together with those of other runs that come at the same time, or by itself where the kind of
-// wait or the run needs more. What it waited for may have come already.
+// parkShared begins a wait, together with those of other runs that come at the same time, or by itself where the kind
+// of wait or the run needs more. What it waited for may have come already.
 func (r *run) parkShared(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
 	alone := func() ([]byte, error) { return r.tryPark(ctx, step, w, data, variables) }
 	if !slices.Contains(sharedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
@@ -34,8 +34,8 @@ func (r *run) parkShared(ctx context.Context, step string, w WaitFor, data, vari
 	}, alone)
 }
 
-// parkSeveral lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or may find
-// what it waits for is left to be parked by itself.
+// parkSeveral lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or
+// may find what it waits for is left to be parked by itself.
 func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()

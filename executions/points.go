@@ -23,7 +23,8 @@ type point struct {
 	variables       json.RawMessage // nil when the row has them
 }
 
-// queue queues the record of a step. Sent twice, it changes nothing the second time. It waits for a lock of the execution for a moment only.
+// queue queues the record of a step. Sent twice, it changes nothing the second time. It waits for a lock of the
+// execution for a moment only.
 func (p *point) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
@@ -33,8 +34,8 @@ func (p *point) queue(b *pgx.Batch) {
 	})
 }
 
-// keepPoint writes the result of a step, together with those of other runs that come at the same time, or by itself until then. Only
-// who is by itself sets a timer, which costs more than it seems to.
+// keepPoint writes the result of a step, together with those of other runs that come at the same time, or by itself
+// until then. Only who is by itself sets a timer, which costs more than it seems to.
 func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output json.RawMessage, failed bool) error {
 	text := r.carry()
 	alone := func() (struct{}, error) {
@@ -54,8 +55,8 @@ func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output jso
 	return err
 }
 
-// recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be written
-// by itself, where it is refused or waits.
+// recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be
+// written by itself, where it is refused or waits.
 func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
@@ -83,7 +84,8 @@ func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Ans
 	return answers, nil
 }
 
-// uuids is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the database refuses.
+// uuids is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the
+// database refuses.
 func uuids(ids []string) any {
 	several := make(pgtype.FlatArray[pgtype.UUID], len(ids))
 	for i, id := range ids {

@@ -58,8 +58,8 @@ func runOf(ctx context.Context) (*run, error) {
 	return r, nil
 }
 
-// within is the context that the function is called with. Where a step of another run has called for this one, what is that
-// step's stays there: keys that began with its own would be others when this run goes on in a worker.
+// within is the context that the function is called with. Where a step of another run has called for this one, what
+// is that step's stays there: keys that began with its own would be others when this run goes on in a worker.
 func (r *run) within(ctx context.Context) context.Context {
 	if _, err := runOf(ctx); err == nil {
 		for _, key := range []any{scopeKey{}, gateKey{}, noWaitsKey{}} {
@@ -98,8 +98,8 @@ func (r *run) poisoned() error {
 	return r.poison
 }
 
-// execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It returns
-// the row as it ended, where that is known without asking.
+// execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It
+// returns the row as it ended, where that is known without asking.
 func (e *Engine) execute(ctx context.Context, x Execution, worker string, at *desk) (over *Execution, err error) {
 	err = e.perform(ctx, claimed{Execution: x, desk: at, over: func(row *Execution) { over = row }}, worker, func() {})
 	return over, err
@@ -192,9 +192,10 @@ func (r *run) catchUp(ctx context.Context, held bool) error {
 	return nil
 }
 
-// errUnnumbered hands a claim back so that the next one has a higher number. Whoever claims looks for interrupted calls only where the
-// number is higher than waits alone make it, which is so once a claim was lost; but a call is interrupted as well when another branch
-// begins to wait beside it, and may be waited beside again before its branch comes to it.
+// errUnnumbered hands a claim back so that the next one has a higher number. Whoever claims looks for interrupted
+// calls only where the number is higher than waits alone make it, which is so once a claim was lost; but a call is
+// interrupted as well when another branch begins to wait beside it, and may be waited beside again before its branch
+// comes to it.
 var errUnnumbered = errors.New("the claim's number does not tell of an interrupted call")
 
 // load reads, in one round trip, what earlier claims have recorded. Of a run that is held, lanes and calls are still

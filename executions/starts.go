@@ -58,10 +58,11 @@ func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, erro
 
 // startSeveral starts executions in one statement, and puts workers to those that it claimed.
 //
-// Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told before it has ended, and
-// what is committed after it makes it durable with itself: its first record, the intent of a call, a lane, its end. So the statement does not
-// wait for the disk, unless the lease of this process has ended, so that they are in the queue, of which callers are told. A server that crashes
-// before any of these has never had the execution, and the run, whose claim is gone, ends with an error.
+// Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told
+// before it has ended, and what is committed after it makes it durable with itself: its first record, the intent of a
+// call, a lane, its end. So the statement does not wait for the disk, unless the lease of this process has ended, so
+// that they are in the queue, of which callers are told. A server that crashes before any of these has never had the
+// execution, and the run, whose claim is gone, ends with an error.
 func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Answer[Execution], error) {
 	if len(opens) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)

@@ -123,8 +123,9 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 
 type inTxKey struct{}
 
-// enterTx waits until a transaction may begin. They leave one connection of the pool to what is recorded within them: were all
-// taken by transactions of which each waits for one more, none of them would ever end. One within another does not wait for those around it.
+// enterTx waits until a transaction may begin. They leave one connection of the pool to what is recorded within them:
+// were all taken by transactions of which each waits for one more, none of them would ever end. One within another
+// does not wait for those around it.
 func (e *Engine) enterTx(ctx context.Context) (within context.Context, leave func(), err error) {
 	if ctx.Value(inTxKey{}) != nil {
 		return ctx, func() {}, nil
@@ -147,8 +148,8 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 	return value, err
 }
 
-// reread looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before has recorded are not
-// made again.
+// reread looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before has
+// recorded are not made again.
 func (r *run) reread(ctx context.Context, tx pgx.Tx, step string) error {
 	r.forget(step)
 	if err := r.caughtUp(ctx); err != nil {

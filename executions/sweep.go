@@ -77,7 +77,8 @@ func (d *dueTime) postpone() {
 	}
 }
 
-// pause is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or another process sweeps.
+// pause is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or
+// another process sweeps.
 func (d *dueTime) pause(longest time.Duration) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -183,8 +184,8 @@ func (e *Engine) lookAhead(ctx context.Context) error {
 	return err
 }
 
-// lookAround learns when the next timer and the next schedule are due, and for how long the worker that was lost first is left. What is asked is
-// how long until then, by the database's clock, so this process's clock may be wrong.
+// lookAround learns when the next timer and the next schedule are due, and for how long the worker that was lost
+// first is left. What is asked is how long until then, by the database's clock, so this process's clock may be wrong.
 func (e *Engine) lookAround(ctx context.Context) (left time.Duration, err error) {
 	var schedule, timer, lost *float64
 	var first float64

@@ -83,7 +83,8 @@ func Document(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "document", key: requestID, timeout: timeout}
 }
 
-// Signature waits for SIGNATURE_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is MaxWait.
+// Signature waits for SIGNATURE_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is
+// MaxWait.
 func Signature(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "signature", key: requestID, timeout: timeout}
 }
@@ -119,8 +120,8 @@ type Outcome struct {
 
 // Wait waits durably. The first time it normally returns ErrParked, which the flow returns in turn: the
 // execution is waiting and holds no process. When the wait has ended, the flow runs again and Wait
-// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it. There are no waits within a StepTx, nor
-// within a Do that is not idempotent.
+// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it. There are no waits
+// within a StepTx, nor within a Do that is not idempotent.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err := mayWait(ctx, name); err != nil {
 		return Outcome{}, err

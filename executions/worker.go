@@ -45,8 +45,8 @@ func (e *Engine) lease() (w *worker, until time.Time) {
 	return e.worker, until
 }
 
-// Worker is the id of this process among the rows of agent_workers, registering it when it has none. It counts as dead when its
-// row has expired; a process that wakes after that gets another.
+// Worker is the id of this process among the rows of agent_workers, registering it when it has none. It counts as
+// dead when its row has expired; a process that wakes after that gets another.
 func (e *Engine) Worker(ctx context.Context) (string, error) { return e.current(ctx) }
 
 // current returns the live lease's id, registering one when there is none.

@@ -23,7 +23,8 @@ func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lea
 
 // AcquireAs is Acquire for the claim of an execution. What the owner holds already is
 // granted again: the holds are counted, and the lane is free when the last is released. A lane that a parent of
-// the execution holds, which waits for it, is borrowed if the execution may; Lender says so, and a release gives it back.
+// the execution holds, which waits for it, is borrowed if the execution may; Lender says so, and a release gives it
+// back.
 func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
 	try := k.tryTogether
 	if owner.claim {
@@ -147,8 +148,8 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
 }
 
-// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue; what fails goes on in the background. The
-// lanes of an execution are left: they end with it.
+// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue; what fails goes on in
+// the background. The lanes of an execution are left: they end with it.
 func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
 	var never *pgconn.ConnectError
 	if owner.claim || errors.As(cause, &never) || postgres.Unchanged(cause) {
@@ -217,8 +218,8 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	return t.answer(), err
 }
 
-// takeLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was before the function
-// ran.
+// takeLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was before the
+// function ran.
 func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,

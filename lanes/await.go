@@ -83,8 +83,8 @@ func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, erro
 	}
 }
 
-// concerned reports whether a notification is about the lane, and not of a hand-over to another: who looks at each change of each
-// lane writes as often, and has no time to read.
+// concerned reports whether a notification is about the lane, and not of a hand-over to another: who looks at each
+// change of each lane writes as often, and has no time to read.
 func (w *waiter) concerned(payload string) bool {
 	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
@@ -135,7 +135,8 @@ func (w *waiter) leave(ctx context.Context) {
 	}
 }
 
-// quitQueue leaves the queue of a lane. The claim of an execution is handed nothing, and may hold the lane: it only leaves.
+// quitQueue leaves the queue of a lane. The claim of an execution is handed nothing, and may hold the lane: it only
+// leaves.
 func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
 	args := postgres.Strict{"lane": lane, "owner": owner.name}
 	if owner.claim {
@@ -191,19 +192,19 @@ func readHanded(payload string) (h handed, ok bool) {
 	return handed{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
 }
 
-// HandedOver reports whether a notification on agent_lanes says that a lane has gone from its holder to who waited for it, so that it
-// was never free.
+// HandedOver reports whether a notification on agent_lanes says that a lane has gone from its holder to who waited
+// for it, so that it was never free.
 func HandedOver(payload string) bool {
 	_, ok := readHanded(payload)
 	return ok
 }
 
-// end is when a lease that was handed over ends at the latest, by the local clock: it counts from before the last look, which told
-// what the database's clock said later.
+// end is when a lease that was handed over ends at the latest, by the local clock: it counts from before the last
+// look, which told what the database's clock said later.
 func (w *waiter) end(got handed) time.Time { return w.before.Add(got.until.Sub(w.now)) }
 
-// accept makes a lease of a lane that was handed over. It is a short one, which Run renews to its length at once; without
-// Run the next look does that. Lanes that Run does not renew, those of threads, are not handed over.
+// accept makes a lease of a lane that was handed over. It is a short one, which Run renews to its length at once;
+// without Run the next look does that. Lanes that Run does not renew, those of threads, are not handed over.
 func (w *waiter) accept(ctx context.Context, got handed) *Lease {
 	lease := w.keeper.enter(ctx, w.owner, grant{
 		lane: w.lane, token: got.token, ttl: w.ttl, before: w.before, expires: got.until, brief: w.end(got),

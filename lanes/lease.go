@@ -81,7 +81,8 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 }
 
 // Renew prolongs the lease by its TTL from now. Only lanes that Run does not renew, those of threads, need
-// it. ErrLost once the lane is lost or given back; nil also when the row was being changed and the lease goes on as it was.
+// it. ErrLost once the lane is lost or given back; nil also when the row was being changed and the lease goes on as
+// it was.
 func (l *Lease) Renew(ctx context.Context) error {
 	if l.off {
 		return nil
@@ -110,9 +111,10 @@ func (l *Lease) over() bool {
 }
 
 // Release cancels Context and gives the lane back. An inner hold only ends itself. It works with a ctx
-// that has ended. When a connection breaks, the database is away or a fenced write is still open it tries again, for at most
-// 5 seconds; then it returns the error, and the keeper goes on trying until the lease would have ended anyway. It may be called again,
-// and answers the same. ErrLost says that the lane had been lost before, so that the work may not have been alone.
+// that has ended. When a connection breaks, the database is away or a fenced write is still open it tries again, for
+// at most 5 seconds; then it returns the error, and the keeper goes on trying until the lease would have ended
+// anyway. It may be called again, and answers the same. ErrLost says that the lane had been lost before, so that the
+// work may not have been alone.
 func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseLimit) }
 
 // ReleaseWithin is Release that tries for as long as limit, for a process that ends afterwards.

@@ -42,9 +42,9 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 // expireMost is how many of the lanes that are held one Expire looks at.
 const expireMost = 1000
 
-// Expire clears lanes whose lease ended ten seconds ago or more and logs each, among some of those that are held: those after a name, which
-// is empty for the first. It returns after which name to go on. Threads are cleared by who delivers their messages. It does nothing
-// while lanes are off.
+// Expire clears lanes whose lease ended ten seconds ago or more and logs each, among some of those that are held:
+// those after a name, which is empty for the first. It returns after which name to go on. Threads are cleared by who
+// delivers their messages. It does nothing while lanes are off.
 func (k *Keeper) Expire(ctx context.Context, after string) (next string, err error) {
 	if !k.enabled {
 		return "", nil
@@ -125,9 +125,9 @@ func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 }
 
 // Break takes lane away from its holder, whose token is void from then on, and records that with the
-// reason as an activity under the holder's trace. The holder is notified (see [Keeper.Run]). It waits for a fenced write that is
-// under way, about a second: then it is a *BlockedError, and the lane is as it was. False when nobody holds the lane; ErrInvalid
-// without a reason.
+// reason as an activity under the holder's trace. The holder is notified (see [Keeper.Run]). It waits for a fenced
+// write that is under way, about a second: then it is a *BlockedError, and the lane is as it was. False when nobody
+// holds the lane; ErrInvalid without a reason.
 func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,

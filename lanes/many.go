@@ -96,10 +96,10 @@ func (k *Keeper) freeTogether(ctx context.Context, h held) (release, error) {
 	return k.frees.Do(ctx, h, alone)
 }
 
-// freeLane releases one lane. It waits about a second for a fenced write under its token, then the error is ErrBlocked. When nobody
-// is handed the lane, the commit is not waited for: a server that crashes within the same second may hold the lane for its owner, who
-// is gone, until the lease ends. That is safe, and the statement is the whole transaction. A grant is always durable, and all that was
-// committed before it.
+// freeLane releases one lane. It waits about a second for a fenced write under its token, then the error is
+// ErrBlocked. When nobody is handed the lane, the commit is not waited for: a server that crashes within the same
+// second may hold the lane for its owner, who is gone, until the lease ends. That is safe, and the statement is the
+// whole transaction. A grant is always durable, and all that was committed before it.
 func freeLane(ctx context.Context, db postgres.DB, h held) (release, error) {
 	var passed *string
 	err := db.QueryRow(ctx, `

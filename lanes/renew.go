@@ -18,9 +18,9 @@ const (
 )
 
 // Run renews every lease of the process until ctx ends, then returns nil: one statement for all of
-// them, each at a third of its TTL but at least every 10 seconds, and at once when a release has handed it over. A lease that is lost is cancelled
-// with ErrLost. A break notifies its holder: with a Listener that hears, Run finds the loss at once, otherwise at the next renewal.
-// Without Run leases end after their TTL.
+// them, each at a third of its TTL but at least every 10 seconds, and at once when a release has handed it over. A
+// lease that is lost is cancelled with ErrLost. A break notifies its holder: with a Listener that hears, Run finds
+// the loss at once, otherwise at the next renewal. Without Run leases end after their TTL.
 func (k *Keeper) Run(ctx context.Context) error {
 	k.runs.Add(1)
 	defer k.runs.Add(-1)
@@ -50,7 +50,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 	}
 }
 
-// holds reports whether a notification is about a lane that this process holds under another name or token: it may be lost.
+// holds reports whether a notification is about a lane that this process holds under another name or token: it may be
+// lost.
 func (k *Keeper) holds(payload string) bool {
 	lane, to, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
@@ -63,7 +64,8 @@ func (k *Keeper) holds(payload string) bool {
 	return false
 }
 
-// doubt has what is held of a lane renewed now, which shows whether it is lost; of all lanes when notifications may have been missed.
+// doubt has what is held of a lane renewed now, which shows whether it is lost; of all lanes when notifications may
+// have been missed.
 func (k *Keeper) doubt(payload string) {
 	lane, _, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()

@@ -19,8 +19,8 @@ const (
 	lockPatience = "2s"
 	// lockTries is how often it does so before it gives up: some minutes.
 	lockTries = 60
-	// unhurried lifts the statement and transaction timeouts that this server knows, for the transaction or the session. A
-	// large table needs longer, and would be cut off at the same place each time.
+	// unhurried lifts the statement and transaction timeouts that this server knows, for the transaction or the
+	// session. A large table needs longer, and would be cut off at the same place each time.
 	unhurried = `
 		select set_config(s.name, '0', $1) from pg_settings s
 		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
@@ -28,14 +28,15 @@ const (
 	letPass = time.Second
 	// askEvery is the pause of a process that waits for another one to have migrated.
 	askEvery = 200 * time.Millisecond
-	// steadyPath is the search path that functions of the contract keep (set search_path from current). Nothing that a caller
-	// makes, such as a temporary table, comes before the tables.
+	// steadyPath is the search path that functions of the contract keep (set search_path from current). Nothing that
+	// a caller makes, such as a temporary table, comes before the tables.
 	steadyPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`
 	// outside is the first line of a file that is run statement by statement.
 	outside = "-- outside a transaction\n"
 )
 
-// step is what is applied and recorded together: the baseline, the bridge, a change, changed code, or the last two of these.
+// step is what is applied and recorded together: the baseline, the bridge, a change, changed code, or the last two of
+// these.
 type step struct {
 	what    string // in errors
 	version int    // 0: code alone
@@ -160,7 +161,8 @@ func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	return s.record(ctx, pool)
 }
 
-// alongside lends fn a session without time limits and closes it afterwards. A pooler's session is shared, so its limits stay.
+// alongside lends fn a session without time limits and closes it afterwards. A pooler's session is shared, so its
+// limits stay.
 func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
 	conn, err := pool.Acquire(ctx)
 	if err != nil {

@@ -10,12 +10,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ClientRole is the role of other programs: it may call the functions and read the views of the contract, and nothing else.
-// Grant it to the roles that they connect as.
+// ClientRole is the role of other programs: it may call the functions and read the views of the contract, and nothing
+// else. Grant it to the roles that they connect as.
 const ClientRole = "agent_client"
 
-// admitClient makes the role of other programs, where this user may, and gives it its rights. Who may not create roles finds the
-// statement that does it by ClientMissing.
+// admitClient makes the role of other programs, where this user may, and gives it its rights. Who may not create
+// roles finds the statement that does it by ClientMissing.
 func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
 	there, err := clientThere(ctx, pool)
 	if err != nil {
@@ -40,7 +40,8 @@ func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
-// ClientMissing returns the statement that a superuser has to run before other programs can use the contract, or nothing.
+// ClientMissing returns the statement that a superuser has to run before other programs can use the contract, or
+// nothing.
 func ClientMissing(ctx context.Context, pool *pgxpool.Pool) (string, error) {
 	there, err := clientThere(ctx, pool)
 	if err != nil || there {

@@ -1,30 +1,31 @@
-// Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside them in
-// the schema "river".
+// Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside
+// them in the schema "river".
 //
-// schema/ has a file for each noun, in reading order. A file opens with what the noun promises. Its tables follow: they are
-// the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all comments are
-// repeatable: each has one body in one place, and the code of a file is applied again when it has changed. A change of a
-// table is a numbered file of changes/. It is applied once and never edited after its release.
+// schema/ has a file for each noun, in reading order. A file opens with what the noun promises. Its tables follow:
+// they are the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all
+// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has
+// changed. A change of a table is a numbered file of changes/. It is applied once and never edited after its release.
 //
-// Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others wait
-// for it and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing else.
-// It works through a transaction pooler, and the server frees it when the process dies. The baseline is one transaction with
-// its code. Each change is one transaction with its row in agent_migrations. Changed code joins the last of them, or is a
-// transaction of its own. So a death leaves whole steps, and the next Up does the rest.
+// Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the
+// others wait for it and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that
+// does nothing else. It works through a transaction pooler, and the server frees it when the process dies. The
+// baseline is one transaction with its code. Each change is one transaction with its row in agent_migrations. Changed
+// code joins the last of them, or is a transaction of its own. So a death leaves whole steps, and the next Up does
+// the rest.
 //
-// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for two seconds at
-// most, because all later ones stand behind it. Then it gives up, lets them pass, and tries again. What a change may do is the
-// rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each file to it. A file whose first
-// line is `-- outside a transaction` builds indexes concurrently, statement by statement. An index that a death left half
-// built is removed and built again.
+// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for two
+// seconds at most, because all later ones stand behind it. Then it gives up, lets them pass, and tries again. What a
+// change may do is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each
+// file to it. A file whose first line is `-- outside a transaction` builds indexes concurrently, statement by
+// statement. An index that a death left half built is removed and built again.
 //
 // The functions that other programs call stand beside the tables: they are the contract. All others are in the schema
-// "lanekeeper", which may change in any release and which nobody but the owner uses. A function of the contract runs as the
-// owner, with a search path of its own. The last file grants the contract to the role agent_client.
+// "lanekeeper", which may change in any release and which nobody but the owner uses. A function of the contract runs
+// as the owner, with a search path of its own. The last file grants the contract to the role agent_client.
 //
-// A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql, in one
-// transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables or
-// changes differ from this binary's (ErrChanged).
+// A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql,
+// in one transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one
+// whose tables or changes differ from this binary's (ErrChanged).
 package migrations
 
 import (
@@ -65,8 +66,8 @@ const (
 //go:embed schema/*.sql changes bridge.sql
 var files embed.FS
 
-// Up migrates the database to Version, River's schema included, and returns the names of what it applied. It is idempotent and
-// safe to run by many processes at once.
+// Up migrates the database to Version, River's schema included, and returns the names of what it applied. It is
+// idempotent and safe to run by many processes at once.
 func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWith(ctx, pool, files) }
 
 // UpWith is Up with the files of another version, as its binary would do it: for the tests of upgrades.
@@ -128,9 +129,10 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 	return applied, err
 }
 
-// alone takes the lock under which one process migrates, or waits for it. A session that stands in a queue holds a snapshot,
-// which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which leaves no portal
-// with a snapshot behind. The session is idle in its transaction while migrations run, so its time limits are lifted.
+// alone takes the lock under which one process migrates, or waits for it. A session that stands in a queue holds a
+// snapshot, which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which
+// leaves no portal with a snapshot behind. The session is idle in its transaction while migrations run, so its time
+// limits are lifted.
 func alone(ctx context.Context, lock pgx.Tx) error {
 	if _, err := lock.Exec(ctx, unhurried, true); err != nil {
 		return fmt.Errorf("lock migrations: %w", err)
@@ -151,8 +153,8 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 	}
 }
 
-// Check returns nil when the database has exactly this binary's schema, ErrOutdated when something is missing, ErrOld, ErrNewer
-// or ErrChanged when the schema is another version's. It writes nothing.
+// Check returns nil when the database has exactly this binary's schema, ErrOutdated when something is missing,
+// ErrOld, ErrNewer or ErrChanged when the schema is another version's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	t, err := embedded()
 	if err != nil {

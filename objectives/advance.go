@@ -37,7 +37,8 @@ func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID st
 	return o, nil
 }
 
-// PutOff records that a run made no progress, and puts the objective off. Nothing changes when it is not active, or not due.
+// PutOff records that a run made no progress, and puts the objective off. Nothing changes when it is not active, or
+// not due.
 func PutOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 	_, err := db.Exec(ctx, `select lanekeeper.put_off_agent_objective(@id)`, pgx.StrictNamedArgs{"id": objectiveID})
 	if err != nil {

@@ -190,8 +190,8 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 	return found, nil
 }
 
-// Confirm is [ConfirmStep], and settles the objective if that was its last step, as [Advanced] does. [ErrStepNotFound] when
-// there is no such step.
+// Confirm is [ConfirmStep], and settles the objective if that was its last step, as [Advanced] does.
+// [ErrStepNotFound] when there is no such step.
 func Confirm(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if ok, err = ConfirmStep(ctx, tx, stepID, by, reason, traceID); err != nil {

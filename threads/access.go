@@ -19,7 +19,8 @@ var (
 	ErrTaken = errors.New("the name is taken by another thread there")
 	// ErrNoAccess reports an access that a thread does not have, or no more.
 	ErrNoAccess = errors.New("the thread has no such access")
-	// ErrToken reports a join token that lets nobody in: unknown, used, expired or revoked. Tell a caller from outside ErrNotFound.
+	// ErrToken reports a join token that lets nobody in: unknown, used, expired or revoked. Tell a caller from
+	// outside ErrNotFound.
 	ErrToken = errors.New("the join token is not valid")
 )
 
@@ -95,8 +96,9 @@ func digest(secret string) []byte {
 	return sum[:]
 }
 
-// Join lets p into the thread of a join token, under a name of p's own; given is false when the name was made up for this, and a name that p
-// has got by the token stays. [ErrToken]: the token lets nobody in. [ErrTaken]: p calls another thread so.
+// Join lets p into the thread of a join token, under a name of p's own; given is false when the name was made up for
+// this, and a name that p has got by the token stays. [ErrToken]: the token lets nobody in. [ErrTaken]: p calls
+// another thread so.
 func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, given bool) (thread, as string, err error) {
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)

@@ -26,13 +26,13 @@ const (
 	soon        = 100 * time.Millisecond
 )
 
-// Courier sends what is queued when a thread changes hands, frees threads whose holder is gone, and carries the messages
-// of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
+// Courier sends what is queued when a thread changes hands, frees threads whose holder is gone, and carries the
+// messages of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
 //
-// A message is posted as Standard Webhooks says, under its own id for every attempt, to a target that the workspace declares; the
-// body is {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id, participant}}. Messages of one
-// thread to one target go one after the other: the next when the one before is delivered or failed. A process that dies between the post and
-// its record lets the message be posted again.
+// A message is posted as Standard Webhooks says, under its own id for every attempt, to a target that the workspace
+// declares; the body is {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id,
+// participant}}. Messages of one thread to one target go one after the other: the next when the one before is
+// delivered or failed. A process that dies between the post and its record lets the message be posted again.
 type Courier struct {
 	Pool *pgxpool.Pool
 	// Client makes the connections; it comes from skills.NewGuardedClient.
@@ -40,14 +40,15 @@ type Courier struct {
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
 	Getenv   func(string) string // of the secrets; nil is the process's environment
-	// Schedule is how long after each failed attempt the next one is made, up to a fifth longer; when it is used up, the message has
-	// failed and the next one of its thread goes. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
+	// Schedule is how long after each failed attempt the next one is made, up to a fifth longer; when it is used up,
+	// the message has failed and the next one of its thread goes. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
 	Schedule []time.Duration
 	// Hold is how long an attempt has, before another courier makes the next; default 1 min.
 	Hold time.Duration
 }
 
-// Run works until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is waited for.
+// Run works until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is
+// waited for.
 func (c *Courier) Run(ctx context.Context) error {
 	if c.Schedule == nil {
 		c.Schedule = []time.Duration{2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute, 20 * time.Minute, time.Hour}

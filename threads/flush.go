@@ -53,11 +53,12 @@ type Freed struct {
 	IdleSeconds int64   `json:"idle_seconds"`
 }
 
-// unwanted is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak in it. Who does
-// takes it over; meanwhile it is there to be seen.
+// unwanted is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak
+// in it. Who does takes it over; meanwhile it is there to be seen.
 const unwanted = 5 * time.Minute
 
-// Clean frees the threads whose holder has ended, is gone, or has not sent anything for the time of its lease, and logs each.
+// Clean frees the threads whose holder has ended, is gone, or has not sent anything for the time of its lease, and
+// logs each.
 func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, error) {
 	return clean(ctx, db, log, 0)
 }

@@ -52,8 +52,8 @@ var givenOut = regexp.MustCompile(`^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$`)
 // GivenOut reports a name that only the agent makes up: who uses it has got it from the agent.
 func GivenOut(name string) bool { return givenOut.MatchString(name) }
 
-// Resolve returns the id of the thread that p means by a name; known is false when p has none yet, and id is what it would be. Another
-// owner's thread of that name is not told apart from none.
+// Resolve returns the id of the thread that p means by a name; known is false when p has none yet, and id is what it
+// would be. Another owner's thread of that name is not told apart from none.
 func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id string, known bool, err error) {
 	if err := CheckID(name); err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
@@ -71,8 +71,9 @@ func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id 
 	return id, false, nil
 }
 
-// Open returns the thread that p means by t's name, or by its id where it has no name; made is true when it begins with this: then t's
-// channel (default chat), target, agent, participant and idle time are its own. [ErrForeign]: the id is another owner's.
+// Open returns the thread that p means by t's name, or by its id where it has no name; made is true when it begins
+// with this: then t's channel (default chat), target, agent, participant and idle time are its own. [ErrForeign]: the
+// id is another owner's.
 func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Thread, made bool, err error) {
 	name := t.Name
 	if name == "" {
@@ -99,9 +100,10 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	return got, made, err
 }
 
-// Ensure returns the thread with an id, and makes it when there is none; made is true then. It is for those who act for the agent. In an
-// execution the flow begins the thread, and gets nobody else's: [ErrForeign]. Anywhere else the thread is the admin's, who gets any. t.Owner,
-// where set, is a chat key that may speak in the new thread, and calls it by its id; everybody else needs [Invite] or [Let].
+// Ensure returns the thread with an id, and makes it when there is none; made is true then. It is for those who act
+// for the agent. In an execution the flow begins the thread, and gets nobody else's: [ErrForeign]. Anywhere else the
+// thread is the admin's, who gets any. t.Owner, where set, is a chat key that may speak in the new thread, and calls
+// it by its id; everybody else needs [Invite] or [Let].
 func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
 	p := Admin
 	x, inside := executions.Current(ctx)
@@ -128,8 +130,9 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made boo
 	return got, made, err
 }
 
-// OpenForFlow makes sure that an admin may start a flow in a thread, and lets the flow begin it when there is none. [ErrNotFound]: it belongs to
-// a key, a visitor or an endpoint, which has not opened it to the flow, nor is parent, where given, at work in it.
+// OpenForFlow makes sure that an admin may start a flow in a thread, and lets the flow begin it when there is none.
+// [ErrNotFound]: it belongs to a key, a visitor or an endpoint, which has not opened it to the flow, nor is parent,
+// where given, at work in it.
 func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent string) error {
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
@@ -157,7 +160,8 @@ func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (boo
 	return may, nil
 }
 
-// Find reads a thread for an admin, by its id or by a public name that is unique; [ErrNotFound] when there is none, or several.
+// Find reads a thread for an admin, by its id or by a public name that is unique; [ErrNotFound] when there is none,
+// or several.
 func Find(ctx context.Context, db postgres.DB, idOrName string) (Thread, error) {
 	got, err := Get(ctx, db, idOrName)
 	if !errors.Is(err, ErrNotFound) {

@@ -31,8 +31,9 @@ type parcel struct {
 // dueAtOnce is how many messages that are due are looked at for those that may go.
 const dueAtOnce = 200
 
-// takeDue begins up to limit attempts, none to the targets in full. A message that is taken is not due again before hold has
-// passed, so nobody else carries it meanwhile. The statement's time stands for the clock: it lets the index be used.
+// takeDue begins up to limit attempts, none to the targets in full. A message that is taken is not due again before
+// hold has passed, so nobody else carries it meanwhile. The statement's time stands for the clock: it lets the index
+// be used.
 func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]parcel, error) {
 	rows, err := db.Query(ctx, `
 		with due as (

@@ -19,7 +19,8 @@ type Incoming struct {
 	Channel  string // default chat
 	// Data is added to that of the event MESSAGE_RECEIVED, which has message_id, thread_id, content and channel.
 	Data map[string]any
-	// ID makes the message count once, whoever sends it again; "" for none. Ids are shared with all events: give them a prefix.
+	// ID makes the message count once, whoever sends it again; "" for none. Ids are shared with all events: give them
+	// a prefix.
 	ID          string
 	ExecutionID string // that the message is recorded under; "" for none
 }
@@ -33,8 +34,9 @@ type Arrived struct {
 }
 
 // Receive records a message of the other side and ends the waits for it, in a transaction of the caller's. When nobody
-// waits, the event is kept for the next wait of who has spoken before it. ErrNotFound when there is no such thread. Call it before the
-// transaction locks anything else: it locks the wait, executions, lanes and the thread, in this order.
+// waits, the event is kept for the next wait of who has spoken before it. ErrNotFound when there is no such thread.
+// Call it before the transaction locks anything else: it locks the wait, executions, lanes and the thread, in this
+// order.
 func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Arrived, error) {
 	if in.Channel == "" {
 		in.Channel = ChannelChat

@@ -30,8 +30,8 @@ type Outgoing struct {
 	Content  string `json:"content"`           // what PostgreSQL cannot store, NUL and invalid UTF-8, is left out
 	Channel  string `json:"channel,omitempty"` // default: the thread's where that is webhook or log, else chat
 	Target   string `json:"target,omitempty"`  // of channel webhook; default the thread's
-	// ExecutionID and Claim say who speaks: the claim is checked. Without them it is nobody who could hold the thread. Send fills
-	// them in.
+	// ExecutionID and Claim say who speaks: the claim is checked. Without them it is nobody who could hold the
+	// thread. Send fills them in.
 	ExecutionID string `json:"-"`
 	Claim       int64  `json:"-"`
 	// Key makes a message of SendTx count once: the second with a key is the first. It is shared with all threads.
@@ -52,9 +52,9 @@ type SendResult struct {
 }
 
 // Send says something on behalf of the execution that ctx belongs to. It is a step named send, so one message is made
-// however often the process dies. The execution that holds the thread, or may borrow it, speaks at once and has the thread for
-// ten more minutes; the message of any other is queued, which is no error, and leaves in its turn. A thread that nobody
-// holds is taken. The thread must exist (see [Ensure]): ErrNotFound.
+// however often the process dies. The execution that holds the thread, or may borrow it, speaks at once and has the
+// thread for ten more minutes; the message of any other is queued, which is no error, and leaves in its turn. A
+// thread that nobody holds is taken. The thread must exist (see [Ensure]): ErrNotFound.
 func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	id, claim, err := executions.Claim(ctx)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// RelayFlow is the flow of a message that goes to an execution which has the thread, or waits for the message. No model is
-// called: the answer is what is said in the thread after it.
+// RelayFlow is the flow of a message that goes to an execution which has the thread, or waits for the message. No
+// model is called: the answer is what is said in the thread after it.
 const RelayFlow = "chat_relay"
 
 // passedOn is the answer when nothing was said. It is not part of the conversation.
@@ -50,8 +50,8 @@ func (c *Chat) listener(ctx context.Context, tx pgx.Tx, thread string) (string, 
 	return deref(id), nil
 }
 
-// pass stores a message for an execution and lets it go on, together with the run that relays what it says. created is false when
-// the key was used before.
+// pass stores a message for an execution and lets it go on, together with the run that relays what it says. created
+// is false when the key was used before.
 func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
@@ -176,8 +176,8 @@ func relayed(f *feed, notice string, through int64) answer {
 	return a
 }
 
-// listen reads what was said after the message, and before that what was said since the relay before had ended: nobody was shown it.
-// Whether more may come is asked first: what is said meanwhile is then in what is read.
+// listen reads what was said after the message, and before that what was said since the relay before had ended:
+// nobody was shown it. Whether more may come is asked first: what is said meanwhile is then in what is read.
 func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, last int64) (h heard, err error) {
 	var after *int64
 	if in.Unseen != nil {
