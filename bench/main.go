@@ -9,6 +9,7 @@
 //	go run ./bench why
 //	go run ./bench executions
 //	go run ./bench turn
+//	go run ./bench scaling
 //
 // Every benchmark starts a PostgreSQL of its own, durable as that of `agent dev`, in a temporary folder that is
 // removed at the end, and runs the product's own packages against it in this process. What is compared is measured in
@@ -65,7 +66,10 @@ func run(ctx context.Context, args []string, out, errw io.Writer) error {
 			return turn(ctx, args[1:], out, errw)
 		case "executions":
 			return engineSpeed(ctx, args[1:], out, errw)
+		case "scaling":
+			return scaling(ctx, args[1:], out, errw)
 		}
 	}
-	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, turn, idle, story, why")
+	return errors.New("name a benchmark: chat-priority, waiting, engine-room, lanes, executions, turn, idle, scaling, " +
+		"story, why")
 }
