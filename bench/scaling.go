@@ -104,7 +104,7 @@ func (b *scalingBench) parse(args []string) error {
 	}
 	b.sizes[0] = scale{log: large.log / 10, waiting: large.waiting / 10, threads: large.threads / 10}
 	b.processes = []int{1, *most / 4, *most / 2, *most}
-	b.room.large = large.log
+	b.large = large.log
 	return nil
 }
 
