@@ -16,7 +16,8 @@ import (
 )
 
 // scalingBench measures what one PostgreSQL carries. It measures bytes and processor time at a smaller size, predicts
-// those of a larger size by a straight line, and prints the prediction beside the measurement.
+// those of a larger size by a straight line, and prints the prediction beside the measurement. docs/scaling.md has the
+// figures of one run.
 type scalingBench struct {
 	room
 
