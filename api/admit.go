@@ -14,7 +14,7 @@ import (
 
 // mostConnections is how many connections a process serves at once. It is more than all classes have requests in work,
 // so that one of them is always idle and makes room for a new one.
-const mostConnections = 4096
+const mostConnections = 8192
 
 // Listen bounds the connections of [Server].
 func Listen(l net.Listener) net.Listener { return admission.Listen(l, mostConnections) }
@@ -46,7 +46,7 @@ func newBudgets() budgets {
 			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
 		public: made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
 		login:  made(bound{all: 64, address: 16}, bound{all: 1 << 20, address: 256 << 10}),
-		visitor: made(bound{all: 512, key: 384, address: 256},
+		visitor: made(bound{all: 3072, key: 2304, address: 1536},
 			bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
 		admin: made(bound{all: 2048}, bound{all: 64 << 20}),
 	}

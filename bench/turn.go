@@ -103,7 +103,8 @@ func (b *turnBench) measure(ctx context.Context, url, model string, pid int, out
 		insert into bench_floor select g, 0 from generate_series(0, 99) g`); err != nil {
 		return err
 	}
-	if _, err := b.several(ctx, 4, 40, url+"/v1/chat/completions"); err != nil { // plans, pools
+	fmt.Fprintln(b.errw, "32 at once, until each connection has its plans …")
+	if _, err := b.several(ctx, 32, 320, url+"/v1/chat/completions"); err != nil {
 		return err
 	}
 	var rows []turnRow

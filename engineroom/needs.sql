@@ -34,7 +34,7 @@ union all
 union all
 (select 'stuck', left(x.flow, 100), x.id::text, 'waits for ' || coalesce(x.waiting_for, 'nothing'), x.waiting_until, count(*) over ()
    from (select e.id, e.flow, e.waiting_for, e.waiting_until from agent_executions e
-          where e.status = 'waiting' and e.waiting_until < clock_timestamp() - interval '1 minute'
+          where e.status = 'waiting' and e.waiting_until < statement_timestamp() - interval '1 minute'
             and e.updated_at < clock_timestamp() - interval '1 hour' order by e.waiting_until limit @beyond) x
   order by x.waiting_until limit @most)
 union all

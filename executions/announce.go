@@ -76,35 +76,50 @@ func (e *Engine) announceEnds(ctx context.Context, ends []ended) {
 	}
 }
 
-// logReleased names the lanes that the end of an execution has freed, or returned to who lent them, and says how many
-// they were. Each was noted in the transaction of the end, so the last ones are those.
+// freedLane is a lane that the end of an execution has freed, or returned to who lent it.
+type freedLane struct {
+	Lane      string
+	Token     int64
+	Successor string // who waited for it and has it now; "" for nobody
+}
+
+// queueFreed queues the question which lanes the end of an execution has freed. The end has said in its event how
+// many they are, and each was noted in its transaction: the last ones are those.
+func queueFreed(b *pgx.Batch, id string, into *[]freedLane) {
+	b.Queue(`
+		select h.lane, h.fencing_token as token, h.successor from (
+		  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back')
+		   order by o.held_until desc
+		   limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || @id::text), 0)) h
+		 order by h.lane`, postgres.Strict{"id": id}).Query(func(rows pgx.Rows) (err error) {
+		*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[freedLane])
+		return err
+	})
+}
+
+// logReleased names the lanes that the end of an execution has freed, and says how many they were.
 func (e *Engine) logReleased(ctx context.Context, id string, n int, about ...any) {
+	var freed []freedLane
 	if n > 0 {
-		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		asking, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		type released struct {
-			Lane      string
-			Token     int64
-			Successor string
-		}
-		rows, err := e.pool.Query(ctx, `
-			select h.lane, h.fencing_token as token, h.successor from (
-			  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back') order by o.held_until desc limit @n) h
-			 order by h.lane`, postgres.Strict{"id": id, "n": n})
-		var found []released
-		if err == nil {
-			found, err = pgx.CollectRows(rows, pgx.RowToStructByName[released])
-		}
-		if err != nil {
+		b := &pgx.Batch{}
+		queueFreed(b, id, &freed)
+		if err := e.pool.SendBatch(asking, b).Close(); err != nil {
 			e.log.WarnContext(ctx, "names of released lanes not read", append(slices.Clip(about), "error", err)...)
 		}
-		for _, f := range found {
-			line := append(slices.Clip(about), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
-			if f.Successor != "" {
-				line = append(line, "to", f.Successor)
-			}
-			e.log.InfoContext(ctx, "lane released", line...)
-		}
 	}
+	e.logFreed(ctx, id, freed, about...)
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(about), "count", n)...)
+}
+
+// logFreed names freed lanes.
+func (e *Engine) logFreed(ctx context.Context, id string, freed []freedLane, about ...any) {
+	for _, f := range freed {
+		line := append(slices.Clip(about), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
+		if f.Successor != "" {
+			line = append(line, "to", f.Successor)
+		}
+		e.log.InfoContext(ctx, "lane released", line...)
+	}
 }

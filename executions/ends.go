@@ -30,8 +30,9 @@ type lastWrite struct {
 
 // finished is what became of an end.
 type finished struct {
-	freed int        // lanes
-	row   *Execution // as it ended, where it was wanted and the end was shared
+	freed   []freedLane
+	awaited bool       // somebody waits for this end
+	row     *Execution // as it ended, where it was wanted
 }
 
 // finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and
@@ -62,6 +63,12 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 	if last != nil {
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
 	}
+	r.afterEnd(ctx, status, failure, done)
+	return nil
+}
+
+// afterEnd says that the run has ended, and resumes who waits for that.
+func (r *run) afterEnd(ctx context.Context, status Status, failure error, done finished) {
 	about := []any{"result_type", resultType(status), "status", string(status)}
 	if failure != nil {
 		about = append(about, "error", failure)
@@ -69,11 +76,11 @@ func (r *run) finish(ctx context.Context, last *putOff, status Status, result Re
 	r.e.opts.Observer.Ended(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", about...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
-	if r.exec.ParentID != nil || r.exec.ThreadID != nil { // the next turn of a thread may wait for this one
-		r.e.tellParent(detached, r.exec.ID)
+	if r.exec.ParentID != nil || done.awaited { // the next turn of a thread may wait for this one
+		r.e.tellParent(context.WithoutCancel(ctx), r.exec.ID)
 	}
-	r.e.logReleased(detached, r.exec.ID, done.freed)
-	return nil
+	r.e.logFreed(ctx, r.exec.ID, done.freed)
+	r.e.log.InfoContext(ctx, "locks released", "count", len(done.freed))
 }
 
 // tellParent resumes who waits for an execution that has ended. The sweep does it where this cannot.
@@ -144,9 +151,10 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 		return write(bounded, end)
 	}
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
-		return alone(r.endAlone)
+		done, err = alone(r.endAlone)
+	} else {
+		done, err = r.desk.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
 	}
-	done, err = r.desk.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
 	if done.row != nil {
 		r.over(done.row)
 	}
@@ -172,14 +180,31 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
 				end.last.queue(b)
 			}
-			b.Queue(`select lanekeeper.finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
-				"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
-				"result": end.result, "error": end.failure, "step": end.step,
-			}).QueryRow(func(row pgx.Row) error { return row.Scan(&done.freed) })
 			r.queueVariables(b, text)
+			queueEnd(b, end, &done)
 		})
 	})
 	return done, err
+}
+
+// queueEnd queues an end and the questions whose answers are needed after the commit: the freed lanes, whether
+// somebody waits for this end, and the row. Whoever begins to wait locks the row first: the end finds that wait, or
+// the wait finds the end.
+func queueEnd(b *pgx.Batch, end lastWrite, done *finished) {
+	b.Queue(`select lanekeeper.finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+		"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
+		"result": end.result, "error": end.failure, "step": end.step,
+	})
+	queueFreed(b, end.id, &done.freed)
+	b.Queue(`select exists (select from agent_untold_ends where execution_id = @id)`, postgres.Strict{"id": end.id}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
+	if end.row != nil {
+		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": end.id}).Query(func(rows pgx.Rows) error {
+			row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+			done.row = &row
+			return err
+		})
+	}
 }
 
 // finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes,

@@ -37,6 +37,7 @@ type run struct {
 	shown       json.RawMessage           // those that the row has
 	carrying    bool                      // a write under way takes them along
 	poison      error                     // why no further step may run
+	done        *finished                 // set when a step has ended the run
 	returned    bool                      // the function has: what it left behind takes no further steps
 	failedStep  string
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
@@ -80,6 +81,9 @@ func Current(ctx context.Context) (Execution, bool) {
 
 // owner is the name under which this claim holds lanes.
 func (r *run) owner() string { return fmt.Sprintf("%s#%d", r.exec.ID, r.exec.Claim) }
+
+// claimOwner is that name as lanes know it.
+func (r *run) claimOwner() lanes.Owner { return lanes.ClaimOwner(r.exec.ID, r.exec.Claim) }
 
 // stop ends the run's context and refuses further steps.
 func (r *run) stop(cause error) {
@@ -153,7 +157,7 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	r.mu.Unlock()
 	returned()
 	// From here on the database decides about the execution's lanes: renewing them would find them gone.
-	e.keeper.Drop(lanes.ClaimOwner(r.exec.ID, r.exec.Claim))
+	e.keeper.Drop(r.claimOwner())
 	err = r.settle(ctx, result, err)
 	if stopped := r.poisoned(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
 		r.tidy(ctx)
@@ -263,6 +267,13 @@ func (r *run) call(ctx context.Context, flow Func) (result Result, err error) {
 
 // settle decides what the end of the function means for the execution.
 func (r *run) settle(ctx context.Context, result Result, err error) error {
+	if r.done != nil {
+		if r.done.row != nil && r.over != nil {
+			r.over(r.done.row)
+		}
+		r.afterEnd(ctx, Completed, nil, *r.done)
+		return nil
+	}
 	last := r.takePutOff() // an error of a write of it that was under way has stopped the run
 	poison, ended := r.poisoned(), ctx.Err() != nil
 	if last != nil && (poison != nil || ended) {
@@ -275,6 +286,9 @@ func (r *run) settle(ctx context.Context, result Result, err error) error {
 	case errors.Is(poison, ErrLost), errors.Is(poison, ErrStale):
 		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
 		r.e.opts.Observer.Lost(r.exec)
+		if errors.Is(poison, ErrStale) { // a refused write may have lost its lane, and not the claim: others go on
+			r.e.giveUp(ctx, r)
+		}
 		return nil
 	case errors.Is(poison, ErrCancelled):
 		r.e.completeCancel(ctx, r.exec.ID)

@@ -104,7 +104,8 @@ type spec struct {
 	print string
 	entry *activity.Entry // nil: no activity row
 	also  func(b *pgx.Batch, step string)
-	again bool // may be made again after a crash
+	again bool                   // may be made again after a crash
+	end   func(value any) Result // what its transaction ends the run with; nil where the run goes on
 }
 
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a

@@ -41,6 +41,9 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 		case errors.Is(err, errRecorded):
 			_, value, err := recorded[T](ctx, r, s)
 			return value, err
+		case postgres.IsCode(err, "LK001") && s.end != nil && again && r.endedBefore(ctx, s.key):
+			_, value, err := recorded[T](ctx, r, s)
+			return value, err
 		case postgres.IsCode(err, "LK001"):
 			r.stop(ErrStale)
 			r.reject(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}, activity.Outcome{Output: value})
@@ -78,7 +81,13 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 	}
 	defer leave()
 	var text json.RawMessage
+	var done *finished
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
+		if s.end != nil {
+			if err := r.lockForEnd(ctx, tx); err != nil {
+				return err
+			}
+		}
 		if _, err := tx.Exec(ctx, `
 			select set_config('lock_timeout', @patience, true), lanekeeper.fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
 			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
@@ -106,6 +115,11 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		text = r.unwritten()
 		r.queueCheckpoint(b, s, out, false)
 		r.queueVariablesUnlessLocked(b, &text)
+		if s.end != nil {
+			if done, err = r.queueCompletion(b, s.end(value)); err != nil {
+				return err
+			}
+		}
 		if err := tx.SendBatch(ctx, b).Close(); err != nil {
 			return err
 		}
@@ -114,6 +128,9 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 		}
 		return err
 	})
+	if err == nil && done != nil {
+		r.completed(done)
+	}
 	if err == nil {
 		r.haveShown(text)
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
@@ -150,7 +167,7 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 
 // reread looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before has
 // recorded are not made again.
-func (r *run) reread(ctx context.Context, tx pgx.Tx, step string) error {
+func (r *run) reread(ctx context.Context, tx postgres.DB, step string) error {
 	r.forget(step)
 	if err := r.caughtUp(ctx); err != nil {
 		return err

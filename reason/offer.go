@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -28,12 +29,12 @@ type offer struct {
 }
 
 // offered chooses what to offer: everything in scope, or of very much that which is nearest to the prompt.
-func (l *Loop) offered(ctx context.Context, t Turn, a agents.Agent) (offer, error) {
-	all, err := l.inScope(ctx, t, a)
+func (l *Loop) offered(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) (offer, error) {
+	all, err := l.inScope(ctx, db, t, a)
 	if err != nil {
 		return offer{}, err
 	}
-	trials, err := l.trials(ctx, t, a)
+	trials, err := l.trials(ctx, db, t, a)
 	if err != nil {
 		return offer{}, err
 	}
@@ -47,16 +48,16 @@ func (l *Loop) offered(ctx context.Context, t Turn, a agents.Agent) (offer, erro
 }
 
 // inScope lists the skills in service that the turn's scopes and its agent allow.
-func (l *Loop) inScope(ctx context.Context, t Turn, a agents.Agent) ([]skills.Skill, error) {
+func (l *Loop) inScope(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
-	all, err := l.Skills.Available(ctx, l.Pool, t.Scopes...)
+	all, err := l.Skills.Available(ctx, db, t.Scopes...)
 	if err != nil {
 		return nil, err
 	}
 	for _, name := range t.Also {
-		s, err := skills.Get(ctx, l.Pool, name)
+		s, err := skills.Get(ctx, db, name)
 		switch {
 		case errors.Is(err, skills.ErrNotFound):
 			continue
@@ -73,11 +74,11 @@ func (l *Loop) inScope(ctx context.Context, t Turn, a agents.Agent) ([]skills.Sk
 
 // trials are the skills out of service that may be tried once. Whoever may call a skill may try it: one that only
 // visitors have would not come back otherwise.
-func (l *Loop) trials(ctx context.Context, t Turn, a agents.Agent) ([]skills.Skill, error) {
+func (l *Loop) trials(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
-	all, err := skills.OnTrial(ctx, l.Pool, t.Scopes...)
+	all, err := skills.OnTrial(ctx, db, t.Scopes...)
 	return slices.DeleteFunc(t.allowed(a, all), func(s skills.Skill) bool { return l.Skills.Runnable(s) != nil }), err
 }
 
@@ -106,7 +107,7 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
 		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) {
-			return w.inScope(ctx, w.Turn, w.agent)
+			return w.inScope(ctx, w.Pool, w.Turn, w.agent)
 		})
 		if err != nil {
 			return nil, err

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"golang.org/x/text/language"
 	"golang.org/x/text/language/display"
 
@@ -54,19 +55,10 @@ type pinnedEntry struct {
 // prepare decides, once, who acts and what the turn is offered.
 func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 	p, err := executions.Step(ctx, "tools", func(ctx context.Context) (p prepared, err error) {
-		if l.Agents != nil {
-			if p.who, err = l.acting(ctx, t); err != nil {
-				return p, err
-			}
-			p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
-			if p.Pinned, err = pinned(ctx, l.Pool, p.who); err != nil {
-				return p, err
-			}
-			if p.Delegates, err = l.colleagues(ctx, p.who); err != nil {
-				return p, err
-			}
-		}
-		p.offer, err = l.offered(ctx, t, p.who)
+		err = postgres.InTx(ctx, l.Pool, func(tx pgx.Tx) (err error) { // one transaction for several reads
+			p, err = l.choose(ctx, tx, t)
+			return err
+		})
 		return p, err
 	})
 	if err != nil {
@@ -80,21 +72,39 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 	return p, err
 }
 
+// choose reads who acts and what the turn is offered.
+func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+	if l.Agents != nil {
+		if p.who, err = l.acting(ctx, db, t); err != nil {
+			return p, err
+		}
+		p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
+		if p.Pinned, err = pinned(ctx, db, p.who); err != nil {
+			return p, err
+		}
+		if p.Delegates, err = l.colleagues(ctx, db, p.who); err != nil {
+			return p, err
+		}
+	}
+	p.offer, err = l.offered(ctx, db, t, p.who)
+	return p, err
+}
+
 // acting is the agent of a turn: the one that it names, or the execution's.
-func (l *Loop) acting(ctx context.Context, t Turn) (agents.Agent, error) {
+func (l *Loop) acting(ctx context.Context, db postgres.DB, t Turn) (agents.Agent, error) {
 	if t.Agent != "" {
-		return l.Agents.Find(ctx, l.Pool, t.Agent)
+		return l.Agents.Find(ctx, db, t.Agent)
 	}
 	current, _ := executions.Current(ctx)
-	return l.Agents.Acting(ctx, l.Pool, current.Agent)
+	return l.Agents.Acting(ctx, db, current.Agent)
 }
 
 // colleagues are the agents that an agent may delegate to, as far as they are in service.
-func (l *Loop) colleagues(ctx context.Context, a agents.Agent) (list []colleague, err error) {
+func (l *Loop) colleagues(ctx context.Context, db postgres.DB, a agents.Agent) (list []colleague, err error) {
 	if len(a.Delegates) == 0 {
 		return nil, nil
 	}
-	all, err := l.Agents.List(ctx, l.Pool)
+	all, err := l.Agents.List(ctx, db)
 	for _, other := range all {
 		if slices.Contains(a.Delegates, other.Name) {
 			list = append(list, colleague{other.Name, other.Description})

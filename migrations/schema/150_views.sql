@@ -51,7 +51,7 @@ comment on view agent_executions_waiting is 'Executions that wait, by deadline, 
 create or replace view agent_executions_stuck as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
     from agent_executions e
-   where e.status = 'waiting' and e.waiting_until < clock_timestamp()
+   where e.status = 'waiting' and e.waiting_until < statement_timestamp()   -- stable, so an index serves
      and e.updated_at < clock_timestamp() - interval '1 hour';
 comment on view agent_executions_stuck is
   'Executions whose wait is past its deadline, and which nothing has changed for an hour. There should be none.';

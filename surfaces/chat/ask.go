@@ -148,6 +148,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
+	var posted *posted
 	broke := false
 	if a.fresh = a.Name == ""; a.fresh {
 		a.Name = NewThreadID()
@@ -156,9 +157,10 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 		err := c.locate(ctx, &a)
 		if err == nil {
 			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
-				var cancelled []string
-				if x, created, cancelled, err = c.insert(ctx, tx, a); created {
-					cut = cancelled
+				var got inserted
+				got, err = c.insert(ctx, tx, a)
+				if x, created, posted = got.exec, got.created, got.posted; created {
+					cut = got.cut
 				}
 				if err != nil || !created {
 					return err
@@ -186,7 +188,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 	case !created:
 		return c.repeated(ctx, a, x)
 	}
-	b := c.launch(ctx, x, a.place)
+	b := c.launch(ctx, x, a.place, posted)
 	b.name = a.Name
 	return b, nil
 }
@@ -200,6 +202,10 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 			return err
 		})
 	}
+	if a.fresh { // nobody can have a thread of this name
+		a.thread = a.Name
+		return nil
+	}
 	known := false
 	a.thread, known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
 	if err == nil && !known && !a.fresh && threads.GivenOut(a.Name) {
@@ -208,64 +214,77 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 	return err
 }
 
-// insert stores the message together with its turn, or with a relay, in one transaction; it returns the turns that it
-// has cancelled. created is false when the key was used before.
-func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (x executions.Execution, created bool, cut []string, err error) {
+// inserted is what became of a message.
+type inserted struct {
+	exec    executions.Execution
+	created bool     // false when the key was used before
+	cut     []string // the turns that it has cancelled
+	posted  *posted  // nil for a relay
+}
+
+// posted is what a turn that begins in this process need not read.
+type posted struct {
+	messages []threads.Message // that it answers; nil where they come with images, which are read
+	alone    bool              // no earlier turn of the thread is under way, and none can begin any more
+}
+
+// insert stores the message together with its turn, or with a relay, in one transaction.
+func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err error) {
 	if a.retry != nil {
 		if x, found, err := a.retry.find(ctx, tx); err != nil || found {
-			return x, false, nil, err
+			return inserted{exec: x}, err
 		}
 		defer func() {
-			if created && err == nil {
-				err = a.retry.note(ctx, tx, x.ID)
+			if got.created && err == nil {
+				err = a.retry.note(ctx, tx, got.exec.ID)
 			}
 		}()
 	}
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
 	if err := lockThread(ctx, tx, a.thread); err != nil {
-		return x, false, nil, err
+		return got, err
 	}
 	if a.last != "" {
 		if err := a.isLast(ctx, tx); err != nil {
-			return x, false, nil, err
+			return got, err
 		}
 	}
 	words, known, err := c.unseen(ctx, tx, a)
 	if err != nil {
-		return x, false, nil, err
+		return got, err
 	}
 	to, err := c.listener(ctx, tx, a.thread)
 	if err != nil {
-		return x, false, nil, err
+		return got, err
 	}
 	asked, err := c.requested(ctx, tx, a)
 	if err != nil {
-		return x, false, nil, err
+		return got, err
 	}
 	if asked.waiter != "" || to != "" {
 		if err := a.passable(); err != nil {
-			return x, false, nil, err
+			return got, err
 		}
 		if err := c.opened(ctx, tx, a); err != nil {
-			return x, false, nil, err
+			return got, err
 		}
 		if known {
 			a.unseen = &words
 		}
 		if asked.waiter != "" {
-			x, created, err = c.hand(ctx, tx, a, asked)
+			got.exec, got.created, err = c.hand(ctx, tx, a, asked)
 		} else {
-			x, created, err = c.pass(ctx, tx, a, to)
+			got.exec, got.created, err = c.pass(ctx, tx, a, to)
 		}
-		return x, created, nil, err
+		return got, err
 	}
 	a.unseen = &words
-	if x, created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !created {
-		return x, created, nil, err
+	if got.exec, got.created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !got.created {
+		return got, err
 	}
-	cut, err = c.store(ctx, tx, a, x, asked)
-	return x, true, cut, err
+	got.cut, got.posted, err = c.store(ctx, tx, a, got.exec, asked)
+	return got, err
 }
 
 // lockThread lets one transaction at a time store messages of a thread.
@@ -279,12 +298,12 @@ func lockThread(ctx context.Context, tx pgx.Tx, thread string) error {
 }
 
 // launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.
-func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold) begun {
+func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold, posted *posted) begun {
 	if place != nil {
 		place.Keep()
 	}
 	f, leave := c.feeds.join(x.ID)
-	f.change(func() { f.live, f.local, f.claim = true, true, x.Claim })
+	f.change(func() { f.live, f.local, f.claim, f.posted = true, true, x.Claim, posted })
 	runner, done := c.feeds.join(x.ID)
 	detached := context.WithoutCancel(ctx)
 	c.turns.Go(func() {
@@ -354,28 +373,30 @@ func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
 
 // store puts the message into its thread, and deals with the turns that are under way there. It returns the
 // turns that it has cancelled.
-func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution, asked documentRequest) (cut []string, err error) {
+func (c *Chat) store(
+	ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution, asked documentRequest,
+) (cut []string, said *posted, err error) {
 	from := cmp.Or(a.Channel, channel)
 	if err := c.opened(ctx, tx, a); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	thread, err := threads.Lock(ctx, tx, a.thread)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	texts, docs, err := c.attachFiles(ctx, tx, a)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	images, err := c.imagesWith(ctx, tx, a, docs)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if err := asked.answer(ctx, c, tx, x, idsOf(docs)); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	var drafts []threads.Draft
 	if thread.NextSeq == 1 {
@@ -388,8 +409,25 @@ func (c *Chat) store(ctx context.Context, tx pgx.Tx, a Ask, x executions.Executi
 		}
 		drafts = append(drafts, d)
 	}
-	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
-	return cut, err
+	list, err := threads.PostAll(ctx, tx, a.thread, drafts)
+	if err != nil {
+		return nil, nil, err
+	}
+	words := list[len(drafts)-len(texts):]
+	said = &posted{messages: words, alone: thread.NextSeq == 1}
+	for _, some := range images {
+		if len(some) > 0 {
+			said.messages = nil
+		}
+	}
+	if first := words[0].Turn; !said.alone && first != nil {
+		earlier, err := unfinished(ctx, tx, a.thread, *first)
+		if err != nil {
+			return nil, nil, err
+		}
+		said.alone = len(earlier) == 0
+	}
+	return cut, said, nil
 }
 
 // takeOver is what the client says was said before, to fill a new thread with.

@@ -76,6 +76,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // The flows that this surface registers: a visitor's turn, and the summary of a long conversation.
@@ -121,8 +122,9 @@ type Chat struct {
 	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
 	// come at once.
 	Rate int
-	// Turns is how many turns may be under way in this process that came from requests; default 256. One key may have
-	// three quarters of them, one address half, one visitor, or thread of a key without visitors, a sixteenth.
+	// Turns is how many turns may be under way in this process that came from requests; default 2048. One key may have
+	// three quarters of them, one address half; one visitor, or thread of a key without visitors, a sixteenth and at
+	// most 16.
 	Turns int
 	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32
 	// KiB.
@@ -167,7 +169,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.Agents = cmp.Or(c.Agents, c.Loop.Agents, &agents.Directory{})
 	c.DoubleTexting = cmp.Or(c.DoubleTexting, Enqueue)
 	c.Rate = cmp.Or(c.Rate, 30)
-	c.Turns = cmp.Or(c.Turns, 256)
+	c.Turns = cmp.Or(c.Turns, 2048)
 	c.MaxBody = cmp.Or(c.MaxBody, 256<<10)
 	c.DocumentBytes = cmp.Or(c.DocumentBytes, documents.DefaultMaxBytes)
 	c.MaxMessage = cmp.Or(c.MaxMessage, 32<<10)
@@ -200,6 +202,10 @@ func (c *Chat) Register(e *executions.Engine) error {
 // Run returns when ctx has ended and the turns that this process began for its connections have ended, too, or were
 // handed on. Call it beside the engine's Run.
 func (c *Chat) Run(ctx context.Context) error {
+	if c.Listener != nil { // so that streams do not begin and end to listen, one after the other
+		_, unsubscribe := c.Listener.SubscribeTo(threads.AccessChannel, func(string) bool { return false })
+		defer unsubscribe()
+	}
 	<-ctx.Done()
 	c.turns.Wait()
 	return nil

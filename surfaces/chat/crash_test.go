@@ -3,8 +3,6 @@ package chat_test
 import (
 	"context"
 	"fmt"
-	"io"
-	"net/http"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -16,19 +14,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
 // loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table,
 // after the fence of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
-	exec(t, db, `create table test_writes (n int)`)
+	exec(t, db, `create sequence test_writes`) // which counts a write that is rolled back, too
 	exec(t, db, fmt.Sprintf(`
 		create function test_lose() returns trigger language plpgsql as $$
 		begin
-		  insert into test_writes values (1);
-		  if (select count(*) from test_writes) = %d then
+		  if nextval('test_writes') = %d then
 		    update agent_workers set expires_at = clock_timestamp() - interval '1 second'
 		     where id in (select claimed_by from agent_executions);
 		  end if;
@@ -119,7 +115,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 			t.Errorf("not so: %s", what)
 		}
 	}
-	return value[bool](t, w.pool, `select count(*) >= $1 from test_writes`, k)
+	return value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
 }
 
 // TestQueuedTurnsKeepTheirOrderThroughALoss loses a process with three messages of one thread in it.
@@ -161,77 +157,37 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	}
 }
 
-// TestAStreamOfAnAnswerThatIsRecordedIsNotRestarted loses the first process between the answer and the end of the turn.
-// What the second one has to say is then all recorded, also the words beside the tool call, and a client that streams
-// meanwhile gets it whole.
-func TestAStreamOfAnAnswerThatIsRecordedIsNotRestarted(t *testing.T) {
+// The answer, its message and the end of the turn are one transaction: one that fails at the end leaves nothing, and
+// the next says it once.
+func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Let me look.").AndCall("weather", `{}`), modeltest.Text("Nine, and it is sunny."))
-	first, _ := w.silent(t)
+	w := newWorld(t, modeltest.Text("Nine."))
+	p := w.process(t)
+	exec(t, w.pool, `create sequence test_ends`)
+	exec(t, w.pool, `create table test_seen (recorded bigint, said bigint)`)
 	exec(t, w.pool, `
-		create function test_lose() returns trigger language plpgsql as $$
+		create function test_refuse() returns trigger language plpgsql as $$
 		begin
-		  update agent_workers set expires_at = clock_timestamp() - interval '1 second'
-		   where exists (select from written where step = 'answer') and id in (select claimed_by from agent_executions);
-		  return null;
-		end $$`)
-	exec(t, w.pool, `create trigger test_lose after insert on agent_checkpoints referencing new table as written
-	  for each statement execute function test_lose()`)
-	exec(t, w.pool, `
-		create function test_wait() returns trigger language plpgsql as $$
-		begin
-		  if new.claim = 1 then
-		    raise exception 'the first process does not get this far' using errcode = 'admin_shutdown';
+		  if nextval('test_ends') = 1 then
+		    raise exception 'the first try does not get this far' using errcode = 'serialization_failure';
 		  end if;
-		  perform pg_advisory_xact_lock(42);
+		  insert into test_seen select (select count(*) from agent_checkpoints where step = 'answer'),
+		                               (select count(*) from agent_messages where role = 'assistant');
 		  return new;
 		end $$`)
-	exec(t, w.pool, `create trigger test_wait before update on agent_executions for each row
-	  when (new.status = 'completed') execute function test_wait()`)
-	gate, err := w.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
+	exec(t, w.pool, `create trigger test_refuse before update on agent_executions for each row
+	  when (new.status = 'completed') execute function test_refuse()`)
+	got, err := p.client(inThread("s")...).CreateChatCompletion(t.Context(), says("When?"))
+	if err != nil || got.Choices[0].Message.Content != "Nine." {
+		t.Fatalf("answer %+v, %v", got, err)
 	}
-	exec(t, gate, `select pg_advisory_xact_lock(42)`)
-	var group errgroup.Group
-	group.Go(func() error {
-		_, err := first.client(inThread("s")...).CreateChatCompletion(t.Context(), says("When?"))
-		return err
-	})
-	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, w.pool, `select exists (select from agent_checkpoints where step = 'answer')`)
-	}, "the answer is recorded")
-	second, keeper := w.silent(t)
-	stream := second.attach(t, value[string](t, w.pool, `select id::text from agent_executions`))
-	second.run(t, keeper)
-	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 42 and not granted)`)
-	}, "the second process is about to end the turn")
-	if err := gate.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
+	if lines := w.transcript(t, "s"); !cmp.Equal(lines, []string{"user: When?", "assistant: Nine."}) {
+		t.Errorf("thread %q", lines)
 	}
-	body, err := io.ReadAll(stream)
-	if text := contentOf(t, string(body)); err != nil || text != "Let me look.\n\nNine, and it is sunny." {
-		t.Errorf("streamed: %s, %v", body, err)
+	if n := len(w.model.Requests()); n != 1 {
+		t.Errorf("the model was asked %d times", n)
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
+	if !value[bool](t, w.pool, `select count(*) = 1 and bool_and(recorded = 1 and said = 1) from test_seen`) {
+		t.Error("the record and the message of the first try are still there, or those of the second are not")
 	}
-}
-
-// attach streams a turn: its head has arrived.
-func (p *process) attach(t *testing.T, id string) io.Reader {
-	t.Helper()
-	url := p.url + "/v1/chat/completions/" + chat.CompletionID(id) + "?stream=true"
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.Header.Set("Authorization", "Bearer site")
-	response, err := http.DefaultClient.Do(r)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = response.Body.Close() })
-	return response.Body
 }

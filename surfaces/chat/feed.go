@@ -21,16 +21,17 @@ const bytesPerToken = 4
 type feed struct {
 	mu       sync.Mutex
 	text     string
-	settled  int    // bytes that stay whatever happens: the texts of finished model calls
-	attempt  int    // where the text of the present attempt of the model begins
-	due      string // goes before the next text
-	limit    int    // bytes; 0 is no limit
-	full     bool   // the limit cut something off
-	streamed bool   // somebody was shown text
-	live     bool   // the turn was begun here, and whoever waits for it does so here
-	local    bool   // this process takes the turn now
-	claim    int64  // under which it does, or did last
-	leave    bool   // an admin's approval is waited for, by this turn or by the one that it stands behind
+	settled  int     // bytes that stay whatever happens: the texts of finished model calls
+	attempt  int     // where the text of the present attempt of the model begins
+	due      string  // goes before the next text
+	limit    int     // bytes; 0 is no limit
+	full     bool    // the limit cut something off
+	streamed bool    // somebody was shown text
+	live     bool    // the turn was begun here, and whoever waits for it does so here
+	local    bool    // this process takes the turn now
+	claim    int64   // under which it does, or did last
+	posted   *posted // of a turn that was begun here; nil for others
+	leave    bool    // an admin's approval is waited for, by this turn or by the one that it stands behind
 	end      *executions.Execution
 	changed  chan struct{}
 }

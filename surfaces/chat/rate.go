@@ -97,6 +97,7 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 // has left. A message that names neither visitor nor thread begins a thread of its own.
 func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	turns := int64(c.Turns)
+	few := min(turns/16, 16) // of one visitor
 	shares := []admission.Share{
 		{Name: "key " + a.Owner, Most: turns * 3 / 4},
 		{Name: "address " + c.Address(r), Most: turns / 2},
@@ -105,10 +106,10 @@ func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
 	case a.Secret != "":
 		shares = append(shares, admission.Share{
 			Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
-			Most: turns / 16,
+			Most: few,
 		})
 	case a.Name != "":
-		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: turns / 16})
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: few})
 	}
 	place, err := c.work.Take(1, shares...)
 	if err != nil {

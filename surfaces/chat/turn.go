@@ -47,8 +47,10 @@ type turn struct {
 	exec     executions.Execution
 	in       input
 	feed     *feed
-	live     bool  // somebody waits for it here
-	number   int64 // in its thread
+	live     bool             // somebody waits for it here
+	posted   *posted          // what need not be read; nil where it is
+	number   int64            // in its thread
+	lane     *executions.Hold // the thread's, as it was taken last
 	prompt   string
 	images   []models.Part // that came with the prompt
 	opening  string        // what flows said, before the turn's own words
@@ -69,7 +71,9 @@ func (c *Chat) run(ctx context.Context, raw json.RawMessage) (executions.Result,
 	defer leave()
 	t.feed = f
 	f.mu.Lock()
-	t.live = f.live && x.Claim == 1
+	if t.live = f.live && x.Claim == 1; t.live {
+		t.posted = f.posted
+	}
 	f.mu.Unlock()
 	if !t.live {
 		defer f.away(x.Claim) // the followers look into the database for what comes next
@@ -78,7 +82,7 @@ func (c *Chat) run(ctx context.Context, raw json.RawMessage) (executions.Result,
 	if err != nil {
 		return executions.Result{}, t.cutShort(ctx, err)
 	}
-	return executions.Result{Summary: clip(got.Text, 200), Value: got}, nil
+	return result(got), nil
 }
 
 // take takes the turn.
@@ -134,8 +138,13 @@ func (t *turn) read(ctx context.Context) error {
 		opening  string
 	}
 	got, err := executions.Persist(ctx, func(ctx context.Context) (f found, err error) {
-		f.messages, err = threads.Messages(ctx, t.Pool,
-			threads.MessageFilter{ExecutionID: t.exec.ID, Role: threads.User})
+		if t.posted != nil && t.posted.messages != nil {
+			f.messages = slices.Clone(t.posted.messages)
+			slices.Reverse(f.messages)
+		} else {
+			f.messages, err = threads.Messages(ctx, t.Pool,
+				threads.MessageFilter{ExecutionID: t.exec.ID, Role: threads.User})
+		}
 		if err == nil {
 			f.images, err = t.imagesOf(ctx, f.messages)
 		}
@@ -197,6 +206,9 @@ type bounds struct {
 
 // remember reads what was said before this turn, once and for all.
 func (t *turn) remember(ctx context.Context) (past, error) {
+	if t.number == 1 { // nothing was said before it
+		return past{}, nil
+	}
 	b, err := executions.Step(ctx, "remember", func(ctx context.Context) (bounds, error) {
 		summary, messages, err := threads.Window(ctx, t.Pool, t.in.Thread, t.number, t.History)
 		if err != nil || len(messages) == 0 {
@@ -304,10 +316,15 @@ func (t *turn) sketch(ctx context.Context, now bool) {
 func (t *turn) reply(
 	ctx context.Context, said string, finish openai.FinishReason, o reason.Outcome, long bool,
 ) (answer, error) {
-	if _, err := t.hold(ctx, "send"); err != nil {
-		return answer{}, err
+	if t.lane == nil || t.lane.Context().Err() != nil {
+		if _, err := t.hold(ctx, "send"); err != nil {
+			return answer{}, err
+		}
 	}
-	return executions.StepTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (answer, error) {
+	return executions.EndTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (answer, error) {
+		if err := t.lane.Fence(ctx, tx); err != nil {
+			return answer{}, err
+		}
 		a := t.conclude(said, finish, o) // not in a replay: the recorded answer has all that was said, the feed has not
 		m, err := threads.Post(ctx, tx, threads.Draft{
 			ThreadID: t.in.Thread, Role: threads.Assistant, Content: withoutOpening(a.Text, t.opening),
@@ -326,7 +343,12 @@ func (t *turn) reply(
 		}
 		a.Seq = *m.Seq
 		return a, nil
-	})
+	}, result)
+}
+
+// result is what the execution of a turn ends with.
+func result(a answer) executions.Result {
+	return executions.Result{Summary: clip(a.Text, 200), Value: a}
 }
 
 // conclude is the answer that the turn ends with. Its text is all that was said.

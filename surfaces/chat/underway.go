@@ -140,9 +140,7 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 	for {
 		live := t.live && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
 		rings := t.ended.rings()
-		earlier, err := executions.Persist(ctx, func(ctx context.Context) ([]underWay, error) {
-			return unfinished(ctx, t.Pool, t.in.Thread, t.number)
-		})
+		earlier, err := t.earlier(ctx)
 		t.feed.waits(len(earlier) > 0 && earlier[0].Asks)
 		switch {
 		case err != nil:
@@ -163,6 +161,16 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 	}
 }
 
+// earlier lists the turns before this one that are under way.
+func (t *turn) earlier(ctx context.Context) ([]underWay, error) {
+	if t.posted != nil && t.posted.alone {
+		return nil, nil
+	}
+	return executions.Persist(ctx, func(ctx context.Context) ([]underWay, error) {
+		return unfinished(ctx, t.Pool, t.in.Thread, t.number)
+	})
+}
+
 // takeLane stands in the lane's queue for a moment and then, unless the turn is live, waits durably until the lane is
 // free. False means: look again.
 func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool, err error) {
@@ -174,8 +182,8 @@ func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool,
 	busy, isBusy := errors.AsType[*lanes.BusyError](err)
 	switch {
 	case err == nil:
-		err = t.rightful(ctx, hold)
-		return err == nil, err
+		t.lane = hold
+		return true, nil
 	case !isBusy:
 		return false, err
 	case strings.HasPrefix(busy.Holder, t.exec.ID+"#"):
@@ -207,26 +215,6 @@ func (t *turn) claimLane(ctx context.Context, ghost string) error {
 	}
 	if err != nil {
 		return fmt.Errorf("take the thread's lane over: %w", err)
-	}
-	return nil
-}
-
-// rightful gives the lane back when the turn has gone to another process meanwhile: one that was paused in the queue
-// would keep it from that. Whoever takes the turn over after this gets the lane with it.
-func (t *turn) rightful(ctx context.Context, hold *executions.Hold) error {
-	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
-		_, err := t.Pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
-			postgres.Strict{"id": t.exec.ID, "claim": t.exec.Claim})
-		return struct{}{}, err
-	})
-	switch {
-	case postgres.IsCode(err, "LK001"):
-		if err := hold.Release(context.WithoutCancel(ctx)); err != nil {
-			t.Logger.WarnContext(ctx, "lane of a turn that went elsewhere not given back", "error", err)
-		}
-		return executions.ErrStale
-	case err != nil:
-		return fmt.Errorf("take the thread's lane: %w", err)
 	}
 	return nil
 }
