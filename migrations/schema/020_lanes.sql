@@ -1206,10 +1206,11 @@ comment on function lanekeeper.lock_agent_lock_row is
   'who is in the way.';
 
 create or replace function lanekeeper.agent_lock_wanted(p_lane text) returns boolean
-language sql volatile as $$
-  select exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-      or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
-$$;
+language plpgsql volatile as $$
+begin
+  return exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
+      or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane);
+end $$;
 comment on function lanekeeper.agent_lock_wanted is
   'Whether somebody stands in the queue of a lane, or an execution waits for it: then a release notifies.';
 
@@ -1261,7 +1262,7 @@ comment on function lanekeeper.expire_agent_locks is
 -- Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
 
 create or replace function lanekeeper.agent_with_free_lanes(p_ids uuid[]) returns uuid[]
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 declare
   wanted text[] := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
                          union select n.lane from agent_lock_loans n where n.lender = any (p_ids));

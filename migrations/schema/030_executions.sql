@@ -933,7 +933,7 @@ comment on function lanekeeper.agent_free_places is
 
 -- What is held back must not fill the places of what is not.
 create or replace function lanekeeper.agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
-language plpgsql stable set enable_seqscan = off
+language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set jit = off as $$
 #variable_conflict use_column
 begin
@@ -1059,7 +1059,7 @@ comment on function lanekeeper.recover_agent_claim is
   'Give the lanes of an execution to its new claim, and close the calls that an earlier one left in flight.';
 
 create or replace function lanekeeper.ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
-language plpgsql stable set enable_seqscan = off
+language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set jit = off as $$
 #variable_conflict use_column
 begin
@@ -1332,7 +1332,7 @@ comment on function lanekeeper.follow_agent_execution_end is
   'is given up.';
 
 create or replace function lanekeeper.agent_executions_that_hold(p_ids uuid[]) returns uuid[]
-language plpgsql stable set enable_seqscan = off set jit = off as $$
+language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 begin
   return array(
     select l.execution_id from agent_locks l where l.execution_id = any (p_ids)
@@ -1347,7 +1347,7 @@ comment on function lanekeeper.agent_executions_that_hold is
   'Those executions that have lanes, calls under way, open questions to people, or reserved budgets.';
 
 create or replace function lanekeeper.agent_executions_awaited(p_ids uuid[]) returns uuid[]
-language plpgsql stable set enable_seqscan = off set jit = off as $$
+language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 begin
   return array(select t.id from unnest(p_ids) t (id) where exists (
     select from agent_executions x

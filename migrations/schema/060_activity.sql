@@ -301,6 +301,9 @@ comment on function lanekeeper.recover_agent_activity is
 create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void
 language plpgsql volatile as $$
 begin
+  if not exists (select from agent_activity_open o where o.execution_id = p_execution_id) then
+    return;                                                  -- the rule, and cheaper than to look through the months of the log
+  end if;
   with gone as (
     delete from agent_activity_open o where o.execution_id = p_execution_id returning o.activity_id, o.kind)
   update agent_activity a
@@ -811,7 +814,7 @@ comment on function lanekeeper.agent_audit_object is
 create or replace function lanekeeper.record_agent_prompt(
   p_execution_id uuid, p_claim bigint, p_step text, p_tools bytea, p_messages bytea[], p_options jsonb,
   p_digests bytea[], p_bodies text[], p_truncated boolean[], out missing int, out problem text)
-language plpgsql volatile set lock_timeout = '200ms' set jit = off as $$
+language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 declare
   today constant date := (now() at time zone 'UTC')::date;
   parts constant bytea[] := array(select distinct p.digest from unnest(p_messages || p_tools) p (digest) where p.digest is not null);
@@ -850,7 +853,7 @@ comment on function lanekeeper.record_agent_prompt is
 create or replace function lanekeeper.amend_agent_prompt(
   p_activity_id uuid, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
   out problem text)
-language plpgsql volatile set lock_timeout = '200ms' set jit = off as $$
+language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 declare
   today constant date := (now() at time zone 'UTC')::date;
 begin

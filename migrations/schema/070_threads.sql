@@ -691,15 +691,16 @@ comment on function lanekeeper.withdraw_agent_messages is
   'Take back what a cancelled execution has queued. What stood behind it may leave.';
 
 create or replace function lanekeeper.agent_thread_listener(p_thread text, p_except text[]) returns uuid
-language sql volatile as $$
-  select coalesce(
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
+begin
+  return coalesce(
     (select x.id from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'response' and x.waiting_key = p_thread
         and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (p_except) order by x.id limit 1),
     (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
       where l.lane = lanekeeper.agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and x.completed_at is null
-        and x.flow <> all (p_except)))
-$$;
+        and x.flow <> all (p_except)));
+end $$;
 comment on function lanekeeper.agent_thread_listener is
   'The execution that what is said in a thread is for: one that waits for it, else the one that has the thread. '
   'Flows in p_except do not count.';
@@ -829,11 +830,12 @@ comment on function lanekeeper.recall_agent_thread is
   'that the child has taken meanwhile.';
 
 create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
-language sql stable as $$
-  select case when p_kind in ('flow', 'channel', 'admin') or p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
+language plpgsql stable as $$
+begin
+  return case when p_kind in ('flow', 'channel', 'admin') or p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
          else 'th_' || substr(encode(sha256((select s.value from agent_secrets s where s.name = 'thread ids')
-                || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end
-$$;
+                || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end;
+end $$;
 comment on function lanekeeper.agent_thread_id is 'The id of the thread that an owner begins under a name.';
 
 create or replace function lanekeeper.agent_thread_is_of(p_thread text, p_kind text, p_owner text, p_visitor text) returns boolean
@@ -873,13 +875,14 @@ comment on function lanekeeper.agent_thread_had_flows is
   'Whether flows have used a thread that an earlier release began. They may go on.';
 
 create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
-language sql stable as $$
-  select coalesce(
+language plpgsql stable as $$
+begin
+  return coalesce(
     (select a.thread_id from agent_thread_access a
       where a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor and a.name = p_name and a.kind <> 'token'),
     (select i.id from (values (1, lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
-      where lanekeeper.agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1))
-$$;
+      where lanekeeper.agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1));
+end $$;
 comment on function lanekeeper.agent_thread_for is
   'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
   'name.';

@@ -58,7 +58,7 @@ create or replace function lanekeeper.reserve_agent_budget(
   p_execution_id uuid, p_claim bigint, p_step text, p_scopes text[], p_token_limits bigint[], p_usd_limits numeric[],
   p_prompt_tokens bigint, p_prompt_usd numeric, p_token_usd numeric, p_wanted bigint, p_enough bigint, p_least bigint)
 returns table (granted bigint, scope text, unit text, kind text, bound numeric, spent numeric, reserved numeric)
-language plpgsql volatile as $$
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   day text := to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD');
@@ -142,7 +142,7 @@ comment on function lanekeeper.reserve_agent_budget is
 create or replace function lanekeeper.settle_agent_budget(
   p_execution_id uuid, p_step text, p_tokens bigint, p_usd numeric, p_unknown_tokens bigint default 0, p_unknown_usd numeric default 0)
 returns boolean
-language plpgsql volatile as $$
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 declare
   r agent_budget_reservations;
 begin
