@@ -20,13 +20,12 @@ func EndTx[T any](
 	})
 }
 
-// lockForEnd locks the row as an end does, before the fence locks it more weakly: whoever waits for it in between would
-// deadlock with a lock that grows.
-func (r *run) lockForEnd(ctx context.Context, tx pgx.Tx) error {
-	b := &pgx.Batch{}
+// queueLockForEnd locks the row as an end does, before the fence locks it more weakly: whoever waits for it in
+// between would deadlock with a lock that grows.
+func (r *run) queueLockForEnd(b *pgx.Batch) {
 	queuePatience(b)
 	b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
-	return tx.SendBatch(ctx, b).Close()
+	b.Queue(`set local lock_timeout to default`) // for the step's own statements
 }
 
 // queueCompletion queues the end of the run with a result.
@@ -36,6 +35,7 @@ func (r *run) queueCompletion(b *pgx.Batch, result Result) (*finished, error) {
 		return nil, fmt.Errorf("encode result: %w", err)
 	}
 	done := &finished{}
+	queuePatience(b)
 	queueEnd(b, lastWrite{
 		id: r.exec.ID, claim: r.exec.Claim, status: Completed, summary: postgres.Text(result.Summary), result: value, row: r.wantedRow(),
 	}, done)

@@ -80,13 +80,16 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 		return r.replay.lane(ctx, r, name)
 	}
 	heard := outlive(ctx, 5*time.Second)
-	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) { return ask(r, heard) })
+	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) {
+		lease, err := ask(r, heard)
+		if err != nil {
+			return nil, err
+		}
+		return lease, r.fenceLease(heard, lease)
+	})
 	switch {
 	case ctx.Err() != nil:
 		return nil, context.Cause(ctx) // what was taken is the execution's, and goes with it
-	case postgres.IsCode(err, "LK001"): // the claim is over, and nothing was taken
-		r.stop(ErrStale)
-		return nil, ErrStale
 	case err != nil:
 		return nil, fmt.Errorf("take lane: %w", err)
 	}
@@ -100,6 +103,24 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 	held, end := context.WithCancelCause(lease.Context())
 	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
+}
+
+// fenceLease gives a lane back that a claim took which had been lost by then: its successor would find it held by
+// nobody it knows. A claim that is lost after this leaves the lane to its successor.
+func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
+	_, err := r.e.pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+	if err == nil {
+		return nil
+	}
+	if postgres.IsCode(err, "LK001") {
+		r.stop(ErrStale)
+		err = ErrStale
+	}
+	if back := lease.Release(ctx); back != nil {
+		r.e.log.WarnContext(ctx, "lane of a lost claim not given back", "lane", lease.Lane(), "error", back)
+	}
+	return err
 }
 
 // outlive is a context that ends some time after ctx. Under it the answer to a statement is heard although

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -21,7 +19,7 @@ const putOffFor = time.Millisecond
 // longestPutOff is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is indexed. What
 // the database might refuse is written at once, while the code can still be told.
 const (
-	longestPutOff = 32768
+	longestPutOff = 4096
 	longestKey    = 1024
 )
 
@@ -102,31 +100,6 @@ func (r *run) takePutOff() *putOff {
 		r.putTimer.Stop()
 	}
 	return p
-}
-
-// writeAfterPutOff writes in one commit what was put off and what queue adds. What the database refuses of both is
-// written apart, so that each error is of its own write.
-func (r *run) writeAfterPutOff(ctx context.Context, queue func(b *pgx.Batch)) error {
-	r.recording.Lock()
-	defer r.recording.Unlock()
-	last := r.put
-	if last == nil {
-		return r.write(ctx, queue)
-	}
-	r.put = nil
-	r.putTimer.Stop()
-	err := r.write(ctx, func(b *pgx.Batch) {
-		last.point(r).queue(b)
-		queue(b)
-	})
-	if err == nil {
-		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
-		return nil
-	}
-	if err := r.recordTaken(ctx, last); err != nil {
-		return err
-	}
-	return r.write(ctx, queue)
 }
 
 // recordPutOff writes what was put off. The caller holds r.recording.

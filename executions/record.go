@@ -32,10 +32,8 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	point, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
-		if s.entry == nil { // the intent of a step with an activity row takes along what is put off
-			if err := r.caughtUp(ctx); err != nil {
-				return true, value, err
-			}
+		if err := r.caughtUp(ctx); err != nil {
+			return true, value, err
 		}
 		if r.e.stopping() {
 			r.stop(ErrDraining)
@@ -109,7 +107,7 @@ func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
 	lasting, end := r.lasting(ctx)
 	defer end()
-	err := r.writeAfterPutOff(lasting, func(b *pgx.Batch) {
+	err := r.write(lasting, func(b *pgx.Batch) {
 		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
 		if s.also != nil {
 			s.also(b, s.key)

@@ -83,16 +83,16 @@ func tryTx[T any](ctx context.Context, r *run, s spec, again bool, fn func(ctx c
 	var text json.RawMessage
 	var done *finished
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
+		first := &pgx.Batch{}
 		if s.end != nil {
-			if err := r.lockForEnd(ctx, tx); err != nil {
-				return err
-			}
+			r.queueLockForEnd(first)
 		}
-		if _, err := tx.Exec(ctx, `
+		first.Queue(`
 			select set_config('lock_timeout', @patience, true), lanekeeper.fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
 			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 			  from (select current_setting('lock_timeout') as was offset 0) o`,
-			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockPatience}); err != nil {
+			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockPatience})
+		if err := tx.SendBatch(ctx, first).Close(); err != nil {
 			return err
 		}
 		if again {

@@ -15,6 +15,7 @@ import (
 type Sketch struct {
 	Content string
 	Settled int
+	Claim   int64 // under which it was said; not given to [SaveSketch] with it
 }
 
 // Keep returns the part of a sketch that stays.
@@ -43,8 +44,8 @@ func SaveSketch(ctx context.Context, db postgres.DB, execution string, claim int
 // SketchOf reads what an execution has said so far; the zero Sketch when that is nothing, or stored as a message.
 func SketchOf(ctx context.Context, db postgres.DB, execution string) (Sketch, error) {
 	var s Sketch
-	err := db.QueryRow(ctx, `select content, settled from agent_message_drafts where execution_id = @id`,
-		postgres.Strict{"id": execution}).Scan(&s.Content, &s.Settled)
+	err := db.QueryRow(ctx, `select content, settled, claim from agent_message_drafts where execution_id = @id`,
+		postgres.Strict{"id": execution}).Scan(&s.Content, &s.Settled, &s.Claim)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return Sketch{}, fmt.Errorf("read what was said so far: %w", err)
 	}

@@ -719,13 +719,10 @@ declare
   got record;
   of uuid;
 begin
-  -- Executions before lanes. A claim that is over takes nothing; its successor would find the lane held by nobody it knows.
+  -- Executions before lanes. Nothing is locked for one that may not borrow, or under a claim that is over.
   perform 1 from agent_executions x
     where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
   heir := found;
-  if me is not null then
-    perform lanekeeper.fence_agent_execution(me, substr(p_locked_by, 38)::bigint);
-  end if;
   soon := false;
   select a.* into got from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
   acquired := got.acquired; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := got.locked_by;
@@ -747,8 +744,7 @@ begin
 end $$;
 comment on function lanekeeper.take_agent_lock is
   'acquire_agent_lock for an execution, which borrows the lane where a parent that waits for it holds it: then '
-  'lender says from whom. soon: it may not yet, but such a parent is about to wait; try again in a moment. LK001 under '
-  'a claim that is over.';
+  'lender says from whom. soon: it may not yet, but such a parent is about to wait; try again in a moment.';
 
 create or replace function lanekeeper.agent_lane_freed(p_lane text) returns void
 language plpgsql volatile as $$
@@ -970,16 +966,12 @@ comment on function lanekeeper.acquire_many_agent_locks is
 create or replace function lanekeeper.queue_for_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int, p_handed boolean)
 returns agent_lock_answer language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
-  me   constant uuid := lanekeeper.agent_lock_execution(p_locked_by);
   got  agent_lock_answer;
   mark timestamptz;
 begin
   if p_patience_seconds is null or p_patience_seconds <= 0 or p_patience_seconds > 2592000 then
     raise exception 'a place kept for % seconds in the queue of lane % is not valid: give 1 to 2592000 (30 days)',
       coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
-  end if;
-  if me is not null then
-    perform lanekeeper.fence_agent_execution(me, substr(p_locked_by, 38)::bigint);
   end if;
   got := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   if not got.acquired then
@@ -1007,7 +999,7 @@ end $$;
 comment on function lanekeeper.queue_for_agent_lock is
   'await_agent_lock with whose expired lease was taken over. p_handed: a release may hand the lane over, with a '
   'notification on agent_lanes that says lane, owner, token and end (microseconds), parted by tabs; renew it '
-  'then. Leave with quit_agent_lock_queue. LK001 under a claim that is over.';
+  'then. Leave with quit_agent_lock_queue.';
 
 create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
@@ -1206,11 +1198,10 @@ comment on function lanekeeper.lock_agent_lock_row is
   'who is in the way.';
 
 create or replace function lanekeeper.agent_lock_wanted(p_lane text) returns boolean
-language plpgsql volatile as $$
-begin
-  return exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-      or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane);
-end $$;
+language sql volatile as $$
+  select exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
+      or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
+$$;
 comment on function lanekeeper.agent_lock_wanted is
   'Whether somebody stands in the queue of a lane, or an execution waits for it: then a release notifies.';
 
@@ -1262,7 +1253,7 @@ comment on function lanekeeper.expire_agent_locks is
 -- Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
 
 create or replace function lanekeeper.agent_with_free_lanes(p_ids uuid[]) returns uuid[]
-language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   wanted text[] := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
                          union select n.lane from agent_lock_loans n where n.lender = any (p_ids));

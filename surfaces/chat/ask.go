@@ -242,21 +242,20 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err 
 	}
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
-	if err := lockThread(ctx, tx, a.thread); err != nil {
-		return got, err
+	var words span
+	var known bool
+	var to string
+	b := &pgx.Batch{}
+	queueThreadLock(b, a.thread)
+	c.queueUnseen(b, a, &words, &known)
+	queueListener(b, a.thread, &to)
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		return got, fmt.Errorf("lock thread: %w", err)
 	}
 	if a.last != "" {
 		if err := a.isLast(ctx, tx); err != nil {
 			return got, err
 		}
-	}
-	words, known, err := c.unseen(ctx, tx, a)
-	if err != nil {
-		return got, err
-	}
-	to, err := c.listener(ctx, tx, a.thread)
-	if err != nil {
-		return got, err
 	}
 	asked, err := c.requested(ctx, tx, a)
 	if err != nil {
@@ -289,12 +288,16 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err 
 
 // lockThread lets one transaction at a time store messages of a thread.
 func lockThread(ctx context.Context, tx pgx.Tx, thread string) error {
-	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`,
-		postgres.Strict{"thread": thread})
-	if err != nil {
+	b := &pgx.Batch{}
+	queueThreadLock(b, thread)
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("lock thread: %w", err)
 	}
 	return nil
+}
+
+func queueThreadLock(b *pgx.Batch, thread string) {
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`, postgres.Strict{"thread": thread})
 }
 
 // launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.

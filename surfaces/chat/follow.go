@@ -198,7 +198,11 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 	if err != nil {
 		return f.unread(ctx, err)
 	}
-	f.feed.overheard(sketch.Content, asks)
+	text := sketch.Content
+	if x.ClaimedBy == nil || x.Claim != sketch.Claim { // whoever takes the turn up may say the rest in other words
+		text = sketch.Keep()
+	}
+	f.feed.overheard(text, asks)
 	return nil
 }
 

@@ -35,19 +35,12 @@ const watchFor = 30 * time.Second
 // ownFlows are the flows of this surface: who holds a thread for one of them takes no messages for itself.
 func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 
-// listener is the execution that a message in a thread is for; "" when it is for the model.
-func (c *Chat) listener(ctx context.Context, tx pgx.Tx, thread string) (string, error) {
-	var id *string
+// queueListener queues the question which execution a message in a thread is for; "" when it is for the model.
+func queueListener(b *pgx.Batch, thread string, into *string) {
 	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
-	_, err := tx.Exec(ctx, `select lanekeeper.agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
-	if err == nil {
-		err = tx.QueryRow(ctx, `select lanekeeper.agent_thread_listener(@thread, @own)::text`,
-			postgres.Strict{"thread": thread, "own": ownFlows()}).Scan(&id)
-	}
-	if err != nil {
-		return "", fmt.Errorf("see who has the thread: %w", err)
-	}
-	return deref(id), nil
+	b.Queue(`select lanekeeper.agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
+	b.Queue(`select coalesce(lanekeeper.agent_thread_listener(@thread, @own)::text, '')`,
+		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(into) })
 }
 
 // pass stores a message for an execution and lets it go on, together with the run that relays what it says. created

@@ -20,15 +20,15 @@ type span struct {
 	Through int64 `json:"through"`
 }
 
-// unseen finds the words that flows said in a thread since the last answer. It runs under the lock of lockThread, so
-// one turn gets them. A failed, cancelled or refused turn has shown nothing. An answer in a form shows nothing, and
-// words that a relay may still show are left to it; known is false then, and when the thread has no earlier message.
-func (c *Chat) unseen(ctx context.Context, tx pgx.Tx, a Ask) (s span, known bool, err error) {
+// queueUnseen queues the search for the words that flows said in a thread since the last answer. It runs under the
+// lock of lockThread, so one turn gets them. A failed, cancelled or refused turn has shown nothing. An answer in a
+// form shows nothing, and words that a relay may still show are left to it; known is false then, and when the thread
+// has no earlier message.
+func (c *Chat) queueUnseen(b *pgx.Batch, a Ask, s *span, known *bool) {
 	if a.fresh && a.Join == "" {
-		return s, false, nil
+		return
 	}
-	relaying := false
-	err = tx.QueryRow(ctx, `
+	b.Queue(`
 		with asked as (
 		  select m.seq, m.execution_id from agent_messages m
 		   where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit @turns),
@@ -55,14 +55,15 @@ func (c *Chat) unseen(ctx context.Context, tx pgx.Tx, a Ask) (s span, known bool
 		  from since s`, postgres.Strict{
 		"thread": a.thread, "turns": unseenTurns, "relay": RelayFlow, "flow": Flow, "own": ownFlows(), "seen": a.Seen,
 		"interrupt": c.DoubleTexting == Interrupt, "most": relayMost,
-	}).Scan(&s.After, &known, &relaying, &s.Through)
-	if err != nil {
-		return s, false, fmt.Errorf("find what flows said: %w", err)
-	}
-	if a.form != nil || relaying {
-		s.Through = s.After
-	}
-	return s, known && !relaying, nil
+	}).QueryRow(func(row pgx.Row) error {
+		relaying := false
+		err := row.Scan(&s.After, known, &relaying, &s.Through)
+		if a.form != nil || relaying {
+			s.Through = s.After
+		}
+		*known = *known && !relaying
+		return err
+	})
 }
 
 // openingOf is what flows said in the span of a turn, one paragraph for each message. It is "" when they said nothing.
