@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -57,7 +58,7 @@ func (r *run) endedBefore(ctx context.Context, step string) bool {
 	if err != nil || row.Status != Completed || row.Claim != r.exec.Claim {
 		return false
 	}
-	if err := r.reread(ctx, r.e.pool, step); err != errRecorded { //nolint:errorlint // it is returned as it is
+	if !errors.Is(r.reread(ctx, r.e.pool, step), errRecorded) {
 		return false
 	}
 	r.completed(&finished{row: &row})

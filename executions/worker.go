@@ -236,9 +236,14 @@ func (e *Engine) giveUp(ctx context.Context, r *run) {
 func (e *Engine) handBack(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	if _, err := e.pool.Exec(ctx, `select lanekeeper.give_up_agent_claim(@id, @claim)`,
-		postgres.Strict{"id": id, "claim": claim}); err != nil {
+	done, err := e.pool.Exec(ctx, `
+		select lanekeeper.give_up_agent_claim(x.id, x.claim) from agent_executions x where x.id = @id and x.claim = @claim`,
+		postgres.Strict{"id": id, "claim": claim})
+	switch {
+	case err != nil:
 		e.log.WarnContext(ctx, "execution not handed back", "execution", id, "error", err)
+		return
+	case done.RowsAffected() == 0: // it has gone on under another claim
 		return
 	}
 	e.log.InfoContext(ctx, "execution handed back", "execution", id)
