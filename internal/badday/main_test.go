@@ -3,12 +3,10 @@
 package badday_test
 
 import (
-	"fmt"
 	"os"
 	"testing"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
@@ -19,15 +17,7 @@ const patience = 90 * time.Second
 // program is the program under test, built once for all tests.
 var program string
 
-func TestMain(m *testing.M) {
-	pgserver.GuardMain() // before the build: the guard of the test server is this binary, started again
-	var err error
-	if program, err = proctest.Build("badday"); err != nil {
-		fmt.Fprintln(os.Stderr, "badday:", err)
-		os.Exit(1)
-	}
-	pgtest.Main(m)
-}
+func TestMain(m *testing.M) { proctest.Main(m, "badday", &program) }
 
 // atLength reports whether the long run was asked for.
 func atLength() bool { return os.Getenv("AGENT_BADDAYS_ALL") != "" }

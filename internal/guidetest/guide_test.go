@@ -3,9 +3,7 @@
 package guidetest_test
 
 import (
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -15,36 +13,13 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 // program is the agent, built once.
 var program string
 
-func TestMain(m *testing.M) {
-	pgserver.GuardMain() // before the build: the guard of the test server is this binary, started again
-	pgtest.Main(built{m})
-}
-
-// built are tests that have the program.
-type built struct{ *testing.M }
-
-// Run builds the program, runs the tests, and removes it.
-func (b built) Run() int {
-	dir, err := os.MkdirTemp("", "lanekeeper-guides-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "guidetest:", err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	program = filepath.Join(dir, "agent")
-	if out, err := exec.Command("go", "build", "-race=false", "-o", program, "github.com/lanekeeper/lanekeeper/cmd/agent").CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "guidetest: build agent: %v\n%s", err, out)
-		return 1
-	}
-	return b.M.Run()
-}
+func TestMain(m *testing.M) { proctest.Main(m, "guidetest", &program) }
 
 // pages are the guides, the README, and those pages of docs that have a console.
 func pages(t *testing.T) []page {

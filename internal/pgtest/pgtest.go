@@ -23,8 +23,10 @@ package pgtest
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
+	"strconv"
 	"testing"
 	"time"
 
@@ -56,6 +58,20 @@ func Main(m interface{ Run() int }) {
 		}
 	}
 	os.Exit(code)
+}
+
+// AtOnce lets n tests of a package run at once: for packages whose tests wait more than they compute. It is called before
+// [Main]; -parallel still decides where it is given.
+func AtOnce(n int) {
+	flag.Parse()
+	given := false
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	if given {
+		return
+	}
+	if err := flag.Set("test.parallel", strconv.Itoa(n)); err != nil {
+		panic(err) // package testing no longer has the flag
+	}
 }
 
 // DB is a pool on a new database with the whole schema. The pool is closed and the database dropped

@@ -3,12 +3,9 @@
 package rolltest_test
 
 import (
-	"fmt"
 	"os"
 	"testing"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
@@ -23,12 +20,4 @@ func rounds() int {
 	return 1
 }
 
-func TestMain(m *testing.M) {
-	pgserver.GuardMain() // before the build: the guard of the test server is this binary, started again
-	var err error
-	if program, err = proctest.Build("rolltest"); err != nil {
-		fmt.Fprintln(os.Stderr, "rolltest:", err)
-		os.Exit(1)
-	}
-	pgtest.Main(m)
-}
+func TestMain(m *testing.M) { proctest.Main(m, "rolltest", &program) }
