@@ -10,14 +10,14 @@
 // as a whole. Nothing is run again when there are more than five, when a data race was reported, when a
 // package did not build, or when something panicked: none of that is bad luck.
 //
-// Packages can have been tested a second time under another environment: -also names the file with the stream of that
-// run, -under its variable as NAME=value. They are shown, counted and run again as packages of their own, called by
-// their name and the variable.
+// scripts/test runs go test several times and puts two events of its own between the streams. {"Action":"under","Output":
+// "NAME=value"} says that what follows was tested with that variable: those packages are shown, counted and run again as
+// packages of their own, called by their name and the variable; it holds until the next such event. {"Action":"exit"} says
+// that a go test failed.
 package main
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -28,26 +28,17 @@ import (
 )
 
 func main() {
-	exit := flag.Int("exit", 0, "exit code of go test")
-	also := flag.String("also", "", "a file with the stream of another run")
-	under := flag.String("under", "", "NAME=value, in the environment of that run")
-	flag.Parse()
-	streams := []stream{{in: os.Stdin}}
-	if *also != "" {
-		file, err := os.Open(*also)
-		if err != nil {
-			fmt.Fprintln(os.Stderr, "summary:", err)
-			os.Exit(1)
-		}
-		streams = append(streams, stream{file, *under})
-	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
-	code := summarise(streams, os.Stdout, *exit, repeat(ctx, flag.Args()))
+	command := os.Args[1:]
+	if len(command) > 0 && command[0] == "--" {
+		command = command[1:]
+	}
+	code := summarise(os.Stdin, os.Stdout, repeat(ctx, command))
 	stop()
 	os.Exit(code)
 }
 
-// stream is what one run printed, and the variable that its environment had besides.
+// stream is what a run printed, and the variable that its environment had besides.
 type stream struct {
 	in    io.Reader
 	under string
@@ -85,16 +76,14 @@ func repeat(ctx context.Context, command []string) runner {
 	}
 }
 
-// summarise reads streams, gives what failed its second try, prints the closing line and returns the exit code.
-func summarise(streams []stream, out io.Writer, exit int, again runner) int {
+// summarise reads the streams, gives what failed its second try, prints the closing line and returns the exit code.
+func summarise(in io.Reader, out io.Writer, again runner) int {
 	r := newResult()
-	for _, s := range streams {
-		if err := r.read(s, out); err != nil {
-			fmt.Fprintln(out, "summary:", err)
-			return 1
-		}
+	if err := r.read(stream{in: in}, out); err != nil {
+		fmt.Fprintln(out, "summary:", err)
+		return 1
 	}
-	explained := exit == 0 || r.fails()
+	explained := !r.exited || r.fails()
 	unsteady := 0
 	if again != nil && r.fails() {
 		unsteady = r.secondTry(again, out)

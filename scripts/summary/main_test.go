@@ -58,6 +58,9 @@ func (p *play) run(read func(io.Reader) error, more ...string) error {
 	return end
 }
 
+// exited says that go test failed.
+const exited = `{"Action":"exit"}` + "\n"
+
 // six is a run of six failures.
 func six() (lines []string) {
 	for i := range 6 {
@@ -175,7 +178,7 @@ func TestSummary(t *testing.T) {
 		},
 		"the same package under another environment": {
 			first: []string{"run p A", "pass p A", "pass p -"}, also: []string{"run p A", "pass p A", "pass p -"},
-			last: "2 passed, 0 failed, 0 skipped", says: []string{"ok   p X=1\n"},
+			last: "2 passed, 0 failed, 0 skipped", says: []string{"ok   p X=1 0s\n"},
 		},
 		"a failure under another environment only": {
 			first: []string{"run p A", "pass p A", "pass p -"}, also: []string{"run p A", "fail p A", "run p B", "pass p B", "fail p -"}, exit: 1, code: 1,
@@ -193,11 +196,14 @@ func TestSummary(t *testing.T) {
 			t.Parallel()
 			p := &play{t: t, script: c.again}
 			var out strings.Builder
-			streams := []stream{{in: strings.NewReader(printed(t, c.first...))}}
+			in := printed(t, c.first...)
 			if c.also != nil {
-				streams = append(streams, stream{strings.NewReader(printed(t, c.also...)), "X=1"})
+				in += `{"Action":"under","Output":"X=1"}` + "\n" + printed(t, c.also...)
 			}
-			code := summarise(streams, &out, c.exit, p.run)
+			if c.exit != 0 {
+				in += exited
+			}
+			code := summarise(strings.NewReader(in), &out, p.run)
 			printed := out.String()
 			if lines := strings.Split(strings.TrimSpace(printed), "\n"); code != c.code || lines[len(lines)-1] != c.last {
 				t.Errorf("exit code %d, want %d, and %q, want %q", code, c.code, lines[len(lines)-1], c.last)
@@ -225,7 +231,7 @@ func TestSummary(t *testing.T) {
 func TestWithoutACommandNothingIsRunAgain(t *testing.T) {
 	t.Parallel()
 	var out strings.Builder
-	code := summarise([]stream{{in: strings.NewReader(printed(t, failedOnce...))}}, &out, 1, repeat(t.Context(), nil))
+	code := summarise(strings.NewReader(printed(t, failedOnce...)+exited), &out, repeat(t.Context(), nil))
 	if code != 1 || !strings.HasSuffix(out.String(), "\n2 passed, 2 failed, 0 skipped\n") {
 		t.Errorf("exit code %d and %q", code, out.String())
 	}

@@ -19,6 +19,7 @@ var mayBeSkipped = []string{
 type event struct {
 	Action, Package, Test, Output string
 	ImportPath, FailedBuild       string
+	Elapsed                       float64
 }
 
 // result is what one stream says.
@@ -32,6 +33,7 @@ type result struct {
 	packages []string // that failed, in order
 	bad      bool     // a package did not build, or a test was skipped that may not be
 	serious  string   // why nothing is run again
+	exited   bool     // a go test said that something failed
 }
 
 type tally struct{ passed, failed, skipped int }
@@ -68,6 +70,14 @@ func (r *result) read(s stream, out io.Writer) error {
 			fmt.Fprintln(out, lines.Text())
 			continue
 		}
+		switch e.Action {
+		case "under":
+			s.under = e.Output
+			continue
+		case "exit":
+			r.exited = true
+			continue
+		}
 		if s.under != "" && e.Package != "" {
 			e.Package += " " + s.under
 		}
@@ -102,7 +112,7 @@ func (r *result) take(e event, out io.Writer) {
 			counts.passed++
 			r.passed[t] = true
 		} else {
-			fmt.Fprintln(out, "ok  ", e.Package)
+			fmt.Fprintf(out, "ok   %s %.0fs\n", e.Package, e.Elapsed)
 		}
 		delete(r.output, key)
 		delete(r.open, t)
