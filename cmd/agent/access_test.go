@@ -34,6 +34,7 @@ func mayCall(path string) []string {
 }
 
 func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
 		"AGENT_TRUSTED_PROXIES=127.0.0.1")
 	s := p.start("serve")
@@ -67,6 +68,7 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 }
 
 func TestTheDocumentSaysWhatWebhooksAreAnswered(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	_, text := get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")

@@ -10,6 +10,7 @@ import (
 )
 
 func TestAgentsAreListedShownAndCompared(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	contains(t, p.must("agents", "ls"), "default", "0")
 	contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
@@ -59,6 +60,7 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 
 // A person reads the greeting before the first prompt of a conversation, and not when it goes on.
 func TestChatOnATerminalBeginsWithTheGreeting(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("apply", folder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
 	contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")

@@ -39,6 +39,7 @@ type diff struct {
 }
 
 func TestApplyShowsAndMakesTheDifference(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	dir := folder(t, map[string]string{"one.yaml": goodSkill})
 	dry := p.must("apply", dir, "--dry-run")
@@ -70,6 +71,7 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 
 // A wrong folder removes nothing: what it does not declare is kept and listed. --prune or a person's yes removes it.
 func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	wrong := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
@@ -127,6 +129,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 
 // Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.
 func TestApplyOfABadWorkspace(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct {
 		files map[string]string
 		says  []string
@@ -171,6 +174,7 @@ func TestApplyOfABadWorkspace(t *testing.T) {
 }
 
 func TestApplyRefusesABearerTokenThatIsTooWeak(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	dir := folder(t, map[string]string{"hook.yaml": `kind: webhook
 name: hook
@@ -193,6 +197,7 @@ actions:
 }
 
 func TestMigrate(t *testing.T) {
+	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	p := on(t, url)
 	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {

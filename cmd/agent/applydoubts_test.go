@@ -8,6 +8,7 @@ import (
 )
 
 func TestApplyWarnsOfAModelAndAChatKeyThatTheSettingsDoNotKnow(t *testing.T) {
+	t.Parallel()
 	database := pgtest.URL(t)
 	dir := folder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
 	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)

@@ -143,6 +143,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 
 // Every command that changes something leaves a row, of the admin, with the reason and the object.
 func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p, db := on(t, url), connect(t, url)
 	dir := folder(t, map[string]string{"all.yaml": audited})
@@ -199,6 +200,7 @@ func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
 
 // A run whose call needs an approval says so, with what to do, and is settled when the approved call was made.
 func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("apply", folder(t, map[string]string{"all.yaml": audited}))
 	var ran struct {

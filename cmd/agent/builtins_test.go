@@ -8,6 +8,7 @@ import (
 )
 
 func TestBuiltinsAreThereWithoutBeingDeclared(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	contains(t, p.must("skills", "call", "recall", "--args", `{"query": "sizes"}`), `"memories": []`)
 	contains(t, p.must("skills", "call", "objectives_list"), `"objectives": []`)
@@ -16,6 +17,7 @@ func TestBuiltinsAreThereWithoutBeingDeclared(t *testing.T) {
 }
 
 func TestApplyKnowsTheBuiltins(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	dir := folder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
 	got := p.run("apply", dir)
@@ -30,6 +32,7 @@ func TestApplyKnowsTheBuiltins(t *testing.T) {
 }
 
 func TestABuiltinIsBackWhenTheWorkspaceNoLongerReplacesIt(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("apply", folder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
 	contains(t, p.must("skills", "show", "recall"), "sql:")

@@ -40,6 +40,7 @@ func TestATransactionIsLeftAloneForALease(t *testing.T) {
 
 // Programs that read JSON find what to do in one place, also when the database cannot be opened.
 func TestADatabaseThatCannotBeOpenedSaysWhatToDoInItsField(t *testing.T) {
+	t.Parallel()
 	const gone = "postgres://user@127.0.0.1:1/none"
 	var got struct {
 		Error struct{ Message, Hint string }
@@ -59,6 +60,7 @@ func TestADatabaseThatCannotBeOpenedSaysWhatToDoInItsField(t *testing.T) {
 
 // A server without a free connection is advised about once.
 func TestAFullServerIsAdvisedAboutOnce(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)
 	role := "crowd_" + strings.ToLower(trace.New(trace.Flow).Suffix())

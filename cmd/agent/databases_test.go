@@ -35,6 +35,7 @@ const orderTable = `create table orders (id int, closed int); insert into orders
 // A database is declared by name, its URL comes from the environment, and nothing that is printed has it. A call
 // without the setting is refused, names it, and is no failure that self-heal counts.
 func TestSkillsOnANamedDatabase(t *testing.T) {
+	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	dir := folder(t, map[string]string{"orders.yaml": orders})
 	shop := connect(t, there)
@@ -76,6 +77,7 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 // The process is killed between the commit in the shop's database and the checkpoint in its own. Another process goes
 // on, gets the recorded result, and the order was closed once.
 func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
+	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	shop, own := connect(t, there), connect(t, url)
 	if _, err := shop.Exec(t.Context(), orderTable); err != nil {

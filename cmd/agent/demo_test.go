@@ -42,6 +42,7 @@ func asBinary(t *testing.T, settings []string, args ...string) *exec.Cmd {
 
 // Each story, to the letter: who takes the thread, who speaks, who waits, who gives it to whom, and when.
 func TestDemoPlaysItsStoriesToTheLetter(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]struct{ story, thread string }{
 		"independent": {`
 14:00 an admin acts: starts agente_a
@@ -196,6 +197,7 @@ func nothingLeft(t *testing.T, url, said string) {
 
 // A story that goes another way is an error that shows the difference, and everything is taken down.
 func TestADemoThatGoesOtherwiseFails(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		change func(*story)
 		says   []string

@@ -11,6 +11,7 @@ import (
 )
 
 func TestDocumentsAreStoredListedFetchedAndDeleted(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	dir := folder(t, map[string]string{"orders.csv": "id,total\n1,9.50\n"})
 	contains(t, p.must("documents", "ls"), "no documents; agent documents add FILE")

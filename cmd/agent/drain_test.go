@@ -67,6 +67,7 @@ func closed(t *testing.T, base string) bool {
 
 // A process that was told to stop is not ready at once, and serves for as long as was asked. A second signal ends it.
 func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
+	t.Parallel()
 	cmd := exec.Command(os.Args[0], "serve")
 	cmd.Env = append(os.Environ(), asAgent+"=1", "DATABASE_URL="+pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_DRAIN_DELAY=10m")
 	cmd.Args = append(cmd.Args, "--migrate")
@@ -110,6 +111,7 @@ func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
 
 // An answer that is being made when the process is told to stop is made to its end, streamed or not, and then the process ends.
 func TestAStopWaitsForAnswers(t *testing.T) {
+	t.Parallel()
 	asked, free := make(chan struct{}, 2), make(chan struct{})
 	model := modeltest.New(t)
 	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
@@ -159,6 +161,7 @@ func TestAStopWaitsForAnswers(t *testing.T) {
 
 // The service manager hears when the process serves, that it lives, and when it stops.
 func TestTheServiceManagerIsTold(t *testing.T) {
+	t.Parallel()
 	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
 	if err != nil {
 		t.Fatal(err)
@@ -197,6 +200,7 @@ func TestTheServiceManagerIsTold(t *testing.T) {
 }
 
 func TestHealthcheck(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
@@ -223,6 +227,7 @@ func TestHealthcheck(t *testing.T) {
 
 // A process that is alive and not ready says what is missing.
 func TestHealthcheckSaysWhatIsMissing(t *testing.T) {
+	t.Parallel()
 	all, own := "[::]", "[::1]:0"
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
 	if err != nil { // no IPv6 here

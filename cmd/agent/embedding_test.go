@@ -10,6 +10,7 @@ import (
 )
 
 func TestTheDoctorSaysWhetherMemoriesAreFoundByMeaning(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	contains(t, p.must("doctor"), "embeddings", "off: memories are found by words alone")

@@ -142,6 +142,7 @@ func (w *walk) rooms() []string {
 }
 
 func TestWhatTheTerminalDoesIsSeenInTheRoom(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	w.Shows("The agent has not done anything yet")
 	w.live()
@@ -161,6 +162,7 @@ func TestWhatTheTerminalDoesIsSeenInTheRoom(t *testing.T) {
 
 // What an admin's turn waits for is decided in the room, and the process that serves goes on with the turn.
 func TestAnApprovalIsGivenInTheRoom(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
 	w := walkOn(t, d.program, d.pool, browser.Look{})
 	w.live()
@@ -182,6 +184,7 @@ func TestAnApprovalIsGivenInTheRoom(t *testing.T) {
 }
 
 func TestALaneComesAndGoesInTheRoom(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	for path, part := range map[string]string{"/": "#locks", "/lanes": "#held"} {
 		w.Go(w.base + path)
@@ -200,6 +203,7 @@ func TestALaneComesAndGoesInTheRoom(t *testing.T) {
 }
 
 func TestTheAgentIsPausedInTheRoom(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	w.pull("#pause")
 	w.Shows("Autonomous work is paused.")
@@ -224,6 +228,7 @@ func TestTheAgentIsPausedInTheRoom(t *testing.T) {
 
 // A stream that the network broke goes on with what was missed.
 func TestNothingIsMissedOrTwiceWhileThePageIsOffline(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	between := newWire(t, strings.TrimPrefix(w.base, "http://"))
 	w.logIn("http://" + between.Addr().String())
@@ -246,6 +251,7 @@ func TestNothingIsMissedOrTwiceWhileThePageIsOffline(t *testing.T) {
 
 // So does one that broke because the server began anew.
 func TestNothingIsMissedOrTwiceWhenTheServerStartsAgain(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{}, "AGENT_LISTEN="+freeAddress(t))
 	w.follow()
 	w.down()
@@ -286,6 +292,7 @@ func (w *walk) followed() {
 }
 
 func TestUpdatesWaitWhileTheReaderPausesThem(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	w.live()
 	w.must("heartbeat")
@@ -308,6 +315,7 @@ func TestUpdatesWaitWhileTheReaderPausesThem(t *testing.T) {
 }
 
 func TestTheRoomWithoutJavaScript(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{NoScript: true})
 	w.must("heartbeat")
 	for _, path := range w.rooms() {
@@ -323,6 +331,7 @@ func TestTheRoomWithoutJavaScript(t *testing.T) {
 }
 
 func TestTheRoomByKeyboard(t *testing.T) {
+	t.Parallel()
 	w := newWalk(t, browser.Look{})
 	w.must("heartbeat")
 	w.Go(w.base + "/")

@@ -51,6 +51,7 @@ func stateOf(t *testing.T, db *pgxpool.Pool) state {
 // The caretaker's broken skill is taken out of service after its third failed call, with reason and evidence, its
 // automation is paused; enabling restores exactly that, and self-heal does not take it away again at once.
 func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)
 	p := on(t, url)
@@ -104,6 +105,7 @@ func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
 
 // agent selfheal does on its own what a heartbeat's first phase does, and says so.
 func TestSelfhealOnItsOwn(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	p.must("apply", caretaker)
@@ -125,6 +127,7 @@ func TestSelfhealOnItsOwn(t *testing.T) {
 }
 
 func TestSkillsDisableAndEnable(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("apply", caretaker)
 	var changed struct {
@@ -155,6 +158,7 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 }
 
 func TestSkillsCall(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("apply", caretaker)
 	contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
@@ -185,6 +189,7 @@ func TestSkillsCall(t *testing.T) {
 
 // A call of a skill on trial is the trial, and says so.
 func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	p.must("apply", caretaker)

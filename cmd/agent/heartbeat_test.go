@@ -8,6 +8,7 @@ import (
 
 // A heartbeat that gives way to an admin says for whom it waits and where it goes on, and is no failure.
 func TestAHeartbeatThatYieldsSaysSo(t *testing.T) {
+	t.Parallel()
 	for name, extra := range map[string][]string{"text": nil, "JSON": {"--json"}} {
 		t.Run(name, func(t *testing.T) {
 			url := pgtest.URL(t)

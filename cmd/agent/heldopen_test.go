@@ -91,6 +91,7 @@ func (h *hall) slowest(n, want int, request func(i int) visit) time.Duration {
 
 // What a client holds in an open transaction delays requests for the same, which are told so, and no others.
 func TestRequestsForWhatAClientHoldsDelayNoOthers(t *testing.T) {
+	t.Parallel()
 	h := newHall(t)
 	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
 	post := func(path, key, body string, headers ...string) func() visit {

@@ -10,6 +10,7 @@ import (
 )
 
 func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
 	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.", "--timezone", "Europe/Madrid")
@@ -32,6 +33,7 @@ func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
 }
 
 func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	for name, c := range map[string]struct {
 		flags []string
@@ -59,6 +61,7 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 }
 
 func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
+	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
 	shown := bare(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
 	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is no URL of PostgreSQL", "workspace/agent.yaml")
@@ -69,6 +72,7 @@ func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
 }
 
 func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	dir := t.TempDir()
 	p.must("init", dir, "--yes", "--name", "nora", "--database", "postgres://u:se%40cret@db/shop")

@@ -17,6 +17,7 @@ import (
 )
 
 func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	tests := map[string]struct {
 		command []string
@@ -46,6 +47,7 @@ func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
 }
 
 func TestLanesRunHandsItsStreamsOn(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	got := p.runWith(t.Context(), strings.NewReader("input"), "lanes", "run", "x", "--", "sh", "-c", "cat; echo told >&2")
 	if got != (answer{0, "input", "told\n"}) {
@@ -54,6 +56,7 @@ func TestLanesRunHandsItsStreamsOn(t *testing.T) {
 }
 
 func TestLanesRunOfNoCommand(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--", "/no/such/command")
 	if got.code != 1 || !strings.HasPrefix(got.err, "agent: run /no/such/command: ") {
@@ -77,6 +80,7 @@ func skipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 
 // Whose lane is busy is skipped, with the holder, however it was asked for.
 func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	db := connect(t, url)
@@ -109,6 +113,7 @@ func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
 
 // Who breaks a lane that an open transaction has in use hears which one that is.
 func TestLanesReleaseNamesWhoIsInTheWay(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	db := connect(t, url)
@@ -131,6 +136,7 @@ func TestLanesReleaseNamesWhoIsInTheWay(t *testing.T) {
 }
 
 func TestLanesRunSkipsWhenBusy(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	db := connect(t, url)
@@ -167,6 +173,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 
 // A bad lane or TTL is exit 2, the command does not run, and nothing is written.
 func TestLanesRunRefusesBadLanes(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	mark := filepath.Join(t.TempDir(), "mark")
@@ -200,6 +207,7 @@ func TestLanesRunRefusesBadLanes(t *testing.T) {
 
 // A command may take longer than the lane's time to live: the lane is renewed while it runs.
 func TestLanesRunRenewsTheLane(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--ttl", "4s", "--", "sh", "-c", "sleep 6; echo whole")
 	if got.code != 0 || got.out != "whole\n" {
@@ -208,6 +216,7 @@ func TestLanesRunRenewsTheLane(t *testing.T) {
 }
 
 func TestLanesRunEndsTheCommandWhenItIsStopped(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	s := p.start("lanes", "run", "x", "--", "sh", "-c", "echo started >&2; sleep 60 & wait")
 	s.find(t, "started")
@@ -219,6 +228,7 @@ func TestLanesRunEndsTheCommandWhenItIsStopped(t *testing.T) {
 }
 
 func TestLanesSwitchedOff(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	if _, err := connect(t, url).Exec(t.Context(), `select try_acquire_agent_lock('x', 'somebody', 600)`); err != nil {
 		t.Fatal(err)
@@ -232,6 +242,7 @@ func TestLanesSwitchedOff(t *testing.T) {
 // Signals go to the command, which decides how it ends; the lane is held until then and released after. A second
 // signal is the command's too.
 func TestLanesRunUnderSignals(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct {
 		script  string
 		answers []string // what the command prints before each signal
@@ -272,6 +283,7 @@ func TestLanesRunUnderSignals(t *testing.T) {
 }
 
 func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t), "AGENT_LOG_LEVEL=info")
 	got := p.run("lanes", "run", "pipeline:x", "--ttl", "2s", "--", "sh", "-c", "sleep 5; echo ended by itself")
 	if got.code != 0 || got.out != "ended by itself\n" {
@@ -283,6 +295,7 @@ func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
 }
 
 func TestTimesAreShownAlike(t *testing.T) {
+	t.Parallel()
 	zone := time.FixedZone("elsewhere", 3600)
 	if got := when(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
 		t.Errorf("got %s", got)
@@ -299,6 +312,7 @@ func TestTimesAreShownAlike(t *testing.T) {
 
 // A command whose lane is taken away ends at once, long before the next renewal.
 func TestLanesRunHearsThatItsLaneIsTakenAway(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	mark := filepath.Join(t.TempDir(), "mark")

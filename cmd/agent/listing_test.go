@@ -34,6 +34,7 @@ var listings = map[string]struct {
 }
 
 func TestListingsOfNothing(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	for name, l := range listings {
 		if l.empty == "" {
@@ -72,6 +73,7 @@ func used(t *testing.T) program {
 }
 
 func TestListings(t *testing.T) {
+	t.Parallel()
 	p := used(t)
 	for name, l := range listings {
 		t.Run(name, func(t *testing.T) {
@@ -129,6 +131,7 @@ func checkField(t *testing.T, key string, value any) {
 }
 
 func TestPagesOfAListing(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	for range 3 {
 		p.must("heartbeat")
@@ -163,6 +166,7 @@ func TestPagesOfAListing(t *testing.T) {
 }
 
 func TestTrace(t *testing.T) {
+	t.Parallel()
 	p := used(t)
 	var last struct {
 		TraceID     string            `json:"trace_id"`
@@ -200,6 +204,7 @@ func TestTrace(t *testing.T) {
 }
 
 func TestExecutions(t *testing.T) {
+	t.Parallel()
 	p := used(t)
 	var page struct{ Items []struct{ ID, Status string } }
 	p.mustJSON(&page, "executions", "ls")
@@ -225,6 +230,7 @@ func TestExecutions(t *testing.T) {
 }
 
 func TestCancelOfAPendingExecution(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	var id string
 	err := connect(t, url).QueryRow(t.Context(), `
@@ -241,6 +247,7 @@ func TestCancelOfAPendingExecution(t *testing.T) {
 }
 
 func TestApprovals(t *testing.T) {
+	t.Parallel()
 	p := used(t)
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "approvals", "ls")
@@ -268,6 +275,7 @@ func TestApprovals(t *testing.T) {
 
 // What comes from outside cannot steer the terminal of whoever lists it.
 func TestListingsAreSafeToLookAt(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_executions (trace_id, surface, agent, flow, status)
@@ -283,6 +291,7 @@ func TestListingsAreSafeToLookAt(t *testing.T) {
 
 // A trace has several forms; whoever filters by it need not know which one a command takes.
 func TestListingsTakeATraceInAnyForm(t *testing.T) {
+	t.Parallel()
 	p := used(t)
 	p.must("memory", "set", "contact", "Ana")
 	for command, of := range map[string]string{

@@ -28,6 +28,7 @@ func TestMain(m *testing.M) {
 		main()
 	}
 	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a time that is not put into UTC shows
+	pgtest.AtOnce(4)
 	pgtest.Main(browser.Tests{M: m})
 }
 

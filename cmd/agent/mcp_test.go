@@ -39,6 +39,7 @@ func startMCPServer(t *testing.T) *mcpServer {
 }
 
 func TestMCPFromTheCommandLine(t *testing.T) {
+	t.Parallel()
 	server := startMCPServer(t)
 	agent := on(t, pgtest.URL(t), "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
@@ -154,6 +155,7 @@ func (adminBearer) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 func TestServeMountsAndOffersOverHTTP(t *testing.T) {
+	t.Parallel()
 	server := startMCPServer(t)
 	address := pgtest.URL(t)
 	agent := on(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")

@@ -16,6 +16,7 @@ const twoAgents = "kind: agent\nname: sales\ndefault: true\nmodel: gpt-6-luna\nf
 	"kind: agent\nname: billing\nmodel: house/own\nfallback: [gpt-5-mini]\neffort: low\n"
 
 func TestModelsOfAgentsAreChecked(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(modeltest.PassesChecks)
 	url := pgtest.URL(t)
@@ -39,6 +40,7 @@ func TestModelsOfAgentsAreChecked(t *testing.T) {
 }
 
 func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if len(req.Tools) > 0 {
@@ -69,6 +71,7 @@ func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
 }
 
 func TestModelsAreListedWithWhatIsKnown(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t)
 	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), `AGENT_PRICES={"house/own":{"input":1,"output":3}}`)
 	p.must("apply", folder(t, map[string]string{"a.yaml": twoAgents}))
@@ -98,6 +101,7 @@ func TestModelsAreListedWithWhatIsKnown(t *testing.T) {
 }
 
 func TestTheDoctorAsksForATool(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(modeltest.PassesChecks)
 	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")

@@ -18,6 +18,7 @@ var withoutDatabase = map[string]bool{"version": true, "help": true, "healthchec
 // Every command that opens the database refuses one that a newer version migrated, with what to do about it, and leaves it as it is. A
 // command that is added later is held to it too: it is called in ways that fit most.
 func TestEveryCommandRefusesANewerSchema(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	pool := connect(t, url)
 	if _, err := pool.Exec(t.Context(), `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`); err != nil {

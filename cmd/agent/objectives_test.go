@@ -27,6 +27,7 @@ type shownState struct {
 }
 
 func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	p.must("objectives", "add", "tidy", "--goal", "be tidy", "--success", "no dust", "--step", "sweep")
@@ -54,6 +55,7 @@ func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
 }
 
 func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g"}`)
@@ -84,6 +86,7 @@ func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
 }
 
 func TestTheMemoryFromTheCommandLine(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	p.must("memory", "set", "contact", `{"name": "Ana"}`, "--category", "admin", "--expires", "720h")

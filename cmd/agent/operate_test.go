@@ -150,6 +150,7 @@ func (s *screen) left() int {
 }
 
 func TestOperateOnATerminal(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	s := d.screen()
 	s.shows(`session ses_`)
@@ -177,6 +178,7 @@ func TestOperateOnATerminal(t *testing.T) {
 }
 
 func TestInterruptOnATerminalCancelsTheTurnAndStays(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Still here."))
 	s := d.screen()
 	s.shows(`> `)
@@ -206,6 +208,7 @@ func TestInterruptOnATerminalCancelsTheTurnAndStays(t *testing.T) {
 }
 
 func TestApprovalsInlineOnATerminal(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct{ keys, status, reason, shown string }{
 		"approved": {"y\r", "consumed", "", `✓ wipe \{\} → success`},
 		"rejected": {"not on a Friday\r", "rejected", "not on a Friday", `✗ wipe \{\} → denied not on a Friday`},
@@ -231,6 +234,7 @@ func TestApprovalsInlineOnATerminal(t *testing.T) {
 }
 
 func TestAnApprovalLeftOpenOnATerminalIsDecidedLater(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
 	s := d.screen()
 	s.shows(`> `)
@@ -248,6 +252,7 @@ func TestAnApprovalLeftOpenOnATerminalIsDecidedLater(t *testing.T) {
 }
 
 func TestAnApprovalDecidedElsewhereEndsTheQuestion(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
 	s := d.screen()
 	s.shows(`> `)
@@ -265,6 +270,7 @@ func TestAnApprovalDecidedElsewhereEndsTheQuestion(t *testing.T) {
 }
 
 func TestOperateTellsWhoIsAtWork(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.Text("One."))
 	s := d.screen()
 	session := s.shows(`session (ses_[0-9A-Z]+)`)
@@ -284,6 +290,7 @@ func TestOperateTellsWhoIsAtWork(t *testing.T) {
 }
 
 func TestOperateOnce(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
 	got := d.run("operate", "How many?")
 	if got.code != 0 || got.out != "It is 42.\n" {
@@ -302,6 +309,7 @@ func TestOperateOnce(t *testing.T) {
 
 // Whatever reasons is replayed without a model, also outside of a phase.
 func TestATurnOfOperateIsReplayed(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	d.must("operate", "How many?")
 	asked := len(d.model.Requests())
@@ -313,6 +321,7 @@ func TestATurnOfOperateIsReplayed(t *testing.T) {
 }
 
 func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
+	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)
 	d := newDesk(t, wipe, wipe, wipe, modeltest.Text("To what?"))
 	got := d.run("operate", "Wipe. Yes, I approve.")
@@ -334,6 +343,7 @@ func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
 }
 
 func TestOperateLines(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n\n/help\nSay two."), "operate")
 	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
@@ -362,6 +372,7 @@ func TestOperateLines(t *testing.T) {
 }
 
 func TestInputThatCannotBeReadFailsTheCommand(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.Text("One."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", longestLine+1)+"\n"), "operate")
 	if got.code != exitFailed || got.out != "One.\n" {
@@ -371,6 +382,7 @@ func TestInputThatCannotBeReadFailsTheCommand(t *testing.T) {
 }
 
 func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t)
 	silent, keep := io.Pipe()
 	defer keep.Close()
@@ -392,6 +404,7 @@ func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
 }
 
 func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.Text("Too late."))
 	var said stream
 	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
@@ -406,6 +419,7 @@ func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
 }
 
 func TestAFailedTurnFailsTheCommand(t *testing.T) {
+	t.Parallel()
 	refused := modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0)
 	d := newDesk(t, refused, refused, modeltest.Text("Fine."))
 	got := d.run("operate", "Hello.")
@@ -420,6 +434,7 @@ func TestAFailedTurnFailsTheCommand(t *testing.T) {
 }
 
 func TestAnInterruptedCommandCancelsItsTurn(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
 	s := d.start("operate", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
@@ -436,6 +451,7 @@ func TestAnInterruptedCommandCancelsItsTurn(t *testing.T) {
 
 // What a turn uses is there until its run has noticed that it was cancelled.
 func TestAnInterruptedMessageOfAVisitorIsCancelledWithoutAnError(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
 	if _, err := d.pool.Exec(t.Context(), `update agent_skills set scope = 'both'`); err != nil {
 		t.Fatal(err)
@@ -457,6 +473,7 @@ func TestAnInterruptedMessageOfAVisitorIsCancelledWithoutAnError(t *testing.T) {
 }
 
 func TestWatchingAnAdmin(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")
 	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "nobody is at work") }, "the watch begins")
@@ -470,6 +487,7 @@ func TestWatchingAnAdmin(t *testing.T) {
 
 // A script must not take a turn without an answer for one with it.
 func TestOperateFailsWithoutAnAnswer(t *testing.T) {
+	t.Parallel()
 	nothing := modeltest.Text("")
 	for name, c := range map[string]struct {
 		replies []modeltest.Reply
@@ -499,6 +517,7 @@ func TestOperateFailsWithoutAnAnswer(t *testing.T) {
 }
 
 func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("It is 42."), modeltest.Text("It is 43."))
 	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
 		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
@@ -519,6 +538,7 @@ func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
 }
 
 func TestPricesHaveCacheWritesAndALongTier(t *testing.T) {
+	t.Parallel()
 	table := prices(config.Config{Prices: map[string]config.Price{
 		"m": {Input: 2, Cached: 0.2, CacheWrite: 2.5, Output: 10, Long: config.Long{Over: 1000, Input: 4, Output: 15}},
 	}})

@@ -11,6 +11,7 @@ import (
 
 // TestATableFitsTheTerminal wants prose to be cut on a narrow terminal, ids never, and nothing where no terminal is.
 func TestATableFitsTheTerminal(t *testing.T) {
+	t.Parallel()
 	id, about := strings.Repeat("i", 36), strings.Repeat("text ", 20)+"end"
 	heading, rows := []string{"THREAD", "ABOUT", "STATE"}, [][]string{{id, about, "open"}, {"short", "é", "open"}}
 	for name, test := range map[string]struct {

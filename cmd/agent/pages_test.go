@@ -9,6 +9,7 @@ import (
 
 // A page is as long as it was asked to be, up to the longest, and the next goes on where it ended.
 func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
+	t.Parallel()
 	const all = `generate_series(1, 501) g`
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `

@@ -8,6 +8,7 @@ import (
 )
 
 func TestPauseAndResume(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	if got := p.run("pause"); got.code != 2 || !strings.Contains(got.err, "--reason") {
 		t.Errorf("without a reason: %+v", got)
@@ -31,6 +32,7 @@ func TestPauseAndResume(t *testing.T) {
 
 // A heartbeat that a pause keeps from beginning is recorded as skipped, and that is no failure.
 func TestAHeartbeatWhilePausedIsSkipped(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t))
 	p.must("pause", "--reason", "prices look wrong")
 	contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")

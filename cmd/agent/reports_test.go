@@ -166,6 +166,7 @@ func (c *reporter) cells(row string, numbers ...any) {
 }
 
 func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T) {
+	t.Parallel()
 	address := pgtest.URL(t)
 	db := connect(t, address)
 	history(t, db)

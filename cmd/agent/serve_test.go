@@ -21,6 +21,7 @@ const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
 
 // What is missing or wrong in the environment stops the start with exit 2 and a line each, all at once.
 func TestWrongSettings(t *testing.T) {
+	t.Parallel()
 	const database = "DATABASE_URL=postgres://localhost:1/none"
 	tests := map[string]struct {
 		args     []string
@@ -80,6 +81,7 @@ func TestCommandsWithoutADatabase(t *testing.T) {
 }
 
 func TestAPortThatIsTaken(t *testing.T) {
+	t.Parallel()
 	taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -95,6 +97,7 @@ func TestAPortThatIsTaken(t *testing.T) {
 }
 
 func TestServeRefusesAnUnmigratedDatabase(t *testing.T) {
+	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	got := on(t, url, token, "AGENT_LISTEN=127.0.0.1:0").run("serve")
 	if got.code != 2 || strings.Count(got.err, "\n") != 1 || !strings.Contains(got.err, "run `agent migrate`") {
@@ -103,6 +106,7 @@ func TestServeRefusesAnUnmigratedDatabase(t *testing.T) {
 }
 
 func TestServeWorksUntilItIsStopped(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.EmptyURL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	base := s.find(t, `msg=serving listen=(\S+)`)
@@ -189,6 +193,7 @@ func get(t *testing.T, address string) (int, string) {
 
 // The first run is short enough to read: what was made, the story, where everything is.
 func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
+	t.Parallel()
 	p := program{t, []string{
 		"DATABASE_URL=" + withSecret(t, pgtest.EmptyURL(t)), "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_ADMIN_TOKEN=the-admins-own-token", "AGENT_CHAT_KEY=the-visitors-own-key",
@@ -217,6 +222,7 @@ func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
 }
 
 func TestHeartbeat(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	story := p.must("heartbeat")
@@ -250,6 +256,7 @@ func TestHeartbeat(t *testing.T) {
 
 // A heartbeat whose model refuses fails: its story is told, and the error names its trace.
 func TestAHeartbeatThatFails(t *testing.T) {
+	t.Parallel()
 	model := modeltest.New(t)
 	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Refusal(http.StatusUnauthorized, "invalid_request_error", "invalid_api_key", "no such key", 0)
@@ -278,6 +285,7 @@ func TestAHeartbeatThatFails(t *testing.T) {
 }
 
 func TestAnInterruptedHeartbeat(t *testing.T) {
+	t.Parallel()
 	model := modeltest.New(t, modeltest.Hang())
 	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL())
 	p.must("apply", caretaker)
@@ -295,6 +303,7 @@ func TestAnInterruptedHeartbeat(t *testing.T) {
 }
 
 func TestDoctor(t *testing.T) {
+	t.Parallel()
 	type findings struct {
 		Items []struct {
 			Check, Detail string

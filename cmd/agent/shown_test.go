@@ -9,6 +9,7 @@ import (
 
 // An execution keeps what it needs for a replay; no command shows the secrets in it, or more than anybody can read.
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)
 	const id = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
@@ -42,6 +43,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 
 // What a heartbeat and a call print of their executions is redacted too.
 func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
 		create function spill() returns trigger language plpgsql as $$

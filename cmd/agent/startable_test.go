@@ -15,6 +15,7 @@ import (
 // What the program registers for itself is started by its surfaces, with input that they have checked. A flow that is new
 // here has to be named in package api, with how it is started.
 func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
+	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
@@ -38,6 +39,7 @@ func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
 
 // The command line and HTTP refuse the same flows, each with the way that it has.
 func TestReservedFlowsAreTheSameEverywhere(t *testing.T) {
+	t.Parallel()
 	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, api.ReservedFlows()) {
 		t.Errorf("the command line has %v, HTTP has %v", here, api.ReservedFlows())
 	}

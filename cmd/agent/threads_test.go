@@ -8,6 +8,7 @@ import (
 )
 
 func TestThreadsFromTheCommandLine(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	contains(t, p.must("threads", "clean"), "nothing to free")
@@ -51,6 +52,7 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 
 // Who cannot be let in is refused, with what to do, and what is not there is named.
 func TestThreadsOpenRefusesWhoCannotBeLetIn(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind) values ('maria', 'chat', 'admin')`); err != nil {
 		t.Fatal(err)

@@ -29,6 +29,7 @@ func everyCommand(t *testing.T) map[string]*cobra.Command {
 }
 
 func TestTheCommandsOfTheContractExist(t *testing.T) {
+	t.Parallel()
 	all := everyCommand(t)
 	for _, name := range []string{
 		"dev", "serve", "migrate", "apply", "heartbeat", "trace", "trace last", "trace ls", "activity ls", "activity spend",
@@ -43,6 +44,7 @@ func TestTheCommandsOfTheContractExist(t *testing.T) {
 }
 
 func TestHelpOfEveryCommand(t *testing.T) {
+	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		if strings.HasPrefix(name, "completion") {
 			continue
@@ -69,6 +71,7 @@ func TestHelpOfEveryCommand(t *testing.T) {
 // Every mistake in a call is exit 2, says what is wrong and where help is, prints nothing to stdout, and is found
 // before a database is asked for.
 func TestUsageMistakes(t *testing.T) {
+	t.Parallel()
 	long := strings.Repeat("x", 40)
 	tests := map[string]struct {
 		args []string
@@ -158,6 +161,7 @@ func TestUsageMistakes(t *testing.T) {
 
 // Help is no result: a program that left the command out is told so, in JSON.
 func TestACommandThatIsMissingIsAMistakeWhereJSONIsAskedFor(t *testing.T) {
+	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		if !cmd.HasSubCommands() || name == "trace" || name == "why" || name == "mcp" || strings.HasPrefix(name, "completion") {
 			continue
@@ -170,6 +174,7 @@ func TestACommandThatIsMissingIsAMistakeWhereJSONIsAskedFor(t *testing.T) {
 }
 
 func TestJSONErrorsWhereFlagsAreWrong(t *testing.T) {
+	t.Parallel()
 	got := bare(t).run("lanes", "ls", "--nope", "--json")
 	if got.code != 2 || !strings.HasPrefix(got.err, `{"error":{`) {
 		t.Errorf("exit %d, stderr %q, want 2 and JSON", got.code, got.err)
@@ -177,6 +182,7 @@ func TestJSONErrorsWhereFlagsAreWrong(t *testing.T) {
 }
 
 func TestOutputFormByEnvironment(t *testing.T) {
+	t.Parallel()
 	if got := bare(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
 		t.Errorf("AGENT_OUTPUT=json prints %q", got)
 	}
@@ -189,12 +195,14 @@ func TestOutputFormByEnvironment(t *testing.T) {
 }
 
 func TestTheAddressThatWorkersOutsideReadIsNoMistake(t *testing.T) {
+	t.Parallel()
 	if got := bare(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls"); strings.Contains(got.err, "AGENT_URL") {
 		t.Errorf("stderr %q", got.err)
 	}
 }
 
 func TestVersion(t *testing.T) {
+	t.Parallel()
 	contains(t, bare(t).must("version"), "agent ", "schema ", "go1.")
 	var got struct {
 		Version, Go string
@@ -207,6 +215,7 @@ func TestVersion(t *testing.T) {
 }
 
 func TestColour(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct {
 		environ []string
 		flag    bool
@@ -235,6 +244,7 @@ type panicking struct{}
 func (panicking) Write([]byte) (int, error) { panic("index out of range") }
 
 func TestAPanicIsOneLine(t *testing.T) {
+	t.Parallel()
 	var errs stream
 	code := run(t.Context(), []string{"version"}, nil, strings.NewReader(""), panicking{}, &errs)
 	if code != 1 || strings.Count(errs.String(), "\n") != 1 || strings.Contains(errs.String(), "goroutine") {
@@ -253,6 +263,7 @@ type full struct{}
 func (full) Write([]byte) (int, error) { return 0, errors.New("no space left on device") }
 
 func TestOutputThatIsLostIsAFailure(t *testing.T) {
+	t.Parallel()
 	for _, args := range [][]string{{"version"}, {"version", "--json"}} {
 		var errs stream
 		code := run(t.Context(), args, nil, strings.NewReader(""), full{}, &errs)
@@ -263,6 +274,7 @@ func TestOutputThatIsLostIsAFailure(t *testing.T) {
 }
 
 func TestInterruptedIs130(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	got := on(t, "postgres://localhost:1/none").runWith(ctx, nil, "lanes", "ls")

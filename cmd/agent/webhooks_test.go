@@ -24,6 +24,7 @@ events: [execution.failed]
 `
 
 func TestWebhooksOnTheCommandLine(t *testing.T) {
+	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
 	dir := t.TempDir()
