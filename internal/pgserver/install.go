@@ -34,8 +34,9 @@ func install(ctx context.Context, config Config) error {
 		}
 		failures = append(failures, err)
 	}
-	if npm, err := exec.LookPath("npm"); err == nil && bundleFits() {
-		err := installBundle(ctx, config, npm)
+	if npm, err := exec.LookPath("npm"); err == nil && bundleOf(newestMajor).fits() {
+		config.Progress("no PostgreSQL found")
+		err := installBundle(ctx, config, npm, bundleOf(newestMajor))
 		if err == nil {
 			return nil
 		}
