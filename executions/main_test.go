@@ -17,5 +17,6 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
+	pgtest.AtOnce(6)
 	pgtest.Main(leaks.Tests{M: m})
 }

@@ -22,7 +22,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+func TestMain(m *testing.M) {
+	pgtest.AtOnce(6)
+	pgtest.Main(leaks.Tests{M: m})
+}
 
 // soon is within which things happen that need no timeout; long enough for a busy machine.
 const soon = time.Minute
