@@ -146,7 +146,7 @@ func TestApplyOfABadWorkspace(t *testing.T) {
 		},
 		"several problems": {map[string]string{"x.yaml": "kind: skill\nname: a b\n", "y.yaml": "kind: moon\n"}, []string{"/x.yaml:2:7:", "/y.yaml:1:7:"}},
 	}
-	p := on(t, pgtest.URL(t))
+	p := on(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			test.files["good.yaml"] = goodSkill
@@ -183,7 +183,7 @@ secrets: ["${HOOK_TOKEN}"]
 actions:
   - {event: EVENT_COMPLETED, key: "{delivery}"}
 `})
-	weak := on(t, url, "HOOK_TOKEN=hook")
+	weak := on(t, url, "HOOK_TOKEN=hook", "AGENT_LISTEN=127.0.0.1:0")
 	for _, command := range []string{"apply", "dev"} {
 		got := weak.run(command, dir)
 		if got.code != 2 || got.out != "" {
@@ -199,7 +199,7 @@ actions:
 func TestMigrate(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
-	p := on(t, url)
+	p := on(t, url, "AGENT_LISTEN=127.0.0.1:0")
 	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {
 		got := p.run(args...)
 		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of agent; run `agent migrate`") {

@@ -51,7 +51,7 @@ func TestWrongSettings(t *testing.T) {
 			[]string{"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"},
 		},
 		"dev for all, unguarded": {[]string{"dev"}, []string{"AGENT_LISTEN=0.0.0.0:0"}, []string{"AGENT_LISTEN: 0.0.0.0:0 can be reached from other machines"}},
-		"no folder":              {[]string{"dev", "/no/such/folder"}, nil, []string{"load workspace: there is no folder /no/such/folder"}},
+		"no folder":              {[]string{"dev", "/no/such/folder"}, []string{"AGENT_LISTEN=127.0.0.1:0"}, []string{"load workspace: there is no folder /no/such/folder"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
