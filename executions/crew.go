@@ -302,7 +302,6 @@ type claimed struct {
 	checkpoints map[string]Checkpoint
 	interrupted map[string]bool
 	over        func(row *Execution) // gets the row as it ended, where that is known without asking; may be nil
-	desk        *desk                // where who calls for the run sits; nil for the first
 }
 
 // claim takes up to n ready executions, with their records, in one round trip and one transaction.

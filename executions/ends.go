@@ -153,7 +153,7 @@ func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary 
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
 		done, err = alone(r.endAlone)
 	} else {
-		done, err = r.desk.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
+		done, err = r.e.batchers.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
 	}
 	if done.row != nil {
 		r.over(done.row)

@@ -76,7 +76,7 @@ type Engine struct {
 	crews       map[string]*crew
 	due         dueTime
 	stuck       stuckNotice
-	desks       desks
+	batchers    batchers
 	paused      atomic.Bool // as far as this process knows
 
 	transactions  chan struct{} // has room for as many as may be open at once
@@ -115,7 +115,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.crews[queue] = newCrew(e, queue)
 	}
-	e.furnish()
+	e.batchers = newBatchers(e)
 	var err error
 	if e.river, err = newRiver(pool, e); err != nil {
 		return nil, err

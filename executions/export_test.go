@@ -60,10 +60,3 @@ func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }
 
 // AsStored is JSON as jsonb gives it back.
 func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }
-
-// Sitting is how many callers sit at each desk.
-func (e *Engine) Sitting() [2]int {
-	e.desks.mu.Lock()
-	defer e.desks.mu.Unlock()
-	return [2]int{e.desks.all[0].there, e.desks.all[1].there}
-}

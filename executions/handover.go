@@ -55,7 +55,7 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 		if postgres.IsSealed(ctx) || o.raiser != "" {
 			got, err = alone()
 		} else {
-			got, err = e.desks.first().events.Do(ctx, o, alone)
+			got, err = e.batchers.events.Do(ctx, o, alone)
 		}
 		return err
 	})

@@ -39,9 +39,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	}
 	// An interrupt must not leave a row of which nobody here knows.
 	heard, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
-	at := e.desks.sit()
-	defer at.rise()
-	claimed, created, err := e.insertClaimed(heard, s, worker, at)
+	claimed, created, err := e.insertClaimed(heard, s, worker)
 	cancel()
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, refusedByPause(ctx, e.pool, err))
@@ -51,7 +49,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	}
 	var over *Execution
 	if claimed.ClaimedBy != nil {
-		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy, at)
+		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy)
 	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
 		err = e.Attend(ctx, claimed.ID)
 	}
@@ -73,7 +71,7 @@ func stillThere(x Execution, err error) (Execution, error) {
 }
 
 // insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
-func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string, at *desk) (Execution, bool, error) {
+func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
 	alone := func() (Execution, error) {
 		got, _, err := e.insertNow(ctx, s, "running", worker)
 		return got, err
@@ -85,7 +83,7 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string, at *d
 	if err != nil {
 		return Execution{}, false, err
 	}
-	got, err := at.starts.Do(ctx, o, alone)
+	got, err := e.batchers.starts.Do(ctx, o, alone)
 	return got, err == nil, err
 }
 
@@ -111,7 +109,7 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
 	}
-	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy, nil)
+	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
 	switch {
 	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
@@ -170,7 +168,7 @@ func (e *Engine) Attend(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	if _, err = e.execute(ctx, claimed, worker, nil); errors.Is(err, errUnnumbered) {
+	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
 		return e.Attend(ctx, id)
 	}
 	return err

@@ -29,7 +29,7 @@ func (r *run) parkShared(ctx context.Context, step string, w WaitFor, data, vari
 	if !slices.Contains(sharedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
 		return alone()
 	}
-	return r.desk.parks.Do(ctx, parking{
+	return r.e.batchers.waits.Do(ctx, parking{
 		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data, variables: variables,
 	}, alone)
 }

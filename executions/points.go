@@ -48,7 +48,7 @@ func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output jso
 			})
 		})
 	}
-	_, err := r.desk.points.Do(ctx, point{
+	_, err := r.e.batchers.checkpoints.Do(ctx, point{
 		id: r.exec.ID, step: s.key, print: s.print, claim: r.exec.Claim, failed: failed, output: output, variables: text,
 	}, alone)
 	r.carried(text, err)

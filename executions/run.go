@@ -20,7 +20,6 @@ import (
 type run struct {
 	e      *Engine
 	exec   Execution
-	desk   *desk // where its writes go together with those of others; nil in a replay
 	worker string
 	began  time.Time
 	life   context.Context // ends when the run is stopped, or its caller leaves
@@ -104,8 +103,8 @@ func (r *run) poisoned() error {
 
 // execute runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It
 // returns the row as it ended, where that is known without asking.
-func (e *Engine) execute(ctx context.Context, x Execution, worker string, at *desk) (over *Execution, err error) {
-	err = e.perform(ctx, claimed{Execution: x, desk: at, over: func(row *Execution) { over = row }}, worker, func() {})
+func (e *Engine) execute(ctx context.Context, x Execution, worker string) (over *Execution, err error) {
+	err = e.perform(ctx, claimed{Execution: x, over: func(row *Execution) { over = row }}, worker, func() {})
 	return over, err
 }
 
@@ -115,11 +114,8 @@ func (e *Engine) perform(ctx context.Context, took claimed, worker string, retur
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	claimed := took.Execution
-	if took.desk == nil {
-		took.desk = e.desks.first()
-	}
 	r := &run{
-		e: e, exec: claimed, desk: took.desk, worker: worker, began: time.Now(), life: ctx, cancel: cancel,
+		e: e, exec: claimed, worker: worker, began: time.Now(), life: ctx, cancel: cancel,
 		seen: map[string]int{}, latest: map[string]int{}, checkpoints: took.checkpoints, interrupted: took.interrupted, over: took.over,
 	}
 	ctx = r.within(ctx)

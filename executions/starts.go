@@ -36,7 +36,7 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 	if postgres.IsSealed(ctx) { // a replay: the seal is to refuse it, and others must not take it along
 		got, err = alone()
 	} else {
-		got, err = e.desks.first().starts.Do(ctx, o, alone)
+		got, err = e.batchers.starts.Do(ctx, o, alone)
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)

@@ -55,8 +55,8 @@ type Keeper struct {
 	observer Observer
 	turns    postgres.KeyedMutex[key]
 	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
-	tries    batch.Group[wanted, answer]
-	frees    batch.Group[held, release]
+	tries    batch.Batcher[wanted, answer]
+	frees    batch.Batcher[held, release]
 	runs     atomic.Int32    // of Run
 	closed   context.Context // ends with ReleaseAll
 	close    context.CancelFunc
@@ -82,9 +82,9 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[release], error) {
 		return freeMany(ctx, k.db, all)
 	}
-	line := &batch.Line{}
-	share(&k.tries, line)
-	share(&k.frees, line)
+	scheduler := &batch.Scheduler{}
+	share(&k.tries, scheduler)
+	share(&k.frees, scheduler)
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}
@@ -97,11 +97,10 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	return k
 }
 
-// share sets how tries and releases at the same time go together. One that is held up, as a release by a fenced write, must not hold up
-// the rest.
-func share[In, Out any](g *batch.Group[In, Out], line *batch.Line) {
-	g.Line = line
-	g.Unchanged, g.Most, g.Patience, g.Limit = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
+// share configures batching. A release that a fenced write delays must not delay the rest.
+func share[In, Out any](g *batch.Batcher[In, Out], scheduler *batch.Scheduler) {
+	g.Scheduler = scheduler
+	g.Unchanged, g.MaxSize, g.MaxWait, g.Timeout = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 
 // Adopt keeps a lease that the database granted without this package: the lane of an execution that

@@ -1,13 +1,15 @@
-// Package batch lets calls that are made at the same time share one statement and its commit.
+// Package batch lets concurrent writes share one statement and its commit.
 //
-// Each kind of write is a Group, and groups stand in a Line. A caller who is alone writes at once, by itself and in its own goroutine, so
-// one caller pays nothing. While a write is under way others gather, and the group in which most have gathered goes next: all of them
-// together. So callers who do the same fall into step, and statements, of which one costs more to begin than ten rows, become few.
+// A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
+// time, and a second one beside it while many writes are queued. A write that finds nothing in flight is made at once
+// by its own caller, so a single caller pays nothing. Writes that arrive meanwhile are queued, and the longest queue
+// is sent next, as a whole.
 //
-// Each caller waits for the answer to its own write, which comes after the commit. A write that the batch has left out, or whose batch
-// failed and has certainly changed nothing, is made by itself: so one that fails does so alone. A write that waits for longer than
-// Patience goes by itself: one that is held up by somebody's lock does not hold up the rest. So do those who come while three batches of
-// their group are held up, each under the ctx of its caller: else a database that is away would collect writes of callers who have left.
+// Each caller gets the answer to its own write, after the commit. A write that the batch left out is made alone by
+// its caller. So are the writes of a batch that failed and certainly changed nothing: one bad write fails alone. A
+// slow batch, as behind somebody's lock, does not hold up the rest: others are sent beside it, at most three of one
+// batcher. A write that is queued for longer than MaxWait is made alone, under the context of its caller: a database
+// that is away collects no writes of callers who have left.
 package batch
 
 import (
@@ -17,45 +19,46 @@ import (
 	"time"
 )
 
-// Settings of a Group that has none.
+// Defaults of a Batcher.
 const (
-	defaultMost     = 100
-	defaultPatience = 250 * time.Millisecond
+	defaultMaxSize = 100
+	defaultMaxWait = 250 * time.Millisecond
 )
 
-// Group is a kind of write that is made for several at once. Its fields are set before the first Do; it may be used by many goroutines.
-type Group[In, Out any] struct {
-	// Line is where its writes wait, with those of other groups. It has to be set.
-	Line *Line
-	// Send writes several at once and returns their answers, in the order of ins. Its ctx is no caller's.
+// Batcher collects writes of one kind. Set its fields before the first Do. It may be used by many goroutines.
+type Batcher[In, Out any] struct {
+	// Scheduler sends the batches; required.
+	Scheduler *Scheduler
+	// Send makes several writes and returns their answers in the order of ins. Its ctx belongs to no caller.
 	Send func(ctx context.Context, ins []In) ([]Answer[Out], error)
-	// Compare is the order in which writes are sent, which those of equal rank keep; nil for the order in which they came.
+	// Compare sorts a batch; equal writes keep their order. Nil keeps the order of arrival.
 	Compare func(a, b In) int
-	// Unchanged reports that a batch that failed with err has certainly changed nothing, so that its writes may be made again; nil
-	// when they may be in any case.
+	// Unchanged reports that a batch that failed with err has certainly changed nothing, so its writes may be made again.
+	// Nil means that they may be made again after any error.
 	Unchanged func(err error) bool
-	// Late gets an answer for which nobody waits any more; nil when that does not matter.
+	// Late receives an answer whose caller has left; nil to drop it.
 	Late func(in In, out Out)
-	// Most is how many writes share a commit at most: 100 when it is not set.
-	Most int
-	// Patience is how long a write waits to be sent before it goes by itself: 250 ms when it is not set.
-	Patience time.Duration
-	// Limit is how long a Send may take; 0 for as long as it likes.
-	Limit time.Duration
+	// MaxSize bounds the writes of one batch; 0 means 100.
+	MaxSize int
+	// MaxWait is how long a write may be queued before its caller makes it alone; 0 means 250 ms. The scheduler checks
+	// every 10 ms.
+	MaxWait time.Duration
+	// Timeout bounds one Send; 0 means no bound.
+	Timeout time.Duration
 
-	// Guarded by the line.
-	member   bool // of it
-	underway underway
-	waiting  []*write[In, Out]
+	// Guarded by the scheduler.
+	registered bool
+	flights    int
+	queued     []*write[In, Out]
 }
 
-// Answer is what became of one write of a batch.
+// Answer is the outcome of one write of a batch.
 type Answer[Out any] struct {
 	Value Out
-	Alone bool // nothing was done: it has to be made by itself
+	Alone bool // the batch left the write out: its caller makes it alone
 }
 
-// Unanswered are the answers to n writes before any has been answered: all are to be made by themselves.
+// Unanswered returns n answers that leave every write out.
 func Unanswered[Out any](n int) []Answer[Out] {
 	answers := make([]Answer[Out], n)
 	for i := range answers {
@@ -64,146 +67,132 @@ func Unanswered[Out any](n int) []Answer[Out] {
 	return answers
 }
 
-// write is one that waits. Done gets one reply.
+// write is a queued write. Its channel gets one reply.
 type write[In, Out any] struct {
-	in   In
-	came time.Time
-	done chan reply[Out]
+	in    In
+	since time.Time
+	done  chan reply[Out]
 }
 
 type reply[Out any] struct {
 	Answer[Out]
-	err   error
-	leads *flight // of one who is to write by itself, and makes room for the next when it is done
+	err    error
+	flight *flight // of a batch of one, which its caller makes and finishes
 }
 
-// Do makes a write, with others or by alone. It returns when the write is durable or has failed; when ctx ends first it returns its cause,
-// and the write may yet be made.
-func (g *Group[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
-	w, leads := g.come(in)
-	if leads != nil {
-		defer leads.land(1)
+// Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first,
+// Do returns its cause, and the write may still be made.
+func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
+	w, own := b.enqueue(in)
+	if own != nil {
+		defer own.finish()
 		return alone()
 	}
-	got := g.await(ctx, w)
-	switch {
-	case got.err != nil:
-		return got.Value, got.err
-	case got.leads != nil:
-		defer got.leads.land(1)
-		return alone()
-	case got.Alone:
+	got := b.await(ctx, w)
+	if got.flight != nil {
+		defer got.flight.finish()
+	}
+	if got.err == nil && got.Alone {
 		return alone()
 	}
-	return got.Value, nil
+	return got.Value, got.err
 }
 
-// come puts a write into the line, or has it go at once when nobody else is there.
-func (g *Group[In, Out]) come(in In) (*write[In, Out], *flight) {
-	l := g.Line
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !g.member {
-		l.groups, g.member = append(l.groups, g), true
+// enqueue queues a write, or returns a flight for its caller when nothing else is in flight or queued.
+func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *flight) {
+	s := b.Scheduler
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !b.registered {
+		s.batchers, b.registered = append(s.batchers, b), true
 	}
-	if l.comeLocked(g.underway.alone) {
-		return nil, l.takeOffLocked(&g.underway, true)
+	if s.idleLocked() {
+		return nil, s.startLocked(&b.flights)
 	}
-	w := &write[In, Out]{in: in, came: time.Now(), done: make(chan reply[Out], 1)}
-	g.waiting = append(g.waiting, w)
-	l.waiting++
-	if !l.restsLocked() {
-		l.goOnLocked()
-	}
+	w := &write[In, Out]{in: in, since: time.Now(), done: make(chan reply[Out], 1)}
+	b.queued = append(b.queued, w)
+	s.queued++
+	s.dispatchLocked()
 	return w, nil
 }
 
-// await waits for the reply. The line sees to it that nobody waits for ever to be sent.
-func (g *Group[In, Out]) await(ctx context.Context, w *write[In, Out]) reply[Out] {
-	gone := ctx.Done()
-	if gone == nil {
-		return <-w.done
-	}
+// await waits for the reply to w.
+func (b *Batcher[In, Out]) await(ctx context.Context, w *write[In, Out]) reply[Out] {
 	select {
 	case got := <-w.done:
 		return got
-	case <-gone:
-		if !g.withdraw(w) {
-			go g.discard(w)
+	case <-ctx.Done():
+		if !b.withdraw(w) {
+			go b.discard(w)
 		}
 		return reply[Out]{err: context.Cause(ctx)}
 	}
 }
 
-// withdraw takes a write back; false when it is under way.
-func (g *Group[In, Out]) withdraw(w *write[In, Out]) bool {
-	g.Line.mu.Lock()
-	defer g.Line.mu.Unlock()
-	for i, other := range g.waiting {
-		if other == w {
-			g.waiting = append(g.waiting[:i:i], g.waiting[i+1:]...)
-			g.Line.waiting--
-			return true
-		}
+// withdraw removes a write from the queue; false when it is in flight.
+func (b *Batcher[In, Out]) withdraw(w *write[In, Out]) bool {
+	b.Scheduler.mu.Lock()
+	defer b.Scheduler.mu.Unlock()
+	at := slices.Index(b.queued, w)
+	if at < 0 {
+		return false
 	}
-	return false
+	b.queued = slices.Delete(b.queued, at, at+1)
+	b.Scheduler.queued--
+	return true
 }
 
-// discard takes the reply for a caller who has left.
-func (g *Group[In, Out]) discard(w *write[In, Out]) {
+// discard takes the reply of a caller who has left.
+func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 	got := <-w.done
 	switch {
-	case got.leads != nil:
-		got.leads.land(0)
-	case got.err == nil && !got.Alone && g.Late != nil:
-		g.Late(w.in, got.Value)
+	case got.flight != nil:
+		got.flight.finish()
+	case got.err == nil && !got.Alone && b.Late != nil:
+		b.Late(w.in, got.Value)
 	}
 }
 
-// gatheredLocked is how many wait, and since when the first of them does.
-func (g *Group[In, Out]) gatheredLocked() (n int, since time.Time) {
-	if len(g.waiting) == 0 {
+// backlogLocked returns how many writes are queued, and since when; 0 when none may be sent now.
+func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
+	if len(b.queued) == 0 || b.flights >= maxFlights {
 		return 0, time.Time{}
 	}
-	return len(g.waiting), g.waiting[0].came
+	return len(b.queued), b.queued[0].since
 }
 
-// giveUpLocked has those who have waited for too long write by themselves, and returns when the next one will have; zero when nobody waits.
-func (g *Group[In, Out]) giveUpLocked(now time.Time) time.Time {
-	patience := cmp.Or(g.Patience, defaultPatience)
-	for len(g.waiting) > 0 {
-		w := g.waiting[0]
-		if until := w.came.Add(patience); now.Before(until) {
-			return until
-		}
-		g.waiting = g.waiting[1:]
-		g.Line.waiting--
-		w.done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
+// expireLocked returns to their callers the writes that have been queued for MaxWait.
+func (b *Batcher[In, Out]) expireLocked(now time.Time) {
+	maxWait := cmp.Or(b.MaxWait, defaultMaxWait)
+	for len(b.queued) > 0 && now.Sub(b.queued[0].since) >= maxWait {
+		b.takeLocked(1)[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
 	}
-	return time.Time{}
 }
 
-// underwayLocked is what of it is under way.
-func (g *Group[In, Out]) underwayLocked() underway { return g.underway }
-
-// sendLocked has those who have gathered go.
-func (g *Group[In, Out]) sendLocked() {
-	n := min(len(g.waiting), cmp.Or(g.Most, defaultMost))
-	writes := g.waiting[:n:n]
-	g.waiting = append([]*write[In, Out](nil), g.waiting[n:]...)
-	g.Line.waiting -= n
-	if n == 1 {
-		writes[0].done <- reply[Out]{leads: g.Line.takeOffLocked(&g.underway, true)}
+// sendLocked sends what is queued, up to MaxSize. A batch of one is made by its caller.
+func (b *Batcher[In, Out]) sendLocked() {
+	writes := b.takeLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
+	f := b.Scheduler.startLocked(&b.flights)
+	if len(writes) == 1 {
+		writes[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}, flight: f}
 		return
 	}
-	go g.together(g.Line.takeOffLocked(&g.underway, false), writes)
+	go b.share(f, writes)
 }
 
-// together is one batch. Its callers are expected back before they hear, as some of them are quick.
-func (g *Group[In, Out]) together(f *flight, writes []*write[In, Out]) {
-	answers, err := g.send(writes)
-	again := err != nil && (g.Unchanged == nil || g.Unchanged(err))
-	f.land(len(writes))
+// takeLocked removes the first n writes from the queue.
+func (b *Batcher[In, Out]) takeLocked(n int) []*write[In, Out] {
+	taken := slices.Clone(b.queued[:n])
+	b.queued = slices.Delete(b.queued, 0, n)
+	b.Scheduler.queued -= n
+	return taken
+}
+
+// share makes a batch and replies to its callers. Many of them have a next write at once: the next batch waits for
+// these.
+func (b *Batcher[In, Out]) share(f *flight, writes []*write[In, Out]) {
+	answers, err := b.send(writes)
+	again := err != nil && (b.Unchanged == nil || b.Unchanged(err))
 	for i, w := range writes {
 		switch {
 		case again:
@@ -214,22 +203,24 @@ func (g *Group[In, Out]) together(f *flight, writes []*write[In, Out]) {
 			w.done <- reply[Out]{Answer: answers[i]}
 		}
 	}
+	b.Scheduler.regroup(len(writes))
+	f.finish()
 }
 
-// send is the statement.
-func (g *Group[In, Out]) send(writes []*write[In, Out]) ([]Answer[Out], error) {
+// send calls Send.
+func (b *Batcher[In, Out]) send(writes []*write[In, Out]) ([]Answer[Out], error) {
 	ctx := context.Background()
-	if g.Limit > 0 {
-		limited, cancel := context.WithTimeout(ctx, g.Limit)
+	if b.Timeout > 0 {
+		limited, cancel := context.WithTimeout(ctx, b.Timeout)
 		defer cancel()
 		ctx = limited
 	}
-	if g.Compare != nil {
-		slices.SortStableFunc(writes, func(a, b *write[In, Out]) int { return g.Compare(a.in, b.in) })
+	if b.Compare != nil {
+		slices.SortStableFunc(writes, func(x, y *write[In, Out]) int { return b.Compare(x.in, y.in) })
 	}
 	ins := make([]In, len(writes))
 	for i, w := range writes {
 		ins[i] = w.in
 	}
-	return g.Send(ctx, ins)
+	return b.Send(ctx, ins)
 }

@@ -16,9 +16,9 @@ import (
 
 const patience = 10 * time.Second
 
-// newGroup makes one from a function that answers each write, and says which it has left.
-func newGroup(send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool) *Group[int, int] {
-	return &Group[int, int]{Line: &Line{slow: time.Hour}, Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
+// newBatcher makes a batcher of a function that returns each answer, and whether it left the write out.
+func newBatcher(send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool) *Batcher[int, int] {
+	return &Batcher[int, int]{Scheduler: &Scheduler{slow: time.Hour}, Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
 		out, left, err := send(ctx, in)
 		answers := make([]Answer[int], len(out))
 		for i := range out {
@@ -29,21 +29,21 @@ func newGroup(send func(ctx context.Context, in []int) (out []int, left []bool, 
 }
 
 // gathered is how many writes wait.
-func gathered(g *Group[int, int]) int {
-	g.Line.mu.Lock()
-	defer g.Line.mu.Unlock()
-	return len(g.waiting)
+func gathered(g *Batcher[int, int]) int {
+	g.Scheduler.mu.Lock()
+	defer g.Scheduler.mu.Unlock()
+	return len(g.queued)
 }
 
 // busy reports whether a write is under way.
-func busy(g *Group[int, int]) bool {
-	g.Line.mu.Lock()
-	defer g.Line.mu.Unlock()
-	return len(g.Line.flying) > 0
+func busy(g *Batcher[int, int]) bool {
+	g.Scheduler.mu.Lock()
+	defer g.Scheduler.mu.Unlock()
+	return len(g.Scheduler.flights) > 0
 }
 
 // gatherer starts writes of which the first is under way until the others have gathered.
-func gatherer(t *testing.T, b *Group[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
+func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
 	t.Helper()
 	answers, errs = make([]int, n), make([]error, n)
 	first := make(chan struct{})
@@ -71,7 +71,7 @@ func gatherer(t *testing.T, b *Group[int, int], n int, alone func(i int) (int, e
 func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 	t.Parallel()
 	var batches, alone atomic.Int32
-	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		batches.Add(1)
 		out, left := make([]int, len(in)), make([]bool, len(in))
 		for i, v := range in {
@@ -79,7 +79,7 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 		}
 		return out, left, nil
 	}, nil)
-	b.Patience = time.Hour
+	b.MaxWait = time.Hour
 	answers, errs := gatherer(t, b, 6, func(i int) (int, error) {
 		alone.Add(1)
 		return 100 * i, nil
@@ -98,9 +98,9 @@ func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
 	t.Parallel()
 	refused, broken := errors.New("refused"), errors.New("the connection broke")
 	for _, failure := range []error{refused, broken} {
-		b := newGroup(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, failure },
+		b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, failure },
 			func(err error) bool { return errors.Is(err, refused) })
-		b.Patience = time.Hour
+		b.MaxWait = time.Hour
 		_, errs := gatherer(t, b, 5, func(i int) (int, error) {
 			if i == 2 {
 				return 0, refused
@@ -125,16 +125,16 @@ func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
 // One that is held up by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
 func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
 	t.Parallel()
-	for _, b := range []*Group[int, int]{
-		{Line: &Line{slow: time.Hour}, Patience: 5 * time.Millisecond}, // the write loses its patience
-		{Line: &Line{slow: 5 * time.Millisecond}, Patience: time.Hour}, // the line does
+	for _, b := range []*Batcher[int, int]{
+		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the write expires
+		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // the flight becomes slow
 	} {
 		b.Send = func(_ context.Context, in []int) ([]Answer[int], error) { return make([]Answer[int], len(in)), nil }
 		holdUp(t, b)
 	}
 }
 
-func holdUp(t *testing.T, b *Group[int, int]) {
+func holdUp(t *testing.T, b *Batcher[int, int]) {
 	t.Helper()
 	held, free := make(chan struct{}), make(chan struct{})
 	var under sync.WaitGroup
@@ -167,8 +167,8 @@ func holdUp(t *testing.T, b *Group[int, int]) {
 func TestACallerWhoLeavesMakesRoom(t *testing.T) {
 	t.Parallel()
 	for spin := range 200 {
-		b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
-		b.Patience = time.Hour
+		b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
+		b.MaxWait = time.Hour
 		held, free := make(chan struct{}), make(chan struct{})
 		var under sync.WaitGroup
 		under.Go(func() {
@@ -198,12 +198,12 @@ func TestACallerWhoLeavesMakesRoom(t *testing.T) {
 func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
 	t.Parallel()
 	sent, answer, late := make(chan struct{}), make(chan struct{}), make(chan int, 8)
-	g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+	g := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		close(sent)
 		<-answer
 		return in, make([]bool, len(in)), nil
 	}, nil)
-	g.Patience, g.Late = time.Hour, func(in, out int) { late <- in + out }
+	g.MaxWait, g.Late = time.Hour, func(in, out int) { late <- in + out }
 	ctx, leave := context.WithCancel(t.Context())
 	held := make(chan struct{})
 	var under sync.WaitGroup
@@ -228,7 +228,7 @@ func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
 }
 
 // at runs writes at once, each begun when the one before waits or is under way, and returns how long each took.
-func at(t *testing.T, g *Group[int, int], alone ...func() (int, error)) (took []time.Duration, errs []error) {
+func at(t *testing.T, g *Batcher[int, int], alone ...func() (int, error)) (took []time.Duration, errs []error) {
 	t.Helper()
 	took, errs = make([]time.Duration, len(alone)), make([]error, len(alone))
 	var under sync.WaitGroup
@@ -254,21 +254,21 @@ func takes(d time.Duration, err error) func() (int, error) {
 }
 
 // A write waits for its patience and no longer; but one that is under way is never made again.
-func TestPatienceIsForTheLine(t *testing.T) {
+func TestMaxWaitIsForTheQueue(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		g := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+		g := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 			time.Sleep(time.Second)
 			return in, make([]bool, len(in)), nil
 		}, nil)
-		g.Patience = 20 * time.Millisecond
+		g.MaxWait = 20 * time.Millisecond
 		twice := takes(0, errors.New("made by itself, too"))
 		took, errs := at(t, g, takes(10*time.Millisecond, nil), twice, twice)
 		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || took[1] != want {
 			t.Errorf("a batch that takes long: %v, after %v", errors.Join(errs...), took)
 		}
 		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
-		if errors.Join(errs...) != nil || took[1] != g.Patience {
+		if errors.Join(errs...) != nil || took[1] != g.MaxWait {
 			t.Errorf("beside one that takes long: %v, after %v", errors.Join(errs...), took)
 		}
 	})
@@ -277,15 +277,15 @@ func TestPatienceIsForTheLine(t *testing.T) {
 // A batch goes in the order that its group asks for, and each caller has its own answer.
 func TestABatchGoesInItsOrder(t *testing.T) {
 	t.Parallel()
-	b := newGroup(func(_ context.Context, in []int) ([]int, []bool, error) {
+	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		if !slices.IsSorted(in) {
 			return nil, nil, errBroken
 		}
 		return in, make([]bool, len(in)), nil
 	}, nil)
-	b.Patience, b.Compare = time.Hour, func(a, b int) int { return a - b }
+	b.MaxWait, b.Compare = time.Hour, func(a, b int) int { return a - b }
 	b.Unchanged = func(error) bool { return false }
-	answers, errs := gatherer(t, b, 30, func(i int) (int, error) { return i, nil })
+	answers, errs := gatherer(t, b, overlap, func(i int) (int, error) { return i, nil })
 	for i := range answers {
 		if answers[i] != i || errs[i] != nil {
 			t.Errorf("write %d: %d, %v", i, answers[i], errs[i])
@@ -296,8 +296,8 @@ func TestABatchGoesInItsOrder(t *testing.T) {
 // Where nobody has said what an error of a batch means, its writes may be made again.
 func TestABatchThatFailsAndIsHarmless(t *testing.T) {
 	t.Parallel()
-	b := newGroup(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
-	b.Patience = time.Hour
+	b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
+	b.MaxWait = time.Hour
 	answers, errs := gatherer(t, b, 3, func(i int) (int, error) { return i, nil })
 	if errors.Join(errs...) != nil || !slices.Equal(answers, []int{0, 1, 2}) {
 		t.Errorf("%v, %v", answers, errors.Join(errs...))
@@ -307,13 +307,13 @@ func TestABatchThatFailsAndIsHarmless(t *testing.T) {
 func TestABatchHasALimit(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		g := newGroup(func(ctx context.Context, _ []int) ([]int, []bool, error) { <-ctx.Done(); return nil, nil, ctx.Err() },
+		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) { <-ctx.Done(); return nil, nil, ctx.Err() },
 			func(error) bool { return false })
-		g.Limit = time.Second
+		g.Timeout = time.Second
 		first := takes(time.Millisecond, nil)
 		took, errs := at(t, g, first, first, first)
 		for _, i := range []int{1, 2} {
-			if !errors.Is(errs[i], context.DeadlineExceeded) || took[i] != time.Millisecond+g.Limit {
+			if !errors.Is(errs[i], context.DeadlineExceeded) || took[i] != time.Millisecond+g.Timeout {
 				t.Errorf("write %d: %v after %s", i, errs[i], took[i])
 			}
 		}
@@ -324,8 +324,8 @@ func TestABatchHasALimit(t *testing.T) {
 func TestAWriteThatPanicsMakesRoom(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		g := newGroup(nil, nil)
-		g.Patience = time.Hour
+		g := newBatcher(nil, nil)
+		g.MaxWait = time.Hour
 		panics := func() (int, error) { time.Sleep(time.Millisecond); panic(errFailed) }
 		for range 2 {
 			took, errs := at(t, g, panics, panics)

@@ -17,12 +17,12 @@ var (
 	errLeft    = errors.New("does not stay") // a caller
 )
 
-// market is some groups of one line, with callers who come, leave and fail as chance has it, in a time that does not pass by itself.
-// Nobody loses patience in it, so one who is forgotten is noticed.
+// market is some batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
+// write expires, so a forgotten write is noticed.
 type market struct {
-	t      *testing.T
-	line   *Line
-	groups []*Group[int, int]
+	t         *testing.T
+	scheduler *Scheduler
+	batchers  []*Batcher[int, int]
 
 	mu     sync.Mutex
 	chance *rand.Rand
@@ -37,11 +37,11 @@ type market struct {
 
 func newMarket(t *testing.T, chance *rand.Rand) *market {
 	t.Helper()
-	m := &market{t: t, line: &Line{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{}, broken: map[int]bool{}, late: map[int]int{}}
+	m := &market{t: t, scheduler: &Scheduler{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{}, broken: map[int]bool{}, late: map[int]int{}}
 	m.slow = []int{0, 2, 20}[m.of(3)]
 	for _, most := range []int{0, 7, 64} {
-		m.groups = append(m.groups, &Group[int, int]{
-			Line: m.line, Most: most, Patience: time.Hour, Send: m.send, Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
+		m.batchers = append(m.batchers, &Batcher[int, int]{
+			Scheduler: m.scheduler, MaxSize: most, MaxWait: time.Hour, Send: m.send, Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
 		})
 	}
 	return m
@@ -157,14 +157,14 @@ func (m *market) next() int {
 	return m.last
 }
 
-// do is Do of any group; what alone panics with is its error.
+// do calls Do of a random batcher, and returns a panic as an error.
 func (m *market) do(ctx context.Context, id int, alone func() (int, error)) (value int, err error) {
 	defer func() {
 		if failure, ok := recover().(error); ok {
 			err = failure
 		}
 	}()
-	return m.groups[m.of(len(m.groups))].Do(ctx, id, alone)
+	return m.batchers[m.of(len(m.batchers))].Do(ctx, id, alone)
 }
 
 // rests expects that nothing is left of it all.
@@ -175,22 +175,23 @@ func (m *market) rests() {
 			m.t.Errorf("write %d was made %d times, and that was handed %d times", id, m.made[id], m.late[id])
 		}
 	}
-	m.line.mu.Lock()
-	defer m.line.mu.Unlock()
-	if m.line.waiting != 0 || len(m.line.flying) != 0 {
-		m.t.Errorf("%d wait and %d are under way, and nobody is there", m.line.waiting, len(m.line.flying))
+	m.scheduler.mu.Lock()
+	defer m.scheduler.mu.Unlock()
+	if m.scheduler.queued != 0 || len(m.scheduler.flights) != 0 {
+		m.t.Errorf("%d writes queued and %d flights after the last caller", m.scheduler.queued, len(m.scheduler.flights))
 	}
-	if len(m.line.groups) > len(m.groups) {
-		m.t.Errorf("%d groups stand in the line, and there are %d", len(m.line.groups), len(m.groups))
+	if len(m.scheduler.batchers) > len(m.batchers) {
+		m.t.Errorf("%d batchers are registered, want at most %d", len(m.scheduler.batchers), len(m.batchers))
 	}
-	for i, g := range m.groups {
-		if g.underway != (underway{}) || len(g.waiting) != 0 {
-			m.t.Errorf("group %d: %+v is under way and %d wait, and nobody is there", i, g.underway, len(g.waiting))
+	for i, b := range m.batchers {
+		if b.flights != 0 || len(b.queued) != 0 {
+			m.t.Errorf("batcher %d: %d flights and %d queued writes after the last caller", i, b.flights, len(b.queued))
 		}
 	}
 }
 
-// Whatever fails, panics, is slow or leaves: each call has one answer, the right one, nobody is forgotten, and nothing is left of it.
+// Whatever fails, panics, is slow or leaves: each call has one answer, the right one, nobody is forgotten, and
+// nothing is left of it.
 func TestEachWriteHasItsAnswer(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(40) {

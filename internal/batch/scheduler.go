@@ -1,0 +1,146 @@
+package batch
+
+import (
+	"cmp"
+	"runtime"
+	"slices"
+	"sync"
+	"time"
+)
+
+const (
+	// overlap is how many writes must be queued before a second batch is sent beside the first. With one batch in
+	// flight, client and server take turns idling.
+	overlap = 16
+	// maxFlights bounds the flights of one batcher, slow ones included.
+	maxFlights = 3
+	// regroupFor is how long a batch waits for the next writes of those who had their answers.
+	regroupFor = 200 * time.Microsecond
+	maxYields  = 1000
+	// checkEvery is the interval at which queued writes and flights are checked for their age.
+	checkEvery = 10 * time.Millisecond
+	// slowAfter is the age at which a flight no longer holds up others.
+	slowAfter = 10 * time.Millisecond
+	// overdueAfter is how long a queue waits while longer ones are sent first.
+	overdueAfter = 4 * time.Millisecond
+)
+
+// Scheduler decides when its batchers send. Its batches should take about equally long, as one waits for another. The
+// zero value is ready.
+type Scheduler struct {
+	slow time.Duration // slowAfter when 0; for tests
+
+	mu       sync.Mutex
+	batchers []queue
+	queued   int       // writes
+	flights  []*flight // that are not slow
+	timer    *time.Timer
+	armed    bool
+}
+
+// queue is a Batcher of any type.
+type queue interface {
+	backlogLocked() (n int, since time.Time)
+	expireLocked(now time.Time)
+	sendLocked()
+}
+
+// flight is a batch, or the write of a single caller, that has been sent.
+type flight struct {
+	scheduler *Scheduler
+	batcher   *int // its flights
+	since     time.Time
+}
+
+// regroup yields until n writes are queued, for regroupFor at most. A timer would not do: it may fire a millisecond
+// late.
+func (s *Scheduler) regroup(n int) {
+	until := time.Now().Add(regroupFor)
+	for range maxYields {
+		s.mu.Lock()
+		queued := s.queued
+		s.mu.Unlock()
+		if queued >= n || time.Now().After(until) {
+			return
+		}
+		runtime.Gosched()
+	}
+}
+
+// idleLocked reports that a caller may write at once.
+func (s *Scheduler) idleLocked() bool { return s.queued == 0 && len(s.flights) == 0 }
+
+// startLocked counts a flight.
+func (s *Scheduler) startLocked(batcher *int) *flight {
+	f := &flight{scheduler: s, batcher: batcher, since: time.Now()}
+	*batcher++
+	s.flights = append(s.flights, f)
+	return f
+}
+
+// finish ends a flight and sends what may be sent now.
+func (f *flight) finish() {
+	s := f.scheduler
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	*f.batcher--
+	s.flights = slices.DeleteFunc(s.flights, func(other *flight) bool { return other == f })
+	s.dispatchLocked()
+}
+
+// dispatchLocked sends what may be sent now, and sees to it that the rest is checked again.
+func (s *Scheduler) dispatchLocked() {
+	for s.queued > 0 && (len(s.flights) == 0 || len(s.flights) == 1 && s.queued >= overlap) {
+		next := s.nextLocked()
+		if next == nil {
+			break
+		}
+		next.sendLocked()
+	}
+	if s.queued > 0 && !s.armed {
+		s.armed = true
+		s.armLocked()
+	}
+}
+
+// nextLocked returns the batcher with the longest queue, or the one that has waited longest if that is too long; nil
+// when none may send.
+func (s *Scheduler) nextLocked() (next queue) {
+	longest, oldest, now := 0, time.Time{}, time.Now()
+	for _, b := range s.batchers {
+		n, since := b.backlogLocked()
+		switch {
+		case n == 0:
+		case now.Sub(since) > overdueAfter:
+			if oldest.IsZero() || since.Before(oldest) {
+				next, oldest = b, since
+			}
+		case oldest.IsZero() && n > longest:
+			next, longest = b, n
+		}
+	}
+	return next
+}
+
+// armLocked sets the timer.
+func (s *Scheduler) armLocked() {
+	if s.timer == nil {
+		s.timer = time.AfterFunc(checkEvery, s.check)
+		return
+	}
+	s.timer.Reset(checkEvery)
+}
+
+// check stops waiting for slow flights, and returns writes that were queued for too long to their callers. It runs
+// again while writes are queued.
+func (s *Scheduler) check() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.armed = false
+	now := time.Now()
+	for _, b := range s.batchers {
+		b.expireLocked(now)
+	}
+	s.flights = slices.DeleteFunc(s.flights, func(f *flight) bool { return now.Sub(f.since) >= cmp.Or(s.slow, slowAfter) })
+	s.dispatchLocked()
+}
