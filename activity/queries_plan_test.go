@@ -77,6 +77,7 @@ func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
 }
 
 func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
 	scanned := populated(t, db)
@@ -153,6 +154,7 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 
 // A prepared statement gets one plan for all arguments after a few uses, and that reads everything.
 func TestNoPlanIsKept(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
 	if err != nil {

@@ -15,6 +15,7 @@ import (
 
 // A model call is charged to the skills that its answer calls, by their calls; nothing is lost, and nothing counted twice.
 func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	day := 24 * time.Hour
 	put(t, db, act{kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 100, cost: "0.10", ago: day, ledTo: map[string]int{"fetch": 25}})
@@ -72,6 +73,7 @@ func skillsThatAre(t *testing.T, db postgres.DB, names ...string) {
 }
 
 func TestSlowestIsByThe95thPercentile(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	skillsThatAre(t, db, "steady", "spiky", "waits", "idle")
 	put(t, db, act{skill: "reasoning", ms: 1e6, status: "error", class: "stall"})
@@ -97,6 +99,7 @@ func TestSlowestIsByThe95thPercentile(t *testing.T) {
 }
 
 func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	skillsThatAre(t, db, "fetch", "always", "healthy")
 	at := func(minutes int, status, class, message string) {

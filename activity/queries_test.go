@@ -69,6 +69,7 @@ func ids(rows []activity.Row) []string {
 }
 
 func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	second := put(t, db, act{ago: time.Minute})
 	first := put(t, db, act{ago: time.Hour})
@@ -87,6 +88,7 @@ func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 }
 
 func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	put(t, db, act{kind: "model", tokens: 7})
 	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
@@ -130,6 +132,7 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 }
 
 func TestRecentFilters(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
 		create table agent_activity_past partition of agent_activity for values from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
@@ -210,6 +213,7 @@ func TestUntilIsToTheMicrosecond(t *testing.T) {
 }
 
 func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	var want []string
 	for i := range 5 {
@@ -235,6 +239,7 @@ func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
 }
 
 func TestBadFiltersAreTheCallersFault(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for name, test := range map[string]struct {
 		filter activity.Filter

@@ -39,6 +39,7 @@ func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time
 }
 
 func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := trace.New(trace.Webhook)
 	root := run(t, db, id, "completed", time.Minute, nil)
@@ -67,6 +68,7 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 }
 
 func TestTraceThatIsNotThere(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	if _, err := activity.TraceOf(t.Context(), db, string(trace.New(trace.Chat))); !errors.Is(err, activity.ErrNotFound) {
 		t.Errorf("unknown id: %v", err)
@@ -77,6 +79,7 @@ func TestTraceThatIsNotThere(t *testing.T) {
 }
 
 func TestTraceWithoutAnExecution(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		statuses []string
 		want     string
@@ -105,6 +108,7 @@ func TestTraceWithoutAnExecution(t *testing.T) {
 }
 
 func TestTracesAreRolledUpNewestFirst(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	older, newer, going := trace.New(trace.Heartbeat), trace.New(trace.Chat), trace.New(trace.Heartbeat)
 	root := run(t, db, older, "completed", time.Hour, nil)

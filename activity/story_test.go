@@ -56,6 +56,7 @@ func night() activity.Trace {
 }
 
 func TestWriteStory(t *testing.T) {
+	t.Parallel()
 	quiet := night()
 	quiet.Activities, quiet.Tokens, quiet.CostUSD, quiet.Status = quiet.Activities[:1], 0, 0, "skipped"
 	for name, test := range map[string]struct {
@@ -89,6 +90,7 @@ func TestWriteStory(t *testing.T) {
 }
 
 func TestAStoryCannotSteerATerminal(t *testing.T) {
+	t.Parallel()
 	evil := night()
 	evil.Surface = "op\x1b]0;title\a"
 	evil.Activities[0].SkillName = "a\x1b[2Jb\rc\u202ed"
@@ -103,6 +105,7 @@ func TestAStoryCannotSteerATerminal(t *testing.T) {
 }
 
 func TestEveryRowOfATreeAppearsOnce(t *testing.T) {
+	t.Parallel()
 	parent := func(id, parent string) activity.Row { return activity.Row{ID: id, ParentID: &parent} }
 	for name, test := range map[string]struct {
 		rows []activity.Row

@@ -26,6 +26,7 @@ type change struct {
 }
 
 func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
@@ -62,6 +63,7 @@ func (a *agent) audited(traceID, activityID, action, reason string) {
 }
 
 func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	var got change
@@ -80,6 +82,7 @@ func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
 }
 
 func TestAChangeThatCannotBeAuditedIsNotMade(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
@@ -101,6 +104,7 @@ type broken struct {
 }
 
 func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, lane := range []string{"heartbeat", "pipeline:prices", "file:/etc/a b/%2F?x#y", "..", "a//b", "überlauf"} {
 		holder := trace.New(trace.Heartbeat)
@@ -124,6 +128,7 @@ func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
 }
 
 func TestALaneInAProtectedWriteIsAConflictThatNamesTheHolder(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	holder := trace.New(trace.Webhook)
 	a.take("pipeline:prices", string(holder)+"/1")
@@ -142,6 +147,7 @@ func TestALaneInAProtectedWriteIsAConflictThatNamesTheHolder(t *testing.T) {
 }
 
 func TestLanesAndRunsAreListedWithTheirHolders(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	holder := trace.New(trace.Operate)
 	a.take("operate", string(holder)+"/1")

@@ -34,6 +34,7 @@ func withAgents(t *testing.T) *agent {
 }
 
 func TestAgentsAreListedTheDefaultFirst(t *testing.T) {
+	t.Parallel()
 	a := withAgents(t)
 	if got := a.list("/v1/agents", "name", 5, nil); !slices.Equal(got, []string{"desk"}) {
 		t.Errorf("without declared agents: %v", got)
@@ -68,6 +69,7 @@ func TestAgentsAreListedTheDefaultFirst(t *testing.T) {
 }
 
 func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
+	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Skills: []string{}})
 	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Instructions: "You are {{Nora}}."})
@@ -99,6 +101,7 @@ func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
 }
 
 func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
+	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"})
 	if _, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales"}); err != nil {
@@ -121,6 +124,7 @@ func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
 }
 
 func TestListingsAreNarrowedToAnAgent(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, agent := range []string{"sales", "billing", "sales"} {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow, Agent: agent})

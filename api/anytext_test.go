@@ -26,6 +26,7 @@ var pathParameter = regexp.MustCompile(`\{[^}]*\}`)
 // TestNoValueInAnyRouteIsOurMistake puts each hostile value into each place of each route's document: keys, values, parameters.
 // Whatever it is, it is taken or refused.
 func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := with(t, pool, engine(t, pool))
 	asked := 0

@@ -13,6 +13,7 @@ import (
 )
 
 func TestAnIncompleteSetUpIsRefused(t *testing.T) {
+	t.Parallel()
 	if _, err := api.New(api.Options{}); err == nil || !strings.Contains(err.Error(), "required") {
 		t.Errorf("error is %v", err)
 	}
@@ -29,6 +30,7 @@ func (a *agent) operations() (list [][2]string) {
 }
 
 func TestEveryRouteUnderV1AsksForTheToken(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	operations := append(a.operations(), [2]string{"GET", "/v1/nothing"}, [2]string{"PATCH", "/v1/traces"})
 	if len(operations) < 15 {
@@ -47,6 +49,7 @@ func TestEveryRouteUnderV1AsksForTheToken(t *testing.T) {
 }
 
 func TestOnlyTheTokenOpensV1(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {
 		header string
@@ -69,6 +72,7 @@ func TestOnlyTheTokenOpensV1(t *testing.T) {
 }
 
 func TestWithoutAConfiguredTokenNobodyEnters(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := &agent{t: t}
 	var err error
@@ -81,6 +85,7 @@ func TestWithoutAConfiguredTokenNobodyEnters(t *testing.T) {
 }
 
 func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {
 		method, path, body string
@@ -146,6 +151,7 @@ func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
 }
 
 func TestAWrongMethodIsToldWhichAreRight(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, test := range [][3]string{
 		{"POST", "/v1/traces", "GET, HEAD"},
@@ -163,6 +169,7 @@ func TestAWrongMethodIsToldWhichAreRight(t *testing.T) {
 }
 
 func TestABodyHasToSayThatItIsJSON(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for kind, status := range map[string]int{
 		"": 415, "text/plain": 415, "application/x-www-form-urlencoded": 415, "application/json; charset=utf-8": 404,
@@ -174,6 +181,7 @@ func TestABodyHasToSayThatItIsJSON(t *testing.T) {
 }
 
 func TestAnswersAreNeitherKeptNorGuessedAt(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, path := range []string{"/v1/traces", "/v1/nothing"} {
 		header := a.raw("GET", path, "", asAdmin()).Header()
@@ -184,6 +192,7 @@ func TestAnswersAreNeitherKeptNorGuessedAt(t *testing.T) {
 }
 
 func TestARequestLeavesALineInTheLog(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.raw("GET", "/v1/nothing?secret=1", "", asAdmin())
 	got := a.log.String()
@@ -198,6 +207,7 @@ func TestARequestLeavesALineInTheLog(t *testing.T) {
 }
 
 func TestTheCauseOfAFailureStaysInside(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	exec(t, a.pool, `alter view agent_locks_live rename to gone`)
 	w := a.raw("GET", "/v1/lanes", "", asAdmin())
@@ -211,6 +221,7 @@ func TestTheCauseOfAFailureStaysInside(t *testing.T) {
 }
 
 func TestADatabaseThatIsTooSlowIsSaidToBeAway(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 0)
 	defer cancel()
@@ -223,6 +234,7 @@ func TestADatabaseThatIsTooSlowIsSaidToBeAway(t *testing.T) {
 
 // lock_timeout of the database, or the role, ends a statement as statement_timeout does.
 func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var database string
 	if err := a.pool.QueryRow(t.Context(), `select quote_ident(current_database())`).Scan(&database); err != nil {
@@ -242,6 +254,7 @@ func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
 }
 
 func TestTheDocumentIsComplete(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	if a.doc["openapi"] != "3.1.0" {
 		t.Errorf("version is %v", a.doc["openapi"])

@@ -36,6 +36,7 @@ var unaudited = map[string]string{
 
 // Every route by which an admin changes something leaves a row, of the admin, with the reason and the object.
 func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)

@@ -10,6 +10,7 @@ import (
 // Every operation is whole: what its path names is a parameter, each answer has a description, every schema compiles,
 // and what asks for a key says which.
 func TestEveryOperationOfTheDocumentIsWhole(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	schemes := a.doc["components"].(map[string]any)["securitySchemes"].(map[string]any)
 	for path, methods := range a.doc["paths"].(map[string]any) {
@@ -42,6 +43,7 @@ func TestEveryOperationOfTheDocumentIsWhole(t *testing.T) {
 
 // Where a bound can be met the document says so: 429 everywhere but at the probes, and 413 where a body is read.
 func TestTheDocumentSaysWhereABoundCanBeMet(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {

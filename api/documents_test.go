@@ -37,6 +37,7 @@ func stored(t *testing.T, body []byte) (d documents.Document) {
 }
 
 func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
 	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
@@ -80,6 +81,7 @@ func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 }
 
 func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), DocumentBytes: 2000})
 	noFile, kind := fileForm(t, "a", "x")

@@ -28,6 +28,7 @@ func (a *agent) failure(w *httptest.ResponseRecorder, status int, code string) {
 }
 
 func TestRefusalsWhereOpenAIsClientsCallAreInItsFormat(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	const path = "/v1/chat/completions"
 	a.failure(a.raw("POST", path, "{}", bearer("")), 401, "invalid_api_key")
@@ -47,6 +48,7 @@ func TestRefusalsWhereOpenAIsClientsCallAreInItsFormat(t *testing.T) {
 }
 
 func TestABodyIsCompleteAndWithinItsLimit(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	if w := a.raw("POST", "/v1/chat/completions", strings.Repeat("x", 100), bearer(chatKey)); w.Body.String() != "website|"+strings.Repeat("x", 100)+"|100" {
 		t.Errorf("%d %s", w.Code, w.Body)
@@ -62,6 +64,7 @@ func TestABodyIsCompleteAndWithinItsLimit(t *testing.T) {
 }
 
 func TestEveryAnswerHasSecurityHeaders(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t, api.Endpoint{
 		Method: "GET", Path: "/page", About: "A page.", Access: api.Public, ContentType: "text/html",
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -88,6 +91,7 @@ func TestEveryAnswerHasSecurityHeaders(t *testing.T) {
 }
 
 func TestEndpointsAreDescribed(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	paths := a.doc["paths"].(map[string]any)
 	op := func(path, method string) map[string]any {

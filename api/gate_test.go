@@ -102,6 +102,7 @@ func bearer(key string) http.Header {
 }
 
 func TestEveryRouteLetsInWhomItSays(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	table := whoMay()
 	for _, op := range a.operations() {
@@ -137,6 +138,7 @@ func TestEveryRouteLetsInWhomItSays(t *testing.T) {
 }
 
 func TestOtherMethodsThanDocumentedAreRefusedAndNamed(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		allow := map[string]bool{}
@@ -168,6 +170,7 @@ func TestOtherMethodsThanDocumentedAreRefusedAndNamed(t *testing.T) {
 }
 
 func TestAWrongMethodIsToldToWhomMayCallTheMostGuarded(t *testing.T) {
+	t.Parallel()
 	h := http.HandlerFunc(echo)
 	a := surfaced(t,
 		api.Endpoint{Method: "GET", Path: "/v1/mixed", About: "Read.", Access: api.Public, Handler: h},
@@ -179,6 +182,7 @@ func TestAWrongMethodIsToldToWhomMayCallTheMostGuarded(t *testing.T) {
 }
 
 func TestEachChatKeyHasItsName(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	for key, name := range map[string]string{chatKey: "website", otherKey: "app"} {
 		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Body.String() != name+"||0" {
@@ -191,6 +195,7 @@ func TestEachChatKeyHasItsName(t *testing.T) {
 }
 
 func TestWithoutChatKeysNoVisitorEnters(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: kinds()})
 	for _, key := range []string{"", chatKey, token} {
@@ -201,6 +206,7 @@ func TestWithoutChatKeysNoVisitorEnters(t *testing.T) {
 }
 
 func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
 	for name, test := range map[string]struct {
@@ -222,6 +228,7 @@ func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
 }
 
 func TestOtherOriginsAreRefusedExceptAtWebhooks(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	for _, op := range a.operations() {
 		if op[0] != "POST" {
@@ -248,6 +255,7 @@ func TestOtherOriginsAreRefusedExceptAtWebhooks(t *testing.T) {
 }
 
 func TestAnEndpointThatCannotBeIsRefused(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
 	ok := api.Endpoint{Method: "GET", Path: "/x", About: "X.", Access: api.Public, Handler: http.HandlerFunc(echo)}

@@ -56,6 +56,7 @@ func ways() map[string]struct {
 }
 
 func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
+	t.Parallel()
 	for name, way := range ways() {
 		t.Run(name, func(t *testing.T) {
 			a := paged(t)
@@ -84,6 +85,7 @@ func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
 }
 
 func TestAWeakSecretIsNotAnsweredWhereOthersGuess(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	body, header := form("token", "guess")
 	for range 6 {
@@ -95,6 +97,7 @@ func TestAWeakSecretIsNotAnsweredWhereOthersGuess(t *testing.T) {
 }
 
 func TestBehindATrustedProxyNobodyIsSlowedDownByOthers(t *testing.T) {
+	t.Parallel()
 	for name, way := range ways() {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
@@ -119,6 +122,7 @@ func TestBehindATrustedProxyNobodyIsSlowedDownByOthers(t *testing.T) {
 }
 
 func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	started, ended := make(chan struct{}), make(chan struct{})
 	live := api.Endpoint{
@@ -177,6 +181,7 @@ func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
 }
 
 func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	c := a.logIn()
 	exec(t, a.pool, `alter table agent_logouts rename to away`)
@@ -188,6 +193,7 @@ func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
 }
 
 func TestAgentsOnOneHostKeepTheirLogins(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	names := map[string]bool{}
 	for _, host := range []string{"agent.example", "localhost:8080", "localhost:8081", "[::1]:8080"} {

@@ -12,6 +12,7 @@ import (
 )
 
 func TestTimesAreUTCAtAnyDepth(t *testing.T) {
+	t.Parallel()
 	type Inner struct {
 		At   time.Time  `json:"at"`
 		Once *time.Time `json:"once"`
@@ -37,6 +38,7 @@ func TestTimesAreUTCAtAnyDepth(t *testing.T) {
 }
 
 func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
+	t.Parallel()
 	var log bytes.Buffer
 	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.NewTextHandler(&log, nil))}
 	h := s.wrap(s.serve(route{access: Public, handle: func(request) (answer, error) { panic("the secret inside") }}))
@@ -54,6 +56,7 @@ func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 }
 
 func TestHalfAnAnswerIsCutOff(t *testing.T) {
+	t.Parallel()
 	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
 	h := s.wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
@@ -68,6 +71,7 @@ func TestHalfAnAnswerIsCutOff(t *testing.T) {
 }
 
 func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
+	t.Parallel()
 	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
 	h := s.serve(route{access: Public, handle: func(request) (answer, error) {
 		return answer{body: struct {

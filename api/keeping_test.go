@@ -7,6 +7,7 @@ import (
 )
 
 func TestMemoryIsForgottenAndAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.remember("a/../b", "facts")
 	a.remember("kept", "facts")
@@ -34,6 +35,7 @@ func TestMemoryIsForgottenAndAudited(t *testing.T) {
 }
 
 func TestAnObjectiveIsPausedAndResumed(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.objective("grow")
 	var got change

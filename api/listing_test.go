@@ -138,6 +138,7 @@ func (a *agent) kinds() map[string]struct {
 }
 
 func TestPagesHaveEveryRowOnceThoughOthersAreWrittenBetween(t *testing.T) {
+	t.Parallel()
 	for name := range (&agent{}).kinds() {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -166,6 +167,7 @@ func TestPagesHaveEveryRowOnceThoughOthersAreWrittenBetween(t *testing.T) {
 }
 
 func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var want []string
 	for range 20 {
@@ -197,6 +199,7 @@ func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
 }
 
 func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	exec(t, a.pool, `
 		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
@@ -210,6 +213,7 @@ func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
 }
 
 func TestFiltersNarrowListings(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	beat, chat := trace.New(trace.Heartbeat), trace.New(trace.Chat)
 	first := a.begin("beat", beat)
@@ -261,6 +265,7 @@ func TestFiltersNarrowListings(t *testing.T) {
 }
 
 func TestACursorBelongsToItsListing(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for range 2 {
 		a.begin("beat", trace.New(trace.Flow))

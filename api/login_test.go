@@ -80,6 +80,7 @@ func with1(c *http.Cookie, more ...string) http.Header {
 }
 
 func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	body, header := form("token", " "+token+"\n", "next", "/lanes?x=1")
 	header.Set("X-Forwarded-Proto", "https")
@@ -126,6 +127,7 @@ func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 // An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs
 // in: nothing is held against the address.
 func TestAnOldCookieCostsNothing(t *testing.T) {
+	t.Parallel()
 	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
@@ -181,6 +183,7 @@ func clears(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 }
 
 func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	good := a.logIn()
 	at := strings.LastIndexByte(good.Value, '.')
@@ -223,6 +226,7 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 }
 
 func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	c := a.logIn()
 	link := []string{"Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"}
@@ -257,6 +261,7 @@ func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
 }
 
 func TestPagesAreRefusedWithPages(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	c := a.logIn()
 	browser := http.Header{"Accept": {"text/html,*/*"}}
@@ -292,6 +297,7 @@ func TestPagesAreRefusedWithPages(t *testing.T) {
 }
 
 func TestALoginGoesNowhereElse(t *testing.T) {
+	t.Parallel()
 	a := paged(t)
 	for next, want := range map[string]string{
 		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/", "/skills/a%2Fb": "/skills/a%2Fb",

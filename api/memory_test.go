@@ -20,6 +20,7 @@ func having(name, value string) http.Header {
 }
 
 func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	const path = "/v1/memory/entries/facts/a%2Fb%20c"
 	put := func(value string, h http.Header) (int, http.Header, []byte) {
@@ -79,6 +80,7 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 }
 
 func TestOfManyBrowsersOneWrites(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.remember("k", "facts")
 	var group sync.WaitGroup
@@ -120,6 +122,7 @@ func (a *agent) late(key string) string {
 }
 
 func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	taken, kept := a.late("taken"), a.late("kept")
 	var list struct{ Items []memory.Conflict }
@@ -154,6 +157,7 @@ func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
 }
 
 func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.objective("grow")
 	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")

@@ -39,6 +39,7 @@ func (a *agent) keyed(path, body, bearerKey, key string) *httptest.ResponseRecor
 }
 
 func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	a := surfaced(t, counted(&calls, made))
 	first := a.keyed("/v1/things", `{"a":1}`, chatKey, "k1")
@@ -74,6 +75,7 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 }
 
 func TestManyAtOnceAreHandledOnce(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	release := make(chan struct{})
 	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
@@ -105,6 +107,7 @@ func TestManyAtOnceAreHandledOnce(t *testing.T) {
 }
 
 func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	var a *agent
 	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
@@ -127,6 +130,7 @@ func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
 
 // A client that leaves at any moment is in nobody's way when it comes again.
 func TestAClientThatHungUpComesAgain(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if r.Context().Err() != nil {
@@ -150,6 +154,7 @@ func TestAClientThatHungUpComesAgain(t *testing.T) {
 }
 
 func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
+	t.Parallel()
 	for name, act := range map[string]func(w http.ResponseWriter){
 		"500":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusInternalServerError) },
 		"503":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
@@ -176,6 +181,7 @@ func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
 }
 
 func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, _ *http.Request, _ int64) {
 		w.Header().Set("X-Trace-Id", "ch_7")
@@ -204,6 +210,7 @@ func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
 }
 
 func TestAKeyHasToBeOne(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	a := surfaced(t, counted(&calls, made))
 	for _, key := range []string{"", " ", strings.Repeat("x", 256), "a\tb", "schlüssel"} {
@@ -223,6 +230,7 @@ func TestAKeyHasToBeOne(t *testing.T) {
 }
 
 func TestOwnPostsHonourKeys(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	first := a.keyed("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")

@@ -419,6 +419,7 @@ func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
 
 // A child that its parent outside waits for belongs to it as one inside does.
 func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
+	t.Parallel()
 	a := alive(t)
 	a.creates("/v1/threads", `{"id":"t"}`, nil)
 	parent := a.outside(`,"thread_id":"t"`)

@@ -7,6 +7,7 @@ import (
 )
 
 func TestPausingAndResumingIsAuditedAndDoneOnce(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var state executions.Pause
 	if a.get("/v1/pause", &state); state.Paused || state.PausedAt != nil {
@@ -38,6 +39,7 @@ func TestPausingAndResumingIsAuditedAndDoneOnce(t *testing.T) {
 }
 
 func TestALockIsRefusedWhilePaused(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var x struct{ ID string }
 	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)

@@ -11,6 +11,7 @@ import (
 type matched struct{ path, first, then, what string }
 
 func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.objective("grow")
 	a.automation("nightly")

@@ -7,6 +7,7 @@ import (
 )
 
 func TestTheModelCallsOfATraceAreReadWithTheirPrompts(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	if _, err := a.pool.Exec(t.Context(), `
@@ -34,6 +35,7 @@ func TestTheModelCallsOfATraceAreReadWithTheirPrompts(t *testing.T) {
 }
 
 func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	if _, err := a.pool.Exec(t.Context(), `
@@ -65,6 +67,7 @@ func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
 }
 
 func TestPromptsRefuseWhatIsNoParameter(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for query, says := range map[string]string{
 		"activity_id=nonsense": "parameter activity_id has to be a uuid", "limit=0": "it can be 1 to 100",

@@ -12,6 +12,7 @@ import (
 )
 
 func TestATraceIsFoundByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Webhook)
 	a.begin("deliver", id)
@@ -37,6 +38,7 @@ func TestATraceIsFoundByEveryFormOfItsID(t *testing.T) {
 }
 
 func TestATraceWithoutActivitiesHasAnEmptyList(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Flow)
 	a.begin("beat", id)
@@ -68,6 +70,7 @@ type detail struct {
 }
 
 func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	x := a.begin("ask", trace.New(trace.Flow))
 	var got detail
@@ -103,6 +106,7 @@ func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
 
 // The row keeps what a replay needs; the API shows neither its secrets nor values without end.
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	x := a.begin("ask", trace.New(trace.Flow))
 	a.claim(x)
@@ -128,6 +132,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 }
 
 func TestACancelEndsAnExecutionAndIsNotRepeated(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	x := a.begin("beat", trace.New(trace.Flow))
 	var got struct {
@@ -153,6 +158,7 @@ func TestACancelEndsAnExecutionAndIsNotRepeated(t *testing.T) {
 }
 
 func TestSkillsAreListedWithTheirHealth(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.skill("idle")
 	a.skill("busy")

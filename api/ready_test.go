@@ -89,6 +89,7 @@ func keepSilent(ctx context.Context, _, _ string) (net.Conn, error) {
 }
 
 func TestAProcessThatWorksIsReadyUntilItShutsDown(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	if got := a.probe(503); got.failing() != "worker" {
 		t.Errorf("before it runs: %+v", got)
@@ -102,6 +103,7 @@ func TestAProcessThatWorksIsReadyUntilItShutsDown(t *testing.T) {
 }
 
 func TestAMissingSchemaIsNotReady(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
 	run(t, e)
@@ -114,6 +116,7 @@ func TestAMissingSchemaIsNotReady(t *testing.T) {
 
 // A newer schema is an expansion of this one. To stop answering when it comes would be an outage at every upgrade.
 func TestANewerSchemaThatCameMeanwhileIsReady(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
 	exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
@@ -123,6 +126,7 @@ func TestANewerSchemaThatCameMeanwhileIsReady(t *testing.T) {
 }
 
 func TestAnotherSchemaIsNotReady(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
 	exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
@@ -133,6 +137,7 @@ func TestAnotherSchemaIsNotReady(t *testing.T) {
 }
 
 func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
+	t.Parallel()
 	for name, dial := range map[string]func(context.Context, string, string) (net.Conn, error){
 		"refuses": refuse, "keeps silent": keepSilent,
 	} {
@@ -164,6 +169,7 @@ func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
 }
 
 func TestListingsSayThatTheDatabaseIsAway(t *testing.T) {
+	t.Parallel()
 	a := with(t, away(t, refuse), engine(t, pgtest.DB(t)))
 	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/executions", "/v1/lanes", "/v1/skills"} {
 		w := a.raw("GET", path, "", asAdmin())

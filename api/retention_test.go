@@ -7,6 +7,7 @@ import (
 )
 
 func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var list struct{ Items []retention.Policy }
 	keep := func() map[string]string {

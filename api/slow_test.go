@@ -37,6 +37,7 @@ func impatient(t *testing.T, rt route) net.Conn {
 }
 
 func TestAClientThatSendsItsBodySlowlyIsToldSo(t *testing.T) {
+	t.Parallel()
 	conn := impatient(t, route{handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		t.Error("the route was called without its body")
 	})})
@@ -53,6 +54,7 @@ func TestAClientThatSendsItsBodySlowlyIsToldSo(t *testing.T) {
 
 // Nobody reads, so at some point the connection takes no more.
 func TestAClientThatDoesNotReadIsLeft(t *testing.T) {
+	t.Parallel()
 	for name, stream := range map[string]bool{"an answer": false, "a stream": true} {
 		t.Run(name, func(t *testing.T) {
 			failed := make(chan error, 1)
@@ -80,6 +82,7 @@ func TestAClientThatDoesNotReadIsLeft(t *testing.T) {
 
 // A deadline that one request left behind is not the next one's on the same connection.
 func TestAConnectionThatWasQuietIsUsedAgain(t *testing.T) {
+	t.Parallel()
 	conn := impatient(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
 	reader := bufio.NewReader(conn)
 	for range 2 {

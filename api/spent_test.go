@@ -6,6 +6,7 @@ import (
 
 // A key is remembered for a day; what was made under it lives longer.
 func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	exec(t, a.pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	for name, test := range map[string]struct {

@@ -80,6 +80,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 var asked atomic.Int64
 
 func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	open := a.approval(`{"table":"x"}`, true)
 	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status != executions.Waiting {
@@ -122,6 +123,7 @@ func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
 }
 
 func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	first, second := a.approval(`{"n":1}`, false), a.approval(`{"n":2}`, false)
 	a.post("/v1/approvals/"+first.ID, `{"decision":"reject"}`, &struct{}{})
@@ -167,6 +169,7 @@ func (a *agent) raise(body string, header http.Header) (id string, resumed []str
 }
 
 func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	err := a.engine.Register("wait", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		_, err := executions.Wait(ctx, "for it", executions.Event("order-7", time.Hour))
@@ -209,6 +212,7 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 
 // What a visitor says is in the conversation, whichever way it came; a wait need not be about one that is kept here.
 func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
 		t.Fatal(err)
@@ -232,6 +236,7 @@ func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
 }
 
 func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct{ body, words string }{
 		"approval":    {`{"event":"APPROVAL_DECIDED","key":"x"}`, "APPROVAL_DECIDED"},
@@ -258,6 +263,7 @@ func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 }
 
 func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, name := range []string{"grow", "shrink"} {
 		d := objectives.Definition{Name: name, Goal: "be another size"}
@@ -296,6 +302,7 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 
 // A name is the proposer's, a model's: whatever is in it, the proposal can be refused.
 func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
 	said := string(trace.New(trace.Heartbeat))
@@ -317,6 +324,7 @@ func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
 }
 
 func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.automation("nightly")
 	proposal := automations.Definition{Name: "hourly", Cron: "0 * * * *", Prompt: "look"}
@@ -365,6 +373,7 @@ func (a *agent) remember(key, category string) string {
 }
 
 func TestMemoryIsFilteredAndSearched(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.remember("coffee", "habits")
 	a.remember("office", "places")
@@ -389,6 +398,7 @@ func TestMemoryIsFilteredAndSearched(t *testing.T) {
 }
 
 func TestAThreadIsReadPageByPage(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
 		if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {

@@ -56,6 +56,7 @@ func stream(h http.HandlerFunc) api.Endpoint {
 }
 
 func TestOnlyStreamsHaveNoDeadline(t *testing.T) {
+	t.Parallel()
 	deadline := func(w http.ResponseWriter, r *http.Request) {
 		_, has := r.Context().Deadline()
 		fmt.Fprint(w, has)
@@ -71,6 +72,7 @@ func TestOnlyStreamsHaveNoDeadline(t *testing.T) {
 }
 
 func TestAStreamOutlastsTheServersTimeouts(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		tick := time.NewTicker(50 * time.Millisecond)
@@ -96,6 +98,7 @@ func TestAStreamOutlastsTheServersTimeouts(t *testing.T) {
 }
 
 func TestAStreamEndsWithItsClient(t *testing.T) {
+	t.Parallel()
 	ended := make(chan error, 1)
 	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprint(w, ": \n\n")
@@ -122,6 +125,7 @@ func TestAStreamEndsWithItsClient(t *testing.T) {
 }
 
 func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping, entered, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	a := wired(t, api.Options{
@@ -146,6 +150,7 @@ func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
 
 // A stream that is an answer goes on when those end that are only watched, and is cut when no more time is left.
 func TestAnswersAreCutLast(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping, cutting, ended := make(chan struct{}), make(chan struct{}), make(chan error, 2)
 	wait := func(_ http.ResponseWriter, r *http.Request) {
@@ -182,6 +187,7 @@ func TestAnswersAreCutLast(t *testing.T) {
 
 // A follower of an execution is told at shutdown to come back soon.
 func TestFollowersAreToldToComeBack(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping := make(chan struct{})
 	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Stopping: stopping})
@@ -195,6 +201,7 @@ func TestFollowersAreToldToComeBack(t *testing.T) {
 }
 
 func TestAHeadOfAStreamEnds(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
 	w := a.raw("HEAD", "/v1/stream", "", asAdmin())
 	if w.Code != 200 || w.Header().Get("Content-Type") != "text/event-stream" || w.Body.Len() != 0 {
@@ -203,6 +210,7 @@ func TestAHeadOfAStreamEnds(t *testing.T) {
 }
 
 func TestAHeaderHasALimit(t *testing.T) {
+	t.Parallel()
 	a := surfaced(t)
 	server := a.listen(nil)
 	r, err := http.NewRequestWithContext(t.Context(), "GET", server.URL+"/healthz", http.NoBody)
@@ -237,6 +245,7 @@ func event(t *testing.T, lines *bufio.Scanner) map[string]string {
 }
 
 func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	server := a.listen(nil)
 	x := a.begin("beat", trace.New(trace.Flow))

@@ -34,6 +34,7 @@ func (a *agent) outsideRun(owner string) (id, lock string) {
 }
 
 func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	var made threads.Thread
 	a.creates("/v1/threads", `{"id":"maria","participant":"Maria","owner":"site"}`, &made)
@@ -88,6 +89,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 }
 
 func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.creates("/v1/threads", `{"id":"pedro"}`, nil)
 	first, lock := a.outsideRun("first")
@@ -112,6 +114,7 @@ func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
 }
 
 func TestMessagesThatAreRefused(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.creates("/v1/threads", `{"id":"t"}`, nil)
 	inside := a.begin("beat", trace.New(trace.Flow)).ID
@@ -142,6 +145,7 @@ func TestMessagesThatAreRefused(t *testing.T) {
 
 // A message is an effect of its key, also when the answer was not kept.
 func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	a.creates("/v1/threads", `{"id":"t"}`, nil)
 	var ids []string

@@ -17,6 +17,7 @@ import (
 
 // An outage that begins while a request is handled leaves its key in nobody's way.
 func TestAKeyIsFreeWhenTheDatabaseIsBack(t *testing.T) {
+	t.Parallel()
 	var calls atomic.Int64
 	var a *agent
 	away := func() { exec(t, a.pool, `alter table agent_idempotency rename to away`) }
@@ -49,6 +50,7 @@ func TestAKeyIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 
 // The key is free also when nobody has heard that it was taken.
 func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	var deaf deaf
 	config := pool.Config()
@@ -84,6 +86,7 @@ func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 
 // Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is back.
 func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	var deaf deaf
 	config := pool.Config()

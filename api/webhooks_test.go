@@ -10,6 +10,7 @@ import (
 )
 
 func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
 	exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
@@ -34,6 +35,7 @@ func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
 }
 
 func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	id := value[string](t, a.pool, `
 		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
@@ -51,6 +53,7 @@ func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
 }
 
 func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	id := value[string](t, a.pool, `
 		with a as (insert into agent_automations (name, cron, skill_name) values ('nightly', '@daily', 'fetch') returning id)

@@ -9,6 +9,7 @@ import (
 )
 
 func TestATraceSaysWhyByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Flow)
 	begun := a.begin("order", id)

@@ -113,6 +113,7 @@ func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 }
 
 func TestTheSameCallIsAskedForOnce(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{"table":"x","n":1}`)
 	if again := ask(t, pool, s, `{"n": 1, "table": "x"}`); again != first {
@@ -131,6 +132,7 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 }
 
 func TestADecisionIsMadeOnce(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
 	var won atomic.Int32
@@ -157,6 +159,7 @@ func TestADecisionIsMadeOnce(t *testing.T) {
 }
 
 func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
 	if err := approve(t, pool, id); err != nil {
@@ -186,6 +189,7 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 }
 
 func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
+	t.Parallel()
 	for name, spoil := range map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
 		"pending": func(*testing.T, *pgxpool.Pool, string) {},
 		"rejected": func(t *testing.T, pool *pgxpool.Pool, id string) {
@@ -215,6 +219,7 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 }
 
 func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{}`)
 	exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
@@ -231,6 +236,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 }
 
 func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
 	if err := approve(t, pool, granted); err != nil {
@@ -252,6 +258,7 @@ func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
 }
 
 func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
 	if err := approve(t, pool, id); err != nil {
@@ -272,6 +279,7 @@ func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
 }
 
 func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
+	t.Parallel()
 	hash := func(args string) string {
 		h, err := approvals.Hash(json.RawMessage(args))
 		if err != nil {

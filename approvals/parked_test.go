@@ -117,6 +117,7 @@ func (p *parked) until(id string, want executions.Status) executions.Execution {
 }
 
 func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{"table":"x"}`)
 	id, approval := p.begin()
 	var won atomic.Int32
@@ -153,6 +154,7 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 }
 
 func TestOneDenialEndsIt(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{}`)
 	id, approval := p.begin()
 	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
@@ -169,6 +171,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 
 // Whoever decides, by plain SQL too: who waits goes on at once, not at the next sweep, which here never comes.
 func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
 	id, approval := p.begin()
 	exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
@@ -179,6 +182,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 
 // The same call asked for by two executions is two approvals: neither can use the other's.
 func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{"table":"x"}`)
 	first, one := p.begin()
 	second, other := p.begin()
@@ -205,6 +209,7 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 }
 
 func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{}`)
 	id, approval := p.begin()
 	if _, err := p.engine.Cancel(t.Context(), id, "admin", "enough"); err != nil {
@@ -219,6 +224,7 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 }
 
 func TestListingsTellWhatHasExpired(t *testing.T) {
+	t.Parallel()
 	p := park(t, `{}`)
 	_, approval := p.begin()
 	exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
@@ -235,6 +241,7 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 
 // Whoever waits for leave to call a skill that is changed or removed goes on at once, and is told why.
 func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct{ change, says string }{
 		"changed": {`update agent_skills set revision = revision + 1 where name = 'drop'`, "the skill drop was changed: revision 1 is now 2"},
 		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
@@ -265,6 +272,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 }
 
 func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
+	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
 	if err := approve(t, pool, granted); err != nil {

@@ -38,6 +38,7 @@ func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.Run {
 }
 
 func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	of := map[string]string{} // by run
 	for name, executionID := range map[string]string{
@@ -69,6 +70,7 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 
 // The age of a run without execution is that of its last attempt and not of its first.
 func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
 	exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days', claimed_at = claimed_at - interval '3 days'`)
@@ -84,6 +86,7 @@ func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 }
 
 func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
 	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"), traceID); !ok || err != nil {

@@ -92,6 +92,7 @@ func due(t *testing.T, pool *pgxpool.Pool) string {
 }
 
 func TestValidate(t *testing.T) {
+	t.Parallel()
 	ok := automations.Definition{Name: "a", Cron: "@daily", Skill: "s"}
 	with := func(change func(*automations.Definition)) automations.Definition {
 		d := ok
@@ -144,6 +145,7 @@ func TestValidate(t *testing.T) {
 }
 
 func TestPutKeepsWhatWasLearned(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := automations.Definition{Name: "a", Cron: "0 9 * * *", Timezone: "Europe/Madrid", Skill: "s"}
 	a := put(t, pool, d)
@@ -176,6 +178,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 }
 
 func TestDueAndRemove(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	putDue(t, pool, automations.Definition{Name: "late"}, "1 hour")
 	putDue(t, pool, automations.Definition{Name: "later"}, "2 hours")
@@ -198,6 +201,7 @@ func TestDueAndRemove(t *testing.T) {
 }
 
 func TestOneOfManyClaimersGetsARun(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, d := range []automations.Definition{{Name: "cron"}} {
 		a := putDue(t, pool, d, "5 hours")
@@ -229,6 +233,7 @@ func TestOneOfManyClaimersGetsARun(t *testing.T) {
 }
 
 func TestMissedTimesAreRunOnce(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, cron := range map[string]string{"minutely": "* * * * *", "interval": "@every 7m", "secondly": "@every 1s"} {
 		a := putDue(t, pool, automations.Definition{Name: name, Cron: cron}, "1 day")
@@ -248,6 +253,7 @@ func TestMissedTimesAreRunOnce(t *testing.T) {
 }
 
 func TestClaimRefuses(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
 	future := put(t, pool, automations.Definition{Name: "future", Cron: "0 0 1 1 *"})
@@ -271,6 +277,7 @@ func TestClaimRefuses(t *testing.T) {
 }
 
 func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
 	claim(t, pool, a)
@@ -284,6 +291,7 @@ func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
 }
 
 func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a", MaxAttempts: 3}, "1 hour")
 	run := claim(t, pool, a)
@@ -349,6 +357,7 @@ func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations
 }
 
 func TestFinishIsComparedAndSet(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
 	if got := finish(t, pool, run, automations.Result{Skipped: true, Error: "lane busy"}); got.Status != automations.Skipped || got.RetryAt != nil {
@@ -370,6 +379,7 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 }
 
 func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'), ('fine', '{}', 'builtin:x')`)
 	for _, name := range []string{"one", "two", "admins"} {
@@ -430,6 +440,7 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 }
 
 func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	exec(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
@@ -464,6 +475,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 
 // Automations are made while their skill is switched: in the end each goes by the skill.
 func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:x')`)
 	var wg sync.WaitGroup

@@ -15,6 +15,7 @@ import (
 )
 
 func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
+	t.Parallel()
 	for text, want := range map[string]string{
 		`pending_aprovals > 3`:                    "unknown name pending_aprovals (line 1, column 1)",
 		`true and failures_24h > "many"`:          "mismatched types int and string) (line 1, column 23)",
@@ -39,6 +40,7 @@ func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 }
 
 func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	exec(t, pool, `select raise_agent_event('E', 'repo/1', '{}', null, '')`)
 	for when, want := range map[string]string{
@@ -79,6 +81,7 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 }
 
 func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := automations.Definition{Name: "watch", Cron: "*/5 * * * *", Prompt: "look"}
 	var wg sync.WaitGroup
@@ -140,6 +143,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 }
 
 func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, automations.Definition{Name: "a", Cron: "30 2 * * *", Timezone: "Europe/Madrid"})
 	if _, err := pool.Exec(t.Context(), `update agent_automations set next_run_at = '2027-03-27T01:30:00Z'`); err != nil {

@@ -11,6 +11,7 @@ import (
 // Whoever changes an automation and whoever changes its skill at the same time, the automation is in service exactly
 // when its skill is.
 func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
+	t.Parallel()
 	const disable = `update agent_skills set enabled = false, disabled_by = 'self-heal', disabled_reason = 'it fails' where name = 'sizes'`
 	for name, race := range map[string]struct{ before, first, second string }{
 		"enabled while its skill is disabled": {

@@ -19,6 +19,7 @@ import (
 )
 
 func TestAGrantIsWhatIsWantedOrWhatTheLimitHasLeft(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		limit   budgets.Limit
 		price   float64
@@ -63,6 +64,7 @@ func TestAGrantIsWhatIsWantedOrWhatTheLimitHasLeft(t *testing.T) {
 }
 
 func TestTheScopeThatRefusesIsNamed(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	limits := budgets.Limits{Day: budgets.Limit{Tokens: 5000}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}}}
@@ -83,6 +85,7 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 }
 
 func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 1500, 0))
 	for range 2 { // an answer that was lost on the way
@@ -103,6 +106,7 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 
 // The request of the claim that was lost may have been billed, and so will be the one that follows.
 func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	if _, err := reserve(t, db, call(id, 0, scope("s", 0, 0))); err != nil {
@@ -125,6 +129,7 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 
 // What a lost claim has reserved counts when another claim begins, and is in the row of its call.
 func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 0, scope("s", 0, 0))
@@ -156,6 +161,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 
 // A request that may have been billed is written off before another leaves.
 func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 0, scope("s", 1500, 0))
@@ -184,6 +190,7 @@ func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 }
 
 func TestAStaleClaimReservesNothing(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 0, 0))
 	r.Claim = 0
@@ -196,6 +203,7 @@ func TestAStaleClaimReservesNothing(t *testing.T) {
 }
 
 func TestOthersReservationsAreWaitedFor(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	first, second := call(id, 1, scope("s", 1220, 0)), call(id, 2, scope("s", 1220, 0))
@@ -227,6 +235,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 
 // Two that look at the same time must not both find the room: the second looks when the first has decided.
 func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	earlier := call(id, 0, scope("s", 0, 0))
@@ -267,6 +276,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 
 // Scopes named in another order, as by two surfaces, must not make two calls wait for each other.
 func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	var group errgroup.Group
 	for n := range 16 {
@@ -302,6 +312,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 }
 
 func TestAfterItsPatienceACallTakesTheLittleThatIsLeft(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	if _, err := reserve(t, db, call(id, 1, scope("s", 1500, 0))); err != nil {
@@ -315,6 +326,7 @@ func TestAfterItsPatienceACallTakesTheLittleThatIsLeft(t *testing.T) {
 }
 
 func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 1, scope("s", 0, 0), scope("r", 0, 0))
@@ -335,6 +347,7 @@ func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
 }
 
 func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 1, scope("s", 1500, 0))
@@ -348,6 +361,7 @@ func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
 }
 
 func TestNonsenseIsRefused(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
 	for name, change := range map[string]func(r *budgets.Reservation){
@@ -372,6 +386,7 @@ func TestNonsenseIsRefused(t *testing.T) {
 }
 
 func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	if err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
 		exec(t, tx, `set local timezone = 'Pacific/Kiritimati'`)

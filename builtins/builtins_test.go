@@ -67,6 +67,7 @@ func column(t *testing.T, answer map[string]any, list, field string) string {
 }
 
 func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	own := skills.Definition{Name: "recall", Handler: "sql:select 1 as one"}
 	if _, err := skills.Put(t.Context(), pool, own, skills.SourceWorkspace); err != nil {
@@ -99,6 +100,7 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 }
 
 func TestEveryRowHasItsCode(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := builtins.Put(t.Context(), pool); err != nil {
 		t.Fatal(err)
@@ -130,6 +132,7 @@ func TestEveryRowHasItsCode(t *testing.T) {
 }
 
 func TestRecall(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for i := range 12 {
 		save(t, pool, "observation", fmt.Sprintf("size_%02d", i), "the orders table grows")
@@ -165,6 +168,7 @@ func TestRecall(t *testing.T) {
 }
 
 func TestRecallLeavesOutWhatIsTooLong(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for i := range 6 {
 		save(t, pool, "general", fmt.Sprintf("long_%d", i), strings.Repeat("x", 60<<10))
@@ -186,6 +190,7 @@ func save(t *testing.T, pool *pgxpool.Pool, category, key, value string) {
 }
 
 func TestObjectivesList(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, name := range []string{"tidy", "healthy"} {
 		d := objectives.Definition{Name: name, Goal: strings.Repeat("be good ", 100), Steps: []string{"one", "two"}}
@@ -219,6 +224,7 @@ func TestObjectivesList(t *testing.T) {
 }
 
 func TestRecentActivity(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	note := func(skill string, kind activity.Kind, o activity.Outcome) {
 		e := activity.Entry{TraceID: traceID, Kind: kind, Skill: skill, Input: map[string]string{"secret": "stays here"}}

@@ -66,6 +66,7 @@ func governed(t *testing.T) *pgxpool.Pool {
 
 // Everything that an argument could be named, or hold, to gain power. The builtin is called past its schema, too.
 func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
+	t.Parallel()
 	pool := governed(t)
 	before := powers(t, pool)
 	code := builtins.New(pool, nil, nil)
@@ -106,6 +107,7 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 }
 
 func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, step := range []struct{ args, want string }{
 		{`{"key":"k","value":{"b":1,"a":[1.50]},"revision":0}`, "1"},
@@ -148,6 +150,7 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 }
 
 func TestProposalsWaitForAnAdmin(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 2 {
 		answer, err := call(t, pool, "objective_propose", `{"name":"tidy","goal":"g","success_criteria":"c","steps":["one"],"priority":1.0,"review_every":"7d"}`)
@@ -180,6 +183,7 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 }
 
 func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "tidy", Goal: "g", Steps: []string{"one", "two"}}
 	if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {

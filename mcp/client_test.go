@@ -19,6 +19,7 @@ import (
 )
 
 func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
+	t.Parallel()
 	for name, definition := range map[string]func(t *testing.T) mcp.Definition{
 		"http":  func(t *testing.T) mcp.Definition { return httpServer(serve(t, tools("")...).URL) },
 		"stdio": func(t *testing.T) mcp.Definition { return stdioServer(t, nil) },
@@ -49,6 +50,7 @@ func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
 }
 
 func TestACallCarriesItsKeyAndTrace(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, nil)
 	w.put(httpServer(serve(t, tools("")...).URL))
 	w.sync()
@@ -69,6 +71,7 @@ func TestACallCarriesItsKeyAndTrace(t *testing.T) {
 }
 
 func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
+	t.Parallel()
 	cancelled := make(chan struct{})
 	s := serve(t, tool{
 		sdk.Tool{Name: "hang", InputSchema: json.RawMessage(`{"type":"object"}`)},
@@ -99,6 +102,7 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 }
 
 func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, nil)
 	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
 	d.TimeoutMS = 3000 // also the new child starts within it
@@ -165,6 +169,7 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 }
 
 func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
+	t.Parallel()
 	s := serve(t, tools("")...)
 	w := newWorld(t, nil)
 	w.put(httpServer(s.URL))
@@ -185,6 +190,7 @@ func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
 }
 
 func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
+	t.Parallel()
 	s := serve(t, tools("")...)
 	w := newWorld(t, nil)
 	w.put(httpServer(s.URL))
@@ -204,6 +210,7 @@ func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
 }
 
 func TestSecretsAreSentAndBlottedOut(t *testing.T) {
+	t.Parallel()
 	s := serve(t, tools("")...)
 	w := newWorld(t, func(name string) string { return map[string]string{"TOKEN": "tok-12345"}[name] })
 	d := httpServer(s.URL)
@@ -221,6 +228,7 @@ func TestSecretsAreSentAndBlottedOut(t *testing.T) {
 }
 
 func TestResultsOfEveryKind(t *testing.T) {
+	t.Parallel()
 	results := map[string]*sdk.CallToolResult{
 		"texts":      {Content: []sdk.Content{&sdk.TextContent{Text: "a"}, &sdk.TextContent{Text: "b"}}},
 		"structured": {StructuredContent: map[string]any{"n": 1}, Content: []sdk.Content{&sdk.TextContent{Text: `{"n":1}`}}},

@@ -62,6 +62,7 @@ func installEverything(t *testing.T) (node, program string) {
 }
 
 func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
+	t.Parallel()
 	node, program := installEverything(t)
 	w := newWorld(t, nil)
 	w.put(mcp.Definition{Name: "test", Command: []string{node, program, "stdio"}})

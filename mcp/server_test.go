@@ -185,6 +185,7 @@ func said(r *sdk.CallToolResult) string {
 }
 
 func TestAStockClientCallsWhatIsOffered(t *testing.T) {
+	t.Parallel()
 	for name, connect := range map[string]func(h *house) *sdk.ClientSession{
 		"http":  func(h *house) *sdk.ClientSession { return h.http() },
 		"stdio": func(h *house) *sdk.ClientSession { return h.stdio(nil) },
@@ -223,6 +224,7 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 }
 
 func TestTheListFollowsTheOffers(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	changed := make(chan struct{}, 8)
 	overHTTP, overStdio := h.http(), h.stdio(&sdk.ClientOptions{
@@ -257,6 +259,7 @@ func awaits(t *testing.T, r *sdk.CallToolResult) string {
 }
 
 func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.approve()
 	session := h.http()
@@ -285,6 +288,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 }
 
 func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.approve()
 	session := h.stdio(nil)
@@ -301,6 +305,7 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 }
 
 func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.approve()
 	session := h.http()
@@ -328,6 +333,7 @@ func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {
 }
 
 func TestAMountedToolCanBeOfferedAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, nil)
 	d := httpServer(serve(t, tools("")...).URL)
 	d.Trust = skills.TrustAuto

@@ -7,6 +7,7 @@ import (
 )
 
 func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
+	t.Parallel()
 	valid := regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 	seen := make(map[string]string)
 	long := strings.Repeat("x", 80)
@@ -30,6 +31,7 @@ func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
 }
 
 func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
+	t.Parallel()
 	url := "https://example.com/mcp"
 	for name, c := range map[string]struct {
 		d    Definition

@@ -134,6 +134,7 @@ func (x *indexed) found(t *testing.T, owner memory.Owner, query string) string {
 }
 
 func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.save(t, "sales", "b", "a dog")
@@ -158,6 +159,7 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 }
 
 func TestAValueThatChangesWhileItIsEmbeddedIsEmbeddedAnew(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.server.Refuse(func(texts []string) int {
@@ -171,6 +173,7 @@ func TestAValueThatChangesWhileItIsEmbeddedIsEmbeddedAnew(t *testing.T) {
 }
 
 func TestTwoProcessesDoNotEmbedTheSameEntry(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.server.Refuse(func([]string) int {
@@ -185,6 +188,7 @@ func TestTwoProcessesDoNotEmbedTheSameEntry(t *testing.T) {
 }
 
 func TestAClaimOfADeadProcessIsDueAgain(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.exec(t, `insert into agent_memory_embeddings (memory_id, model, revision, due_at)
@@ -199,6 +203,7 @@ func TestAClaimOfADeadProcessIsDueAgain(t *testing.T) {
 }
 
 func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.server.Refuse(func([]string) int { return http.StatusServiceUnavailable })
 	x.save(t, memory.Shared, "a", "the invoice")
@@ -213,6 +218,7 @@ func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
 }
 
 func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.server.Refuse(func(texts []string) int {
 		for _, text := range texts {
@@ -247,6 +253,7 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 }
 
 func TestAServerThatRefusesEverythingIsNotAskedForTheWholeMemory(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.server.Refuse(func([]string) int { return http.StatusBadRequest })
 	x.exec(t, `insert into agent_memory (key, value) select 'k' || n, '"x"' from generate_series(1, 70) n`)
@@ -259,6 +266,7 @@ func TestAServerThatRefusesEverythingIsNotAskedForTheWholeMemory(t *testing.T) {
 }
 
 func TestEntriesAreEmbeddedBesideOtherWork(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	ctx, stop := context.WithCancel(t.Context())
@@ -284,6 +292,7 @@ func TestEntriesAreEmbeddedBesideOtherWork(t *testing.T) {
 }
 
 func TestAnotherModelEmbedsAnew(t *testing.T) {
+	t.Parallel()
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.update(t)
@@ -300,6 +309,7 @@ func TestAnotherModelEmbedsAnew(t *testing.T) {
 }
 
 func TestWithoutTheExtensionMemoryIsSearchedByWordsAndNothingIsSent(t *testing.T) {
+	t.Parallel()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
 	x.Index = x.index(t, "small")
 	x.save(t, memory.Shared, "a", "the invoice")
@@ -324,6 +334,7 @@ func TestWithoutTheExtensionMemoryIsSearchedByWordsAndNothingIsSent(t *testing.T
 }
 
 func TestEntriesAreFoundByMeaning(t *testing.T) {
+	t.Parallel()
 	x := newVectors(t)
 	x.save(t, memory.Shared, "rule", "invoice over 500 needs two signatures")
 	x.save(t, memory.Shared, "animals", "the dog stays outside")
@@ -355,6 +366,7 @@ func TestEntriesAreFoundByMeaning(t *testing.T) {
 }
 
 func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {
+	t.Parallel()
 	x := newVectors(t)
 	x.save(t, "sales", "own", "the invoice")
 	x.save(t, memory.Shared, "shared", "the bill")
@@ -367,6 +379,7 @@ func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {
 }
 
 func TestASilentServerDelaysSearchOnceAndLeavesItToWords(t *testing.T) {
+	t.Parallel()
 	x := newVectors(t)
 	x.save(t, memory.Shared, "rule", "the invoice")
 	x.update(t)
@@ -386,6 +399,7 @@ func TestASilentServerDelaysSearchOnceAndLeavesItToWords(t *testing.T) {
 }
 
 func TestVectorsOfAnotherLengthAreLeftOut(t *testing.T) {
+	t.Parallel()
 	x := newVectors(t)
 	x.save(t, memory.Shared, "rule", "the invoice")
 	x.update(t)

@@ -14,6 +14,7 @@ import (
 )
 
 func TestSecretsAreNotKept(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, note := range map[string]memory.Note{
 		"by key":      {Key: "github_token", Value: "abc"},
@@ -39,6 +40,7 @@ func TestSecretsAreNotKept(t *testing.T) {
 }
 
 func TestAFullCategoryTakesNoNewKey(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	_, err := pool.Exec(t.Context(), `
 		insert into agent_memory (category, key, value) select 'full', 'k' || n, '1' from generate_series(1, 5000) n`)
@@ -63,6 +65,7 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 }
 
 func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: 0}); err != nil {
 		t.Fatal(err)
@@ -115,6 +118,7 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 }
 
 func TestListGoesOnWhereItStopped(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for i := range 5 {
 		if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "c", Key: fmt.Sprint("k", i), Value: i, TraceID: "hb_1"}); err != nil {

@@ -45,6 +45,7 @@ func keys(entries []memory.Entry) string {
 }
 
 func TestSaveReplacesAndCounts(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	first := save(t, pool, memory.Note{Key: "size", Value: map[string]int{"mb": 1}, TTL: time.Hour, TraceID: "hb_1"})
 	second := save(t, pool, memory.Note{Key: "size", Value: 2, TraceID: "hb_2"})
@@ -61,6 +62,7 @@ func TestSaveReplacesAndCounts(t *testing.T) {
 }
 
 func TestSaveAtARevisionLosesNoUpdate(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "n", Value: 0})
 	var wins atomic.Int32
@@ -88,6 +90,7 @@ func TestSaveAtARevisionLosesNoUpdate(t *testing.T) {
 }
 
 func TestConcurrentSavesAreAllCounted(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	var wg sync.WaitGroup
 	for i := range 20 {
@@ -104,6 +107,7 @@ func TestConcurrentSavesAreAllCounted(t *testing.T) {
 }
 
 func TestSaveRefuses(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, test := range map[string]struct {
 		note memory.Note
@@ -127,6 +131,7 @@ func TestSaveRefuses(t *testing.T) {
 }
 
 func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "kept", Value: "word", TTL: time.Hour})
 	save(t, pool, memory.Note{Key: "gone", Value: "word", TTL: time.Hour})
@@ -163,6 +168,7 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 }
 
 func TestForget(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "a", Value: 1})
 	for _, want := range []bool{true, false} {
@@ -173,6 +179,7 @@ func TestForget(t *testing.T) {
 }
 
 func TestSearch(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "orders table", Value: "grew by ten percent"})
 	save(t, pool, memory.Note{Key: "users", Value: map[string]string{"note": "the orders table is joined here"}})
@@ -212,6 +219,7 @@ func TestSearch(t *testing.T) {
 }
 
 func TestStatsAndRecentByCategory(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Category: "facts", Key: "a", Value: 1})
 	save(t, pool, memory.Note{Category: "facts", Key: "b", Value: strings.Repeat("x", 100), TTL: time.Hour})

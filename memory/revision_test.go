@@ -25,6 +25,7 @@ func refused(t *testing.T, pool *pgxpool.Pool, n memory.Note) *memory.ConflictEr
 }
 
 func TestAConflictHasBothValues(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "k", Value: "first"})
 	save(t, pool, memory.Note{Key: "k", Value: "theirs", TraceID: "hb_1"})
@@ -44,6 +45,7 @@ func TestAConflictHasBothValues(t *testing.T) {
 }
 
 func TestARevisionIsNeverUsedTwice(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, begin := range map[string]func(key string){
 		"forgotten": func(key string) {
@@ -89,6 +91,7 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 }
 
 func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
@@ -123,6 +126,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 }
 
 func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	e := save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
@@ -164,6 +168,7 @@ func decide(t *testing.T, pool *pgxpool.Pool, id string, d memory.Decision) (c m
 }
 
 func TestALateValueIsKeptUntilAnAdminDecides(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	taken, kept := late(t, pool, "taken"), late(t, pool, "kept")
 	open, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{})
@@ -192,6 +197,7 @@ func TestALateValueIsKeptUntilAnAdminDecides(t *testing.T) {
 }
 
 func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	id := late(t, pool, "k")
 	save(t, pool, memory.Note{Key: "k", Value: "newer still"})
@@ -208,6 +214,7 @@ func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
 }
 
 func TestALateValueIsKeptOnceHoweverOftenItComes(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	id := late(t, pool, "k")
 	for _, value := range []string{"late", "later"} {
@@ -220,6 +227,7 @@ func TestALateValueIsKeptOnceHoweverOftenItComes(t *testing.T) {
 }
 
 func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	id := late(t, pool, "k")
 	if _, err := decide(t, pool, id, memory.Decision{By: "ana"}); err != nil {
@@ -252,6 +260,7 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 }
 
 func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {
+	t.Parallel()
 	answer := `{"left_out":1,"memories":[{"category":"c","key":"a","revision":3,"value":{"memories":[{"category":"c","key":"spoofed","revision":9}]}},` +
 		`{"category":"c","key":"b","revision":4,"value":"long"}],"theirs":{"category":"general","key":"t","revision":5,"value":1}}`
 	for upto, want := range map[int]string{

@@ -49,6 +49,7 @@ func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 // Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as who speaks in a thread
 // that a parent has lent does; it does not wait for who waits for it.
 func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	given := claimed(t, db)
 	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
@@ -82,6 +83,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 const park = `select lanekeeper.park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
 
 func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	tx := inFlight(t, db, id)
@@ -102,6 +104,7 @@ func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 }
 
 func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	tx := inFlight(t, db, id)
@@ -124,6 +127,7 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 }
 
 func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	for name, query := range map[string]string{
@@ -153,6 +157,7 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 
 // A row that is claimed and does not run would stop every sweep, because a lost claim could not end it.
 func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := insertExecution(t, db)
 	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`, id); !postgres.IsCode(err, "LK002") {
@@ -161,6 +166,7 @@ func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 }
 
 func TestNoWaitIsForEver(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
@@ -170,6 +176,7 @@ func TestNoWaitIsForEver(t *testing.T) {
 }
 
 func TestPartitionsAreMadeBesideAReader(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	tx, err := db.Begin(t.Context())
 	if err != nil {
@@ -187,6 +194,7 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 }
 
 func TestAFloorIsNotAboveItsTime(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	if !get[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
 		t.Error("the floor of a time is above an id made at that time")
@@ -194,6 +202,7 @@ func TestAFloorIsNotAboveItsTime(t *testing.T) {
 }
 
 func TestADayOfSpendIsFoundByIndex(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	tx, err := db.Begin(t.Context())
 	if err != nil {
@@ -215,6 +224,7 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 }
 
 func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name) values ('fl_x', $1::uuid, $2, 's')`
@@ -225,6 +235,7 @@ func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
 }
 
 func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
@@ -235,6 +246,7 @@ func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
 }
 
 func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	token := get[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)

@@ -35,6 +35,7 @@ func exec(t *testing.T, db postgres.DB, query string, args ...any) {
 }
 
 func TestManyProcessesMigrateAtOnce(t *testing.T) {
+	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	var mu sync.Mutex
 	applied := make(map[string]int)
@@ -72,6 +73,7 @@ func TestManyProcessesMigrateAtOnce(t *testing.T) {
 }
 
 func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		change string
 		want   error
@@ -95,6 +97,7 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 }
 
 func TestASchemaThatMissesCodeIsOutdated(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	exec(t, db, `delete from agent_schema_code where name = (select max(name) from agent_schema_code)`)
 	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
@@ -103,6 +106,7 @@ func TestASchemaThatMissesCodeIsOutdated(t *testing.T) {
 }
 
 func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
+	t.Parallel()
 	db := pgtest.Empty(t)
 	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
 		t.Errorf("Check: %v, want ErrOutdated", err)
@@ -114,6 +118,7 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 
 // Nothing is written into a database that is another program's.
 func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
+	t.Parallel()
 	for name, theirs := range map[string]string{
 		"a table":    `create table agent_activity (id int)`,
 		"a view":     `create view agent_spend as select 1 as cost`,
@@ -140,6 +145,7 @@ func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 
 // The functions that other programs call, with their parameters; see DESIGN.md.
 func TestPublicFunctions(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for name, arguments := range map[string]string{
 		"try_acquire_agent_lock": "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
@@ -180,6 +186,7 @@ func TestPublicFunctions(t *testing.T) {
 }
 
 func TestUUID7(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	if !get[bool](t, db, `
 		with made as (select n, lanekeeper.agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
@@ -201,6 +208,7 @@ func TestUUID7(t *testing.T) {
 }
 
 func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	seen := make(map[trace.ID]bool)
 	for range 50 {
@@ -235,6 +243,7 @@ var legal = map[string]struct {
 }
 
 func TestStatesOfAnExecution(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for _, from := range statuses {
 		for _, to := range statuses {
@@ -269,6 +278,7 @@ func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 }
 
 func TestTheEndOfAnExecution(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for end, result := range map[string]string{"completed": "success", "failed": "failure", "timeout": "timeout", "cancelled": "cancelled"} {
 		id := insertExecution(t, db)

@@ -16,6 +16,7 @@ import (
 var update = flag.Bool("update", false, "write docs/schema.md and docs/schema.svg")
 
 func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
+	t.Parallel()
 	nouns, err := schemadoc.Read(t.Context(), pgtest.DB(t), migrations.Files())
 	if err != nil {
 		t.Fatal(err)
@@ -43,6 +44,7 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 }
 
 func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	exec(t, db, `
 		create domain agent_mood as text check (value is null or value in ('glad', 'sad'));

@@ -43,6 +43,7 @@ const written = `
 
 // What cannot be made where the search path leads to is not begun, and is said before anything is written.
 func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct{ path, before, says string }{
 		"none":     {"nowhere", `select 1`, "no schema of the search path is there"},
 		"capitals": {`"App"`, `create schema "App"; create schema app`, `"App"`},
@@ -65,6 +66,7 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 }
 
 func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
+	t.Parallel()
 	db, owner := along(t, "nowhere, mine", `create schema mine; create schema another; create table another.agent_locks (id int)`)
 	for range 2 {
 		if _, err := migrations.Up(t.Context(), db); err != nil {
@@ -81,6 +83,7 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 
 // Who may not make tables is told how they may.
 func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
+	t.Parallel()
 	db, _ := along(t, "public", `revoke create on schema public from public`)
 	weak := db.Config()
 	weak.ConnConfig.RuntimeParams["role"] = "pg_monitor"
@@ -96,6 +99,7 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 
 // Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it may act as the owner.
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
+	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
 	if _, err := migrations.Up(t.Context(), db); err != nil {
 		t.Fatal(err)
@@ -140,6 +144,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 
 // Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what it must not.
 func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
+	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
 	if _, err := migrations.Up(t.Context(), db); err != nil {
 		t.Fatal(err)

@@ -50,6 +50,7 @@ func complete(t *testing.T, c *models.Client, req models.Request) models.Respons
 }
 
 func TestCompleteReturnsTheTextItShowed(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("The orders table is the largest, with 42 MB.").WithUsage(1000, 500, 200))
 	req := ask("which table?")
 	var shown strings.Builder
@@ -73,6 +74,7 @@ func TestCompleteReturnsTheTextItShowed(t *testing.T) {
 }
 
 func TestCompleteSendsWhatWasAsked(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Text("ok"))
 	zero := float32(0)
 	req := ask("hi")
@@ -103,6 +105,7 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 }
 
 func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct{ called, arguments, name, sent string }{
 		"in order":         {"table_sizes", `{"a": 1}`, "table_sizes", `{"a": 1}`},
 		"a dot":            {"multi_tool_use.parallel", `{}`, "multi_tool_use_parallel", `{}`},
@@ -134,6 +137,7 @@ func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
 }
 
 func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
+	t.Parallel()
 	at := func(i int) *int { return &i }
 	call := func(index *int, id, name, args string) openai.ToolCall {
 		return openai.ToolCall{Index: index, ID: id, Function: openai.FunctionCall{Name: name, Arguments: args}}
@@ -207,6 +211,7 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 }
 
 func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
+	t.Parallel()
 	reply := modeltest.Fragments(openai.ToolCall{Function: openai.FunctionCall{Name: "a"}})
 	server := modeltest.New(t, reply, reply, reply)
 	c := client(t, server)
@@ -219,6 +224,7 @@ func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
 }
 
 func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }), ask(strings.Repeat("word", 10)))
 	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true} // no word is as long
@@ -231,6 +237,7 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 }
 
 func TestUsageThatCannotBeIsEstimated(t *testing.T) {
+	t.Parallel()
 	for name, reply := range map[string]modeltest.Reply{
 		"-1 for unknown":  modeltest.Text("ok").WithUsage(-1, -1, 0),
 		"a negative part": modeltest.Text("ok").WithUsage(-5, 10, 0),
@@ -251,6 +258,7 @@ func TestUsageThatCannotBeIsEstimated(t *testing.T) {
 }
 
 func TestDialectIsLearntOnce(t *testing.T) {
+	t.Parallel()
 	refusal := func(message string) modeltest.Reply {
 		return modeltest.Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0)
 	}
@@ -305,6 +313,7 @@ func TestDialectIsLearntOnce(t *testing.T) {
 }
 
 func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Raw(http.StatusOK, "application/json",
 		"\n"+`{ "model": "m", "choices": [ {"index": 0, "message": {"role": "assistant", "content": [{"type": "text", "text": "whole"}]},
 		"finish_reason": "stop"} ], "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3} }`))
@@ -315,6 +324,7 @@ func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
 }
 
 func TestEndOfContextEndsTheCall(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Hang())
 	ctx, cancel := context.WithCancelCause(t.Context())
 	lost := errors.New("lane lost")
@@ -329,6 +339,7 @@ func TestEndOfContextEndsTheCall(t *testing.T) {
 }
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		config models.Config
 		want   string
@@ -354,6 +365,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 }
 
 func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("fine"))
 	c := client(t, server)
 	req := ask(strings.Repeat("some ordinary words ", 50))

@@ -13,6 +13,7 @@ import (
 )
 
 func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
+	t.Parallel()
 	server := modeltest.NewEmbeddings(t, func(text string) []float32 { return []float32{float32(len(text)), 1} })
 	client, err := models.New(models.Config{BaseURL: server.URL(), Model: "small", Headers: map[string]string{"Api-Key": "k"}})
 	if err != nil {
@@ -33,6 +34,7 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 }
 
 func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
+	t.Parallel()
 	for name, answer := range map[string]string{
 		"chat answer":  `{"choices":[]}`,
 		"too few":      `{"data":[{"index":0,"embedding":[1]}]}`,

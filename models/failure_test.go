@@ -17,6 +17,7 @@ import (
 )
 
 func TestWhatMayPassIsRepeated(t *testing.T) {
+	t.Parallel()
 	for name, fault := range map[string]modeltest.Reply{
 		"429":                modeltest.Status(http.StatusTooManyRequests, 0),
 		"500":                modeltest.Status(http.StatusInternalServerError, 0),
@@ -50,6 +51,7 @@ func TestWhatMayPassIsRepeated(t *testing.T) {
 }
 
 func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		fault  modeltest.Reply
 		status int
@@ -86,6 +88,7 @@ func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
 }
 
 func TestAttemptsAreBounded(t *testing.T) {
+	t.Parallel()
 	fault := modeltest.Status(http.StatusBadGateway, 0)
 	server := modeltest.New(t, fault, fault, fault)
 	_, err := client(t, server).Complete(t.Context(), ask("hi"))
@@ -96,6 +99,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 }
 
 func TestMidStreamErrorKeepsTheProvidersWords(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.MidStreamError("Half an", "the GPU caught fire"))
 	once := func(c *models.Config) { c.Retry.Attempts = 1 }
 	_, err := client(t, server, once).Complete(t.Context(), ask("hi"))
@@ -114,6 +118,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 }
 
 func TestLongWaitsAreLeftToTheCaller(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, time.Hour))
 	_, err := client(t, server).Complete(t.Context(), ask("hi"))
 	var failure *models.Error
@@ -154,6 +159,7 @@ func TestSlowIsNotSilent(t *testing.T) {
 }
 
 func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
+	t.Parallel()
 	words := "Incorrect API key provided: " + key + " and sk-proj-abcdefgh1234 and Bearer abcdef.ghijkl"
 	server := modeltest.New(t, modeltest.Refusal(500, "server_error", "", words, 0), modeltest.Refusal(401, key, key, words, 0))
 	var log bytes.Buffer
@@ -173,6 +179,7 @@ func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
 }
 
 func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
+	t.Parallel()
 	gone := httptest.NewServer(http.NotFoundHandler())
 	gone.Close()
 	c, err := models.New(models.Config{
@@ -190,6 +197,7 @@ func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
 }
 
 func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
+	t.Parallel()
 	for _, model := range []string{"gpt-6-astra", "gpt-6.1-sol", "gpt-6-sol", "gpt-6-luna", "gpt-5.6-sol", "o3"} {
 		server := modeltest.New(t, modeltest.ToolCall("f", "{}"))
 		req := ask("hi")

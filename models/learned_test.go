@@ -14,6 +14,7 @@ import (
 
 // What a server refuses is left out of the same request, and of later ones.
 func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
+	t.Parallel()
 	half := float32(0.5)
 	responses := func(c *models.Config) { c.API = models.APIResponses }
 	thinking := []models.Message{
@@ -82,6 +83,7 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 }
 
 func TestMembersThatTheirServerRefusesAreNotSentBack(t *testing.T) {
+	t.Parallel()
 	const answer = `{"choices":[{"message":{"role":"assistant","content":"hi","reasoning_details":[{"type":"x","text":"t"}]},` +
 		`"finish_reason":"stop"}]}`
 	server := modeltest.New(t, modeltest.Raw(200, "application/json", answer),
@@ -111,6 +113,7 @@ func asOpenAI(t *testing.T, server *modeltest.Server) func(*models.Config) {
 }
 
 func TestAMissingRouteIsLearnedOnceAndAMissingModelIsNot(t *testing.T) {
+	t.Parallel()
 	server := modeltest.NoResponses(t, modeltest.Text("a"), modeltest.Text("b"))
 	c := client(t, server, asOpenAI(t, server))
 	complete(t, c, ask("hi"))

@@ -29,6 +29,7 @@ func endless(gone chan<- struct{}) modeltest.Reply {
 }
 
 func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
+	t.Parallel()
 	gone := make(chan struct{}, 1)
 	server := modeltest.New(t, endless(gone))
 	req := ask("talk")
@@ -53,6 +54,7 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 }
 
 func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
+	t.Parallel()
 	text := strings.Repeat("extraordinary ", 40) // few tokens for their length
 	server := modeltest.New(t, modeltest.Text(text).WithUsage(10, 42, 0))
 	req := ask("talk")
@@ -64,6 +66,7 @@ func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
 }
 
 func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
+	t.Parallel()
 	reply := modeltest.ToolCall("drop_all", "").WithFinish(models.FinishLength)
 	server := modeltest.New(t, reply, modeltest.ToolCall("probe", ""))
 	c := client(t, server)
@@ -77,6 +80,7 @@ func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
 }
 
 func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
+	t.Parallel()
 	said := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
 		fault  modeltest.Reply
@@ -122,6 +126,7 @@ func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 }
 
 func TestACallerCanForbidAnotherAttempt(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Reset())
 	req, spent := ask("go"), errors.New("nothing is left")
 	req.BeforeRetry = func(context.Context) (int, error) { return 0, spent }
@@ -131,6 +136,7 @@ func TestACallerCanForbidAnotherAttempt(t *testing.T) {
 }
 
 func TestAnInterruptedCallIsUnknown(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("slowly ", 50)).Slowly(20*time.Millisecond))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -149,6 +155,7 @@ func TestAnInterruptedCallIsUnknown(t *testing.T) {
 
 // The transport of net/http repeats requests with an idempotency key by itself when a connection that was kept breaks.
 func TestARequestIsNotSentAgainUnseen(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Reset(), modeltest.Text("ok"))
 	c := client(t, server, func(c *models.Config) { c.Retry.Attempts = 1 })
 	req := ask("go")
@@ -165,6 +172,7 @@ func TestARequestIsNotSentAgainUnseen(t *testing.T) {
 
 // Usage comes last. An answer that is whole without it was billed all the same.
 func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
+	t.Parallel()
 	unsaid := modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		_, _ = w.Write([]byte(`data: {"choices":[{"index":0,"delta":{"content":"yes"},"finish_reason":"stop"}]}` + "\n\n"))
@@ -187,6 +195,7 @@ func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
 }
 
 func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
+	t.Parallel()
 	const callers = 16
 	server := modeltest.New(t)
 	server.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
@@ -214,6 +223,7 @@ func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
 }
 
 func TestAModelWithoutAPriceIsKnown(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t)
 	for model, want := range map[string]bool{"gpt-4o-mini": true, "home-made": false} {
 		if got := client(t, server, func(c *models.Config) { c.Model = model }).Priced(); got != want {

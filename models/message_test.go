@@ -19,6 +19,7 @@ const recorded = `{"role":"assistant","content":"I look <at> it.","reasoning_con
 	{"id":"call_1","type":"function","function":{"name":"sizes","arguments":"{\"limit\":3}"}}]}`
 
 func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
+	t.Parallel()
 	var m models.Message
 	if err := json.Unmarshal([]byte(recorded), &m); err != nil {
 		t.Fatal(err)
@@ -33,6 +34,7 @@ func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
 }
 
 func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
+	t.Parallel()
 	m := models.Message{
 		Role: models.RoleAssistant, Content: "I look.", Reasoning: "Which?",
 		Opaque: &models.Opaque{Origin: "x", Items: []string{"{}"}},
@@ -59,6 +61,7 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 }
 
 func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
+	t.Parallel()
 	m := models.Message{Role: models.RoleUser, Content: "Look:", Parts: []models.Part{
 		{
 			Image: &models.Image{URL: "data:image/png;base64,AAAA", Detail: "low"},
@@ -78,6 +81,7 @@ func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
 }
 
 func TestNobodySeesWhatIsOpaque(t *testing.T) {
+	t.Parallel()
 	const secret = "gAAAAABencrypted"
 	hidden := &models.Opaque{
 		Origin:  "x",

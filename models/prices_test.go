@@ -11,6 +11,7 @@ import (
 )
 
 func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
+	t.Parallel()
 	prices := models.Prices{
 		"gpt-4o": {Prompt: 1}, "gpt-4o-mini": {Prompt: 2}, "gpt-4o-2024-05-13": {Prompt: 3}, "llama*": {Prompt: 4}, "llama3:70b*": {Prompt: 5},
 		"meta/own": {Prompt: 6},
@@ -31,6 +32,7 @@ func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
 }
 
 func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		prices models.Prices
 		want   string
@@ -49,6 +51,7 @@ func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
 }
 
 func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
+	t.Parallel()
 	base := models.DefaultPrices()
 	over := base.With(models.Prices{"gpt-4o": {Prompt: 99}, "mine": {Prompt: 1}})
 	if over["gpt-4o"].Prompt != 99 || over["mine"].Prompt != 1 || over["o3"] != base["o3"] {

@@ -52,6 +52,7 @@ func replies() []modeltest.Reply {
 
 // Each provider refuses what the real one refuses; a call, a correction and an answer come through.
 func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
+	t.Parallel()
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
 		server  provider
@@ -83,6 +84,7 @@ func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 
 // A malformed call is sent back with arguments that servers take. Members of its message still go back.
 func TestMembersOfAMalformedCallGoBack(t *testing.T) {
+	t.Parallel()
 	for name, server := range map[string]*modeltest.Server{
 		`"text":"Let me see."`:      modeltest.OpenRouter(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders")),
 		`"reasoning":"Let me see."`: modeltest.QwenVLLM(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders")),
@@ -100,6 +102,7 @@ func TestMembersOfAMalformedCallGoBack(t *testing.T) {
 }
 
 func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, replies()...)
 	conversation(t, client(t, server), "gpt-4o")
 	sent := server.Requests()[1].Messages
@@ -116,6 +119,7 @@ func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
 }
 
 func TestTheResponsesAPIIsRememberedForItsModelAlone(t *testing.T) {
+	t.Parallel()
 	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("again"), modeltest.Text("other"))...)
 	c := client(t, server)
 	conversation(t, c, "gpt-5.6-sol")
@@ -135,6 +139,7 @@ func TestTheResponsesAPIIsRememberedForItsModelAlone(t *testing.T) {
 }
 
 func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
+	t.Parallel()
 	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("x"), modeltest.Text("x"))...)
 	c := client(t, server, func(c *models.Config) { c.API = models.APIResponses })
 	req := ask("go")
@@ -176,6 +181,7 @@ func responseEvents(events ...string) modeltest.Reply {
 }
 
 func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
+	t.Parallel()
 	delta := `{"type":"response.output_text.delta","delta":"half"}`
 	server := modeltest.New(
 		t,
@@ -210,6 +216,7 @@ func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
 }
 
 func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
+	t.Parallel()
 	server := modeltest.NoResponses(
 		t,
 		modeltest.Refusal(400, "x", "", "use /v1/responses instead", 0),
@@ -226,6 +233,7 @@ func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
 }
 
 func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
+	t.Parallel()
 	const list = `[{"error":{"code":400,"message":"bad schema","status":"INVALID_ARGUMENT"}}]`
 	for name, reply := range map[string]modeltest.Reply{
 		"refusal":  modeltest.Raw(400, "application/json", list),
@@ -245,6 +253,7 @@ func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
 }
 
 func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
+	t.Parallel()
 	for name, server := range map[string]*modeltest.Server{
 		`"reasoning":"Let me see."`:                    modeltest.QwenVLLM(t, replies()...),
 		`"text":"Let me see."`:                         modeltest.OpenRouter(t, replies()...),
@@ -263,6 +272,7 @@ func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
 }
 
 func TestAThoughtInABlockIsNotShown(t *testing.T) {
+	t.Parallel()
 	for _, chunks := range [][]string{
 		{"<think>a</think>b"}, {"\n<th", "ink>a", "</thi", "nk>\n", "\nb"}, {"<think>", "a<", "/think>", "b"},
 	} {
@@ -290,6 +300,7 @@ func TestAThoughtInABlockIsNotShown(t *testing.T) {
 }
 
 func TestAzureClassicIsAskedAsItWants(t *testing.T) {
+	t.Parallel()
 	server := modeltest.AzureClassic(t, modeltest.Text("ok"),
 		modeltest.Refusal(400, "invalid_request_error", "content_filter", "The response was filtered.", 0))
 	c := client(t, server, func(c *models.Config) {
@@ -306,6 +317,7 @@ func TestAzureClassicIsAskedAsItWants(t *testing.T) {
 }
 
 func TestCacheWritesArePriced(t *testing.T) {
+	t.Parallel()
 	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1000,` +
 		`"completion_tokens":10,"total_tokens":1010,"prompt_tokens_details":{` +
 		`"cached_tokens":200,"cache_write_tokens":700}}}`
@@ -324,6 +336,7 @@ func TestCacheWritesArePriced(t *testing.T) {
 }
 
 func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
+	t.Parallel()
 	req := models.Request{
 		Messages: []models.Message{{Role: models.RoleUser, Content: "What is it?", Parts: []models.Part{
 			{Image: &models.Image{URL: "data:image/png;base64,AAAA"}},
@@ -350,6 +363,7 @@ func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
 }
 
 func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"),
 		modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text("{}"))
 	req := ask("hi")
@@ -372,6 +386,7 @@ func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
 }
 
 func TestExtraIsLaidOverTheBody(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"))
 	complete(t, client(t, server, func(c *models.Config) {
 		c.Extra = map[string]json.RawMessage{

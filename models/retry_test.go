@@ -7,6 +7,7 @@ import (
 )
 
 func TestRetryAfterForms(t *testing.T) {
+	t.Parallel()
 	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	for name, test := range map[string]struct {
 		header, value string
@@ -33,6 +34,7 @@ func TestRetryAfterForms(t *testing.T) {
 }
 
 func TestWaitsGrowAndAreBounded(t *testing.T) {
+	t.Parallel()
 	r := Retry{Attempts: 100, Base: time.Second, MaxWait: 10 * time.Second}
 	for attempt, top := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 3: 4 * time.Second, 5: 10 * time.Second, 90: 10 * time.Second} {
 		differ := false
@@ -51,6 +53,7 @@ func TestWaitsGrowAndAreBounded(t *testing.T) {
 }
 
 func TestNoWaitWhereItCannotHelp(t *testing.T) {
+	t.Parallel()
 	r := Retry{Attempts: 3, Base: time.Second, MaxWait: 10 * time.Second}
 	for name, test := range map[string]struct {
 		attempt int

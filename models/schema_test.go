@@ -9,6 +9,7 @@ import (
 )
 
 func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t,
 		modeltest.Refusal(400, "invalid_request_error", "invalid_json_schema",
 			"Invalid schema for response_format 'plan': additionalProperties is required", 0),
@@ -29,6 +30,7 @@ func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {
 }
 
 func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
 	req := ask("hi")
 	req.Model, req.Schema = "claude-sonnet-5", &models.Schema{Name: "plan", Schema: []byte(`{"title":"mine"}`)}
@@ -42,6 +44,7 @@ func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
 }
 
 func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
+	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
 	req := ask("hi")
 	req.Schema = &models.Schema{}

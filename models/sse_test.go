@@ -20,6 +20,7 @@ func filtered(tb testing.TB, in io.Reader) string {
 }
 
 func TestOnlyDataLinesPass(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct{ in, want string }{
 		"data":                    {"data: {}\n\n", "data: {}\n\n"},
 		"comment":                 {": PROCESSING\n\ndata: {}\n\n", "data: {}\n\n"},
@@ -47,6 +48,7 @@ func TestOnlyDataLinesPass(t *testing.T) {
 }
 
 func TestEndMarkerIsSeen(t *testing.T) {
+	t.Parallel()
 	for text, want := range map[string]bool{"data: [DONE]\n\n": true, "data:[DONE]": true, "data: {}\n\n": false, ": [DONE]\n": false} {
 		lines := newDataLines(strings.NewReader(text))
 		if _, err := io.ReadAll(lines); err != nil || lines.done != want {
@@ -56,6 +58,7 @@ func TestEndMarkerIsSeen(t *testing.T) {
 }
 
 func TestLineIsPassedOnBeforeTheNextOneComes(t *testing.T) {
+	t.Parallel()
 	in, out := io.Pipe()
 	go func() {
 		if _, err := out.Write([]byte("data: 1\r")); err != nil {
@@ -70,6 +73,7 @@ func TestLineIsPassedOnBeforeTheNextOneComes(t *testing.T) {
 }
 
 func TestAnswerWithoutEndIsRefused(t *testing.T) {
+	t.Parallel()
 	endless := io.MultiReader(strings.NewReader("data: "), endlessReader{})
 	if _, err := io.Copy(io.Discard, newDataLines(endless)); err == nil {
 		t.Error("an endless line was read to its end")
@@ -86,6 +90,7 @@ func (endlessReader) Read(p []byte) (int, error) {
 }
 
 func TestBrokenConnectionStaysBroken(t *testing.T) {
+	t.Parallel()
 	lines := newDataLines(io.MultiReader(strings.NewReader("data: 1\n"), iotest.ErrReader(io.ErrUnexpectedEOF)))
 	out, err := io.ReadAll(lines)
 	if string(out) != "data: 1\n\n" || !errors.Is(err, io.ErrUnexpectedEOF) {

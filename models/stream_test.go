@@ -19,6 +19,7 @@ func events(body string) modeltest.Reply {
 }
 
 func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
+	t.Parallel()
 	for name, body := range map[string]string{
 		"more comments than go-openai allows":   strings.Repeat(": OPENROUTER PROCESSING\n\n", 1000) + hello + finish + "data: [DONE]\n\n",
 		"more blanks than go-openai allows":     strings.Repeat("\n", 1000) + hello + finish + "data: [DONE]\n\n",
@@ -45,6 +46,7 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 }
 
 func TestErrorsInStreamsAreSeenInEveryForm(t *testing.T) {
+	t.Parallel()
 	for name, body := range map[string]string{
 		"alone":            `data: {"error":{"message":"too hot"}}` + "\n\n",
 		"after comments":   strings.Repeat(": PROCESSING\n\n", 400) + `data: {"error":{"message":"too hot"}}` + "\n\n",

@@ -27,6 +27,7 @@ func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) 
 }
 
 func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	early := act(t, pool, "hb_1", "look", "call", "success")
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two"}})
@@ -73,6 +74,7 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 }
 
 func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}})
 	step := steps(t, pool, o)[0]
@@ -106,6 +108,7 @@ func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
 }
 
 func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}, ReviewEvery: "1h"})
 	step := steps(t, pool, o)[0]
@@ -123,6 +126,7 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 }
 
 func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"call sizes and rows", "report", "look at locks"}})
 	list := steps(t, pool, o)
@@ -156,6 +160,7 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 }
 
 func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "tidy", Goal: "be tidy", SuccessCriteria: "no dust", Steps: []string{"sweep"}}
 	var wg sync.WaitGroup
@@ -210,6 +215,7 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 }
 
 func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	var taken atomic.Int32
 	var wg sync.WaitGroup

@@ -84,6 +84,7 @@ func exec(t *testing.T, pool *pgxpool.Pool, sql string) {
 }
 
 func TestValidate(t *testing.T) {
+	t.Parallel()
 	many := make([]string, 101)
 	for i := range many {
 		many[i] = fmt.Sprint(i)
@@ -118,6 +119,7 @@ func TestValidate(t *testing.T) {
 }
 
 func TestPutKeepsWhatWasLearned(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "1d", Steps: []string{"one", "two"}}
 	o := put(t, pool, d)
@@ -144,6 +146,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 }
 
 func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}}, "workspace"); err == nil {
 		t.Error("accepted")
@@ -154,6 +157,7 @@ func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
 }
 
 func TestDue(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, objectives.Definition{Name: "second", Steps: []string{"s"}})
 	put(t, pool, objectives.Definition{Name: "first", Priority: 1, Steps: []string{"s"}})
@@ -176,6 +180,7 @@ func TestDue(t *testing.T) {
 }
 
 func TestAStepIsTakenOnce(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
 	step := steps(t, pool, o)[0]
@@ -206,6 +211,7 @@ func TestAStepIsTakenOnce(t *testing.T) {
 }
 
 func TestAStepFailsAfterThreeAttempts(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
 	id := steps(t, pool, o)[0].ID
@@ -224,6 +230,7 @@ func TestAStepFailsAfterThreeAttempts(t *testing.T) {
 }
 
 func TestAdvanced(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two", "three"}})
 	list := steps(t, pool, o)
@@ -246,6 +253,7 @@ func TestAdvanced(t *testing.T) {
 }
 
 func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", ReviewEvery: "1h", Steps: []string{"one", "two", "no"}})
 	list := steps(t, pool, o)
@@ -283,6 +291,7 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 }
 
 func TestAnObjectiveWithoutSteps(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	once := put(t, pool, objectives.Definition{Name: "once"})
 	if got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1"); err != nil || got.Status != objectives.Active || due(t, pool) != "once" {
@@ -295,6 +304,7 @@ func TestAnObjectiveWithoutSteps(t *testing.T) {
 }
 
 func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"first"}})
 	var wg sync.WaitGroup
@@ -329,6 +339,7 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 }
 
 func TestRemovePausesWhatWasAdvanced(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	worked := put(t, pool, objectives.Definition{Name: "worked", Steps: []string{"s"}})
 	put(t, pool, objectives.Definition{Name: "fresh", Steps: []string{"s"}})
@@ -351,6 +362,7 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 }
 
 func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"s", "t", "u", "v"}})
 	off := func(runs int) float64 {

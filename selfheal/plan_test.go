@@ -35,6 +35,7 @@ func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 }
 
 func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for _, name := range []string{"skill_1", "skill_2", "skill_3"} {
 		skill(t, db, name)

@@ -48,6 +48,7 @@ func admit(t *testing.T, db postgres.DB, owner string) bool {
 }
 
 func TestATrialThatSucceeds(t *testing.T) {
+	t.Parallel()
 	db := resting(t)
 	if admit(t, db, "early") {
 		t.Error("admitted before the trial was offered")
@@ -82,6 +83,7 @@ func TestATrialThatSucceeds(t *testing.T) {
 }
 
 func TestATrialThatFails(t *testing.T) {
+	t.Parallel()
 	db := resting(t)
 	for range 2 {
 		run(t, db, selfheal.Default())
@@ -111,6 +113,7 @@ func TestATrialThatFails(t *testing.T) {
 }
 
 func TestOneCallIsLetThrough(t *testing.T) {
+	t.Parallel()
 	db := resting(t)
 	run(t, db, selfheal.Default())
 	admitted := make([]bool, 8)
@@ -159,6 +162,7 @@ func TestOneCallIsLetThrough(t *testing.T) {
 }
 
 func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		err     error
 		enabled bool
@@ -200,6 +204,7 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 }
 
 func TestAfterLeavesSkillsInServiceAlone(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
 	if err := selfheal.After(db)(t.Context(), get(t, db, fetch), errors.New("broken")); err != nil {
@@ -211,6 +216,7 @@ func TestAfterLeavesSkillsInServiceAlone(t *testing.T) {
 }
 
 func TestAnAdminTakesASkillOffItsTrial(t *testing.T) {
+	t.Parallel()
 	db := resting(t)
 	run(t, db, selfheal.Default())
 	admit(t, db, "one")
@@ -222,6 +228,7 @@ func TestAnAdminTakesASkillOffItsTrial(t *testing.T) {
 }
 
 func TestReenableDuringATrialEndsIt(t *testing.T) {
+	t.Parallel()
 	db := resting(t)
 	run(t, db, selfheal.Default())
 	if _, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed"); err != nil {

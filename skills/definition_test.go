@@ -13,6 +13,7 @@ type badDefinition struct {
 }
 
 func TestValidateReportsEveryProblem(t *testing.T) {
+	t.Parallel()
 	expectProblems(t, map[string]badDefinition{
 		"nothing at all": {skills.Definition{}, []string{"name: ", "handler: "}},
 		"all at once": {
@@ -49,6 +50,7 @@ func TestValidateReportsEveryProblem(t *testing.T) {
 }
 
 func TestValidateReportsProblemsOfHandlers(t *testing.T) {
+	t.Parallel()
 	text := map[string]any{"type": "string"}
 	expectProblems(t, map[string]badDefinition{
 		"sql empty":      {skills.Definition{Name: "a", Handler: "sql:"}, []string{"config.query: is empty"}},
@@ -108,6 +110,7 @@ func expectProblems(t *testing.T, tests map[string]badDefinition) {
 }
 
 func TestValidateAccepts(t *testing.T) {
+	t.Parallel()
 	text := map[string]any{"type": "string"}
 	tests := map[string]skills.Definition{
 		"least":       {Name: "a", Handler: "builtin:x"},

@@ -14,6 +14,7 @@ import (
 )
 
 func TestPublicAddresses(t *testing.T) {
+	t.Parallel()
 	for address, want := range map[string]bool{
 		"1.1.1.1": true, "93.184.216.34": true, "2606:4700::1111": true, "2a00:1450::1": true,
 		"127.0.0.1": false, "127.9.9.9": false, "10.1.2.3": false, "172.16.0.1": false, "192.168.1.1": false,
@@ -30,6 +31,7 @@ func TestPublicAddresses(t *testing.T) {
 
 // A name that resolves to a private address is refused at the dial, whatever it resolved to before.
 func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
+	t.Parallel()
 	g, err := newGuard(nil)
 	if err != nil {
 		t.Fatal(err)
@@ -47,6 +49,7 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 
 // Descriptors come back, as when a burst of visitors has left.
 func TestADialWaitsForAFileDescriptor(t *testing.T) {
+	t.Parallel()
 	here, there := net.Pipe()
 	defer there.Close()
 	defer here.Close()

@@ -52,6 +52,7 @@ func echo(w http.ResponseWriter, r *http.Request) {
 }
 
 func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
+	t.Parallel()
 	server := serve(t, echo)
 	anything := map[string]any{}
 	tests := map[string]struct {
@@ -87,6 +88,7 @@ func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
 }
 
 func TestHTTPRefusesToClimb(t *testing.T) {
+	t.Parallel()
 	server := serve(t, echo)
 	for _, value := range []string{"..", ".", ""} {
 		args, _ := json.Marshal(map[string]string{"q": value})
@@ -100,6 +102,7 @@ func TestHTTPRefusesToClimb(t *testing.T) {
 }
 
 func TestHTTPAnswers(t *testing.T) {
+	t.Parallel()
 	long := strings.Repeat("x", 257<<10)
 	tests := map[string]struct {
 		status            int
@@ -145,6 +148,7 @@ func TestHTTPAnswers(t *testing.T) {
 }
 
 func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
+	t.Parallel()
 	asked := false
 	server := serve(t, func(http.ResponseWriter, *http.Request) { asked = true })
 	for reference, want := range map[string]string{"${env:NOPE} ${env:NIX}": "NIX and NOPE", "${env:EVIL}": "line break"} {
@@ -163,6 +167,7 @@ func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
 }
 
 func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
+	t.Parallel()
 	for _, phase := range []string{"before the headers", "in the body"} {
 		t.Run(phase, func(t *testing.T) {
 			ended := make(chan struct{})
@@ -190,6 +195,7 @@ func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
 }
 
 func TestHTTPCancelIsNotTheSkillsFailure(t *testing.T) {
+	t.Parallel()
 	gone := errors.New("lane lost")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	server := serve(t, func(_ http.ResponseWriter, r *http.Request) {
@@ -204,6 +210,7 @@ func TestHTTPCancelIsNotTheSkillsFailure(t *testing.T) {
 }
 
 func TestHTTPRedirects(t *testing.T) {
+	t.Parallel()
 	other := serve(t, func(http.ResponseWriter, *http.Request) { t.Error("the other host was asked") })
 	var server *httptest.Server
 	server = serve(t, func(w http.ResponseWriter, r *http.Request) {
@@ -227,6 +234,7 @@ func TestHTTPRedirects(t *testing.T) {
 }
 
 func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
+	t.Parallel()
 	asked := 0
 	server := serve(t, func(http.ResponseWriter, *http.Request) { asked++ })
 	u, err := url.Parse(server.URL)
@@ -270,6 +278,7 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 }
 
 func TestNewRefusesBadAllowances(t *testing.T) {
+	t.Parallel()
 	for _, entry := range []string{"", "10.0.0.0/99", "*.internal", "a b"} {
 		if _, err := skills.New(skills.Options{AllowPrivate: []string{entry}}); err == nil {
 			t.Errorf("%q was accepted", entry)
@@ -279,6 +288,7 @@ func TestNewRefusesBadAllowances(t *testing.T) {
 
 // A kept connection that breaks makes net/http send a request with an idempotency key again by itself.
 func TestHTTPSendsARequestOnce(t *testing.T) {
+	t.Parallel()
 	var asked atomic.Int32
 	server := serve(t, func(w http.ResponseWriter, _ *http.Request) {
 		if asked.Add(1) == 1 {

@@ -19,6 +19,7 @@ import (
 func nothing(context.Context, skills.Call) (any, error) { return nil, nil }
 
 func TestCheckReportsEveryViolation(t *testing.T) {
+	t.Parallel()
 	r := registry(t, skills.Options{})
 	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: map[string]any{
 		"type": "object", "required": []string{"n", "when"}, "additionalProperties": false,
@@ -66,6 +67,7 @@ func TestCheckReportsEveryViolation(t *testing.T) {
 }
 
 func TestCompiledSchemasFollowTheRevision(t *testing.T) {
+	t.Parallel()
 	r := registry(t, skills.Options{})
 	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})})
 	s.ID, s.Revision = "1", 1
@@ -80,6 +82,7 @@ func TestCompiledSchemasFollowTheRevision(t *testing.T) {
 }
 
 func TestInvokeReturnsStorableJSON(t *testing.T) {
+	t.Parallel()
 	deep := any("bottom")
 	for range 200 {
 		deep = []any{deep}
@@ -116,6 +119,7 @@ func TestInvokeReturnsStorableJSON(t *testing.T) {
 }
 
 func TestInvokeClassifiesFailures(t *testing.T) {
+	t.Parallel()
 	var log bytes.Buffer
 	tests := map[string]struct {
 		builtin skills.Builtin
@@ -149,6 +153,7 @@ func TestInvokeClassifiesFailures(t *testing.T) {
 }
 
 func TestTimeoutEndsABuiltin(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{
 			"x": func(ctx context.Context, _ skills.Call) (any, error) { <-ctx.Done(); return nil, ctx.Err() },
@@ -169,6 +174,7 @@ func TestTimeoutEndsABuiltin(t *testing.T) {
 }
 
 func TestToolIsWhatAModelIsOffered(t *testing.T) {
+	t.Parallel()
 	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})})
 	s.Description = "counts"
 	got, err := json.Marshal(s.Tool())

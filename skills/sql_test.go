@@ -39,6 +39,7 @@ func invokeSQL(t *testing.T, pool *pgxpool.Pool, query, args string, config map[
 }
 
 func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := pool.Exec(t.Context(), `create table notes (id int, body text, at timestamptz, tags text[], doc jsonb);
 		insert into notes values (1, 'one', '2026-01-02 03:04:05+00', '{a,b}', '{"k": 1}'), (2, 'two', null, '{}', null)`); err != nil {
@@ -83,6 +84,7 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 }
 
 func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	got, err := invokeSQL(t, pool, "select @n::int as n", `{}`, nil, map[string]any{"n": map[string]any{"type": "integer", "default": 7}})
 	if err != nil || got.Rows[0]["n"] != 7.0 {
@@ -91,6 +93,7 @@ func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
 }
 
 func TestSQLOnlyReads(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := pool.Exec(t.Context(), `create table notes (id int);
 		create function sneak() returns int language sql volatile as 'insert into notes values (1) returning id'`); err != nil {
@@ -126,6 +129,7 @@ func TestSQLOnlyReads(t *testing.T) {
 }
 
 func TestSQLBoundsItsRows(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, test := range map[string]struct {
 		query     string
@@ -154,6 +158,7 @@ func TestSQLBoundsItsRows(t *testing.T) {
 }
 
 func TestSQLValuesAreSensibleJSON(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	got, err := invokeSQL(t, pool, `select 1::bigint as int, 1.50::numeric as num, 'NaN'::float8 as nan, true as yes, null as nothing,
 		'2026-01-02 03:04:05+02'::timestamptz as at, '2026-01-02'::date as day, array[1, 2] as list, '{"k": [1]}'::jsonb as doc,
@@ -183,6 +188,7 @@ func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 }
 
 func TestSQLTimeoutsStopTheQueryOnTheServer(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	tests := map[string]struct {
 		timeoutMS int
@@ -208,6 +214,7 @@ func TestSQLTimeoutsStopTheQueryOnTheServer(t *testing.T) {
 }
 
 func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	const marker = "/* cancelled sleeper */"
 	s := row(t, skills.Definition{Name: "q", Handler: "sql:select pg_sleep(60) " + marker})
@@ -233,6 +240,7 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 }
 
 func TestSQLLeavesNothingInTheSession(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := invokeSQL(t, pool, "select 1", `{}`, map[string]any{"statement_timeout_ms": 1234}, nil); err != nil {
 		t.Fatal(err)
@@ -261,6 +269,7 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 
 // What the server would send is bounded there: a row of 30 MB never comes into memory.
 func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -279,6 +288,7 @@ func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 }
 
 func TestSQLKeepsNoLock(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, query := range map[string]string{
 		"that ends":  `select pg_advisory_lock(4711)::text as locked`,

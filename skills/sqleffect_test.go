@@ -58,6 +58,7 @@ func amount(t *testing.T, there *pgxpool.Pool) (n int) {
 }
 
 func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
+	t.Parallel()
 	r, there := shop(t, "")
 	s := pay(t, payQuery, nil)
 	group, ctx := errgroup.WithContext(t.Context())
@@ -97,6 +98,7 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 }
 
 func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
+	t.Parallel()
 	r, there := shop(t, "")
 	call := func(query string) error {
 		_, err := r.Invoke(t.Context(), skills.Call{
@@ -130,6 +132,7 @@ func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
 }
 
 func TestAWritingSkillAnswersWithRowsOrTheirNumber(t *testing.T) {
+	t.Parallel()
 	r, there := shop(t, "")
 	if _, err := there.Exec(t.Context(), `
 		create function book(n int) returns int language sql as
@@ -166,6 +169,7 @@ func compact(t *testing.T, value any) string {
 }
 
 func TestANamedDatabaseIsReadOnlyUnlessItSaysOtherwise(t *testing.T) {
+	t.Parallel()
 	r, there := shop(t, "")
 	call := func(query string, config map[string]any) error {
 		_, err := r.Invoke(t.Context(), skills.Call{Skill: pay(t, query, config), Args: json.RawMessage(`{"n": 5}`)})
@@ -192,6 +196,7 @@ func TestANamedDatabaseIsReadOnlyUnlessItSaysOtherwise(t *testing.T) {
 }
 
 func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
+	t.Parallel()
 	const role = "lanekeeper_test_reader"
 	r, there := shop(t, role)
 	if _, err := there.Exec(t.Context(), `

@@ -13,6 +13,7 @@ import (
 )
 
 func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := skills.Definition{Name: "sizes", Description: "table sizes", Handler: "sql:select @n", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})}
 	steps := []struct {
@@ -41,6 +42,7 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 }
 
 func TestPutStoresNothingOfABadDefinition(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"}, skills.SourceWorkspace); err == nil {
 		t.Error("accepted")
@@ -51,6 +53,7 @@ func TestPutStoresNothingOfABadDefinition(t *testing.T) {
 }
 
 func TestPutLeavesServiceStateAlone(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	d := skills.Definition{Name: "a", Handler: "builtin:a"}
 	put(t, pool, d)
@@ -65,6 +68,7 @@ func TestPutLeavesServiceStateAlone(t *testing.T) {
 }
 
 func TestABuiltinNeverReplacesAWorkspaceSkill(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:a", Trust: "approve"})
 	changed, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "builtin:a"}, skills.SourceBuiltin)
@@ -77,6 +81,7 @@ func TestABuiltinNeverReplacesAWorkspaceSkill(t *testing.T) {
 }
 
 func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, name := range []string{"a", "b", "c"} {
 		put(t, pool, skills.Definition{Name: name, Handler: "builtin:x"})
@@ -95,6 +100,7 @@ func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
 }
 
 func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	before := put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
 	if ok, err := skills.Enable(t.Context(), pool, "a", "admin", ""); ok || err != nil {
@@ -131,6 +137,7 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 }
 
 func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
 	fail := func(want bool) {
@@ -167,6 +174,7 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 }
 
 func TestListAndAvailable(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{"x": nothing}, Pool: pool})
 	for name, d := range map[string]skills.Definition{
@@ -213,6 +221,7 @@ func names(all []skills.Skill) []string {
 }
 
 func TestUndeclaredArgumentsAreRefusedUnlessTheSchemaSaysOtherwise(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	r := registry(t, skills.Options{})
 	open := object(nil)

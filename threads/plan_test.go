@@ -43,6 +43,7 @@ func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 }
 
 func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	fill(t, pool, 20_000)
 	tx, err := pool.Begin(t.Context()) // one connection, and its statistics

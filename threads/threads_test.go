@@ -54,6 +54,7 @@ func contents(list []threads.Message) (texts []string) {
 }
 
 func TestThreadIDs(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for id, valid := range map[string]bool{
 		"th_1": true, "kund:ä b": true, strings.Repeat("ü", 200): true,
@@ -67,6 +68,7 @@ func TestThreadIDs(t *testing.T) {
 }
 
 func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "busy")
 	var mu sync.Mutex
@@ -107,6 +109,7 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 }
 
 func TestAQueuedMessageHasNoPlace(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "q")
 	if m := post(t, db, threads.Draft{ThreadID: "q", Role: threads.Assistant, Content: "later", Status: threads.Queued}); m.Seq != nil || m.Turn != nil {
@@ -125,6 +128,7 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 }
 
 func TestPostKeepsWhatCanBeKept(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "odd")
 	if m := post(t, db, threads.Draft{ThreadID: "odd", Role: threads.User, Content: "a\x00b\xffc"}); m.Content != "ab\uFFFDc" {
@@ -136,6 +140,7 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 }
 
 func TestAWindowIsReadTurnByTurn(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "w")
 	talk(t, db, "w", "q1", "a1")
@@ -167,6 +172,7 @@ func TestAWindowIsReadTurnByTurn(t *testing.T) {
 }
 
 func TestASummaryMovesForwardOnce(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "s")
 	talk(t, db, "s", "q1", "a1")
@@ -187,6 +193,7 @@ func TestASummaryMovesForwardOnce(t *testing.T) {
 }
 
 func TestABacklogIsWholeOldTurns(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "b")
 	for _, n := range []string{"1", "2", "3", "4", "5"} { // ten tokens a turn
@@ -216,6 +223,7 @@ func TestABacklogIsWholeOldTurns(t *testing.T) {
 }
 
 func TestHeldThreadsAreSeen(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "held")
 	exec(t, db, `select acquire_agent_lock('thread:held', '018f0000-0000-7000-8000-000000000001#1', 600)`)
@@ -236,6 +244,7 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 }
 
 func TestListingsGoOnWhereTheyEnded(t *testing.T) {
+	t.Parallel()
 	db := pgtest.DB(t)
 	for _, id := range []string{"a", "b", "c"} {
 		open(t, db, id)

@@ -24,6 +24,7 @@ var prefixes = map[trace.Surface]string{
 }
 
 func TestNewIsReadBack(t *testing.T) {
+	t.Parallel()
 	for surface, prefix := range prefixes {
 		t.Run(string(surface), func(t *testing.T) {
 			before := time.Now().Add(-time.Millisecond)
@@ -49,6 +50,7 @@ func TestNewIsReadBack(t *testing.T) {
 }
 
 func TestNewRefusesAnUnknownSurface(t *testing.T) {
+	t.Parallel()
 	defer func() {
 		if recover() == nil {
 			t.Error("New gave an id to a surface that does not exist")
@@ -59,6 +61,7 @@ func TestNewRefusesAnUnknownSurface(t *testing.T) {
 
 // Two ids of one millisecond must not be neighbours: who knows one could guess the other.
 func TestNewIsNotCountedUp(t *testing.T) {
+	t.Parallel()
 	var mu sync.Mutex
 	seen := map[string]bool{}
 	var wg sync.WaitGroup
@@ -79,6 +82,7 @@ func TestNewIsNotCountedUp(t *testing.T) {
 }
 
 func TestParseNormalises(t *testing.T) {
+	t.Parallel()
 	for _, s := range []string{string(good), strings.ToLower(string(good)), strings.ToUpper(string(good))} {
 		id, err := trace.Parse(s)
 		if err != nil || id != good {
@@ -88,6 +92,7 @@ func TestParseNormalises(t *testing.T) {
 }
 
 func TestParseSaysWhatIsWrong(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct{ in, says string }{
 		"empty":        {"", "no surface prefix"},
 		"bare ulid":    {suffix, "no surface prefix"},
@@ -120,6 +125,7 @@ func TestParseSaysWhatIsWrong(t *testing.T) {
 }
 
 func TestParseAny(t *testing.T) {
+	t.Parallel()
 	all := []trace.ID{good, "op_" + suffix, "ch_" + suffix, "wh_" + suffix, "fl_" + suffix}
 	for name, c := range map[string]struct {
 		in   string
@@ -156,6 +162,7 @@ func TestParseAny(t *testing.T) {
 }
 
 func TestOTelIsTheSameSixteenBytes(t *testing.T) {
+	t.Parallel()
 	u := good.ULID()
 	if got, want := good.OTel(), hex.EncodeToString(u[:]); got != want || len(got) != 32 {
 		t.Errorf("OTel = %q, want %q", got, want)
@@ -166,6 +173,7 @@ func TestOTelIsTheSameSixteenBytes(t *testing.T) {
 }
 
 func TestIDsSortByTime(t *testing.T) {
+	t.Parallel()
 	older, newer := good, trace.New(trace.Heartbeat)
 	ids := []trace.ID{newer, older}
 	slices.Sort(ids)
@@ -175,6 +183,7 @@ func TestIDsSortByTime(t *testing.T) {
 }
 
 func TestMethodsOfAnInvalidID(t *testing.T) {
+	t.Parallel()
 	for _, id := range []trace.ID{"", "hb_", "xx_" + suffix, "hb-" + suffix, trace.ID(strings.ToLower(string(good)))} {
 		if id.Valid() || id.Surface() != "" || id.Suffix() != "" || id.OTel() != "" || !id.Time().IsZero() || !id.ULID().IsZero() {
 			t.Errorf("%q passes for a trace id", id)
@@ -186,6 +195,7 @@ func TestMethodsOfAnInvalidID(t *testing.T) {
 }
 
 func TestParseSurface(t *testing.T) {
+	t.Parallel()
 	for surface, prefix := range prefixes {
 		for _, name := range []string{string(surface), prefix} {
 			if got, err := trace.ParseSurface(name); err != nil || got != surface {
@@ -202,6 +212,7 @@ func TestParseSurface(t *testing.T) {
 }
 
 func TestContext(t *testing.T) {
+	t.Parallel()
 	if span, ok := trace.From(t.Context()); ok || span != (trace.Span{}) {
 		t.Errorf("From(empty) = %+v, %v", span, ok)
 	}

@@ -8,6 +8,7 @@ import (
 )
 
 func TestSpanIDIsTheEndOfTheRowsID(t *testing.T) {
+	t.Parallel()
 	if got := trace.SpanID("01940f5e-7c1a-7abc-9DEF-0123456789ab"); got != "9def0123456789ab" {
 		t.Errorf("SpanID = %s", got)
 	}
@@ -23,6 +24,7 @@ func TestSpanIDIsTheEndOfTheRowsID(t *testing.T) {
 }
 
 func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
+	t.Parallel()
 	const activity, execution = "01940f5e-7c1a-7abc-9def-0123456789ab", "01940f5e-7c1a-7abc-8aaa-0123456789ab"
 	span := trace.Span{TraceID: good, ExecutionID: execution, ActivityID: activity}
 	if got, want := trace.Traceparent(trace.With(t.Context(), span)), "00-"+good.OTel()+"-9def0123456789ab-01"; got != want {
@@ -42,6 +44,7 @@ func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
 }
 
 func TestParseTraceparent(t *testing.T) {
+	t.Parallel()
 	const id, span = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 	for header, want := range map[string]bool{
 		"00-" + id + "-" + span + "-01":                           true,

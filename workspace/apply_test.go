@@ -108,6 +108,7 @@ func query(t testing.TB, pool *pgxpool.Pool, sql string) string {
 }
 
 func TestApplyTwiceWritesNothingTheSecondTime(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", everything)
 	first := apply(t, pool, w)
@@ -125,6 +126,7 @@ func TestApplyTwiceWritesNothingTheSecondTime(t *testing.T) {
 }
 
 func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	before := versions(t, pool)
@@ -145,6 +147,7 @@ func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
 }
 
 func TestApplyTellsWhatChanged(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	changed := strings.NewReplacer("the first", "the best", "order by 1", "order by n desc", "go on", "go further",
@@ -185,6 +188,7 @@ func TestApplyTellsWhatChanged(t *testing.T) {
 }
 
 func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	for name, source := range map[string]string{"own": "", "built": skills.SourceBuiltin} {
@@ -206,6 +210,7 @@ func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
 }
 
 func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	before := versions(t, pool)
@@ -238,6 +243,7 @@ func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
 }
 
 func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
@@ -270,6 +276,7 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 }
 
 func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "all.yaml", everything))
 	by := objectives.Definition{Name: "plan", Goal: "go on, but slowly", ReviewEvery: "48h"}
@@ -306,6 +313,7 @@ func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
 }
 
 func TestApplyGivesAChangedScheduleItsNextTime(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
 	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
@@ -316,6 +324,7 @@ func TestApplyGivesAChangedScheduleItsNextTime(t *testing.T) {
 }
 
 func TestApplyChecksWhatAutomationsCall(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "beside", Handler: "builtin:x"}, skills.SourceBuiltin); err != nil {
 		t.Fatal(err)
@@ -347,6 +356,7 @@ func TestApplyChecksWhatAutomationsCall(t *testing.T) {
 }
 
 func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", everything)
 	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
@@ -360,6 +370,7 @@ func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
 }
 
 func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	one, other := load(t, "a.yaml", everything), load(t, "a.yaml", good+"---\nkind: skill\nname: two\nhandler: builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
 	for round := range 5 {
@@ -385,6 +396,7 @@ func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
 }
 
 func TestApplyStopsWithItsContext(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -407,6 +419,7 @@ func TestApplyStopsWithItsContext(t *testing.T) {
 }
 
 func TestDiffShowsNoSecret(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	file := func(header string) string {
 		return "kind: skill\nname: a\nhandler: http:https://example.com/\nconfig: {headers: {X-Token: " + header + "}}\n"

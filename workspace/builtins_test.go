@@ -5,6 +5,7 @@ import (
 )
 
 func TestUnknownBuiltinsAreRefused(t *testing.T) {
+	t.Parallel()
 	w := load(t, "a.yaml", good+"---\nkind: skill\nname: b\nhandler: builtin:recal\n---\nkind: skill\nname: c\nhandler: 'builtin: recall'\n",
 		"b.yaml", "kind: skill\nname: d\nhandler: builtin:weather_of_the_week\n")
 	want := `a.yaml:7:10: handler: unknown builtin "recal"; did you mean "recall"?` + "\n" +

@@ -38,6 +38,7 @@ func load(t testing.TB, pairs ...string) workspace.Workspace {
 const good = "kind: skill\nname: a\nhandler: 'sql:select 1 as one'\n"
 
 func TestLoadReadsEveryDocumentOfEveryFile(t *testing.T) {
+	t.Parallel()
 	w := load(t,
 		"a.yaml", good+"---\n# nothing\n---\nkind: skill\nname: b\nhandler: builtin:b\ntimeout: 5s\n",
 		"deep/er/c.yml", "kind: objective\nname: c\ngoal: be good\nsteps: [one, two]\n",
@@ -58,6 +59,7 @@ func TestLoadReadsEveryDocumentOfEveryFile(t *testing.T) {
 }
 
 func TestLoadReadsJSONSchemaAsJSONHasIt(t *testing.T) {
+	t.Parallel()
 	w := load(t, "a.yaml", `
 kind: skill
 name: a
@@ -84,6 +86,7 @@ handler: http:https://example.com/
 }
 
 func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct{ file, want string }{
 		"cron":              {"kind: automation\nname: a\ncron: often\nskill: b\n", `f.yaml:3:7: cron: parse schedule "often"`},
 		"number for text":   {"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n", `f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`},
@@ -140,6 +143,7 @@ func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
 }
 
 func TestLoadReportsAllProblemsOfAllFilesAtOnce(t *testing.T) {
+	t.Parallel()
 	_, err := workspace.Load(files(
 		"b.yaml", good+"scope: everyone\ntrust: maybe\nidempotnt: true\n---\nkind: thing\n",
 		"a.yaml", good+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: a\ngoal: g\n",
@@ -167,6 +171,7 @@ func TestLoadReportsAllProblemsOfAllFilesAtOnce(t *testing.T) {
 }
 
 func TestLoadDoesNotRepeatWhatFollowsFromAnUnreadableField(t *testing.T) {
+	t.Parallel()
 	_, err := workspace.Load(files("f.yaml", "kind: skill\nname: a\nhandlr: builtin:x\n"))
 	if want := `f.yaml:3:1: unknown key "handlr"; did you mean "handler"?`; err == nil || err.Error() != want {
 		t.Errorf("error is %v\nwant %s", err, want)
@@ -174,12 +179,14 @@ func TestLoadDoesNotRepeatWhatFollowsFromAnUnreadableField(t *testing.T) {
 }
 
 func TestLoadRefusesAFolderWithoutFiles(t *testing.T) {
+	t.Parallel()
 	if _, err := workspace.Load(files("README.md", "x")); err == nil || !strings.Contains(err.Error(), "has no .yaml file") {
 		t.Errorf("error is %v", err)
 	}
 }
 
 func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	file := filepath.Join(dir, "a.yaml")
 	if err := os.WriteFile(file, []byte(good+"x: y\n"), 0o600); err != nil {
@@ -206,6 +213,7 @@ func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
 }
 
 func TestLoadReadsTheExample(t *testing.T) {
+	t.Parallel()
 	fsys, err := examples.Caretaker()
 	if err != nil {
 		t.Fatal(err)

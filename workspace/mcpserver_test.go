@@ -11,6 +11,7 @@ import (
 )
 
 func TestAnMCPServerIsAppliedAndHoldsNoSecret(t *testing.T) {
+	t.Parallel()
 	read := func(token string) (workspace.Workspace, error) {
 		return workspace.Load(fstest.MapFS{"mcp.yaml": {Data: []byte(`kind: mcp_server
 name: weather

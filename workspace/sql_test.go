@@ -77,6 +77,7 @@ var sqlCases = map[string]struct{ text, want string }{
 }
 
 func TestApplyHasTheServerPrepareQueriesAndSaysWhereTheyAreWrong(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := pool.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
 		t.Fatal(err)
@@ -119,6 +120,7 @@ config:
 `
 
 func TestNamedDatabasesPrepareTheirQueriesThemselves(t *testing.T) {
+	t.Parallel()
 	pool, there := pgtest.DB(t), pgtest.DB(t)
 	if _, err := there.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
 		t.Fatal(err)

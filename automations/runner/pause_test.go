@@ -9,6 +9,7 @@ import (
 )
 
 func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "before", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})

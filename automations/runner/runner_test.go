@@ -19,6 +19,7 @@ import (
 const hook = "wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
 func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "ISSUE", When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue."})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
@@ -42,6 +43,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 }
 
 func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "E"})
 	tx, err := w.pool.Begin(t.Context())
@@ -65,6 +67,7 @@ func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
 }
 
 func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	var at, most atomic.Int32
 	w.look = func(context.Context, int) error {
@@ -117,6 +120,7 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 }
 
 func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	a := w.put(t, automations.Definition{Name: "s", Signal: "objectives_active >= 1 and failures_24h == 0"})
 	watch := func(want int) {
@@ -153,6 +157,7 @@ func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
 }
 
 func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.look = func(_ context.Context, n int) error {
 		if n < 3 {
@@ -177,6 +182,7 @@ func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
 }
 
 func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	a := w.put(t, automations.Definition{Name: "a", Event: "E", MaxAttempts: 1})
 	w.exec(t, `select try_acquire_agent_lock($1, 'somebody', 3600)`, "automation:"+a.ID)
@@ -205,6 +211,7 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 }
 
 func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "E", When: "payload.size > 3"})
 	w.process(t)
@@ -216,6 +223,7 @@ func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
 }
 
 func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	came, wake := make(chan struct{}), make(chan struct{})
 	w.look = func(_ context.Context, n int) error {
@@ -259,6 +267,7 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 }
 
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "E"})
 	w.raise(t, "E", "k", `{}`)
@@ -277,6 +286,7 @@ func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
 }
 
 func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
 	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
@@ -300,6 +310,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 }
 
 func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
 	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
@@ -314,6 +325,7 @@ func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
 }
 
 func TestTheEndOfARunStartsNoOther(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "AGENT_COMPLETED"})
 	w.process(t)
@@ -329,6 +341,7 @@ func TestTheEndOfARunStartsNoOther(t *testing.T) {
 }
 
 func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "E", When: `key == "meant"`})
 	r, _, _ := w.idle(t)

@@ -43,6 +43,7 @@ func FuzzRequest(f *testing.F) {
 }
 
 func TestASchemaThatMultipliesIsBounded(t *testing.T) {
+	t.Parallel()
 	schema := `{"type":"object","required":["a"],"properties":{"a":{"type":"array","minItems":10,"items":{"$ref":"#/properties/a"}}}}`
 	body := `{"tool_choice":"required","messages":[{"role":"user","content":"n"}],"tools":[{"function":{"name":"n","parameters":` + schema + `}}]}`
 	w := httptest.NewRecorder()

@@ -159,6 +159,7 @@ step 0192f-d: Report what changed (pending)
 `
 
 func TestObjectiveIsAdvanced(t *testing.T) {
+	t.Parallel()
 	calls, text := talk(t, objective, append(caretaker(), bookkeeping()...))
 	for _, want := range []string{
 		`table_sizes {"limit":5}`,
@@ -190,6 +191,7 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 }
 
 func TestObjectiveWithoutStepsIsPlanned(t *testing.T) {
+	t.Parallel()
 	calls, _ := talk(t, "Objective o (round 1): Watch table sizes.\n\nSteps:\n(none yet)\n", append(caretaker(), bookkeeping()...))
 	if !slices.ContainsFunc(calls, func(c string) bool {
 		return strings.HasPrefix(c, "add_steps") && strings.Contains(c, "table_sizes") && !strings.Contains(c, "Report")
@@ -199,6 +201,7 @@ func TestObjectiveWithoutStepsIsPlanned(t *testing.T) {
 }
 
 func TestReflectionRemembersTroubleFirst(t *testing.T) {
+	t.Parallel()
 	prompt := "Reflect on the last 7 days of your own performance.\n\nModel tokens: 120, cost: 0.0000 USD.\nSkills:\n" +
 		"- table_sizes (enabled): 9 calls, 100 % succeeded, 0 in a row\n- replication_lag (disabled): 3 calls, 0 % succeeded, 3 failures in a row\n"
 	calls, text := talk(t, prompt, bookkeeping()[3:])
@@ -211,6 +214,7 @@ func TestReflectionRemembersTroubleFirst(t *testing.T) {
 }
 
 func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
+	t.Parallel()
 	for prompt, want := range map[string]bool{
 		"Please run vacuum_table for table: orders":  true,
 		"Use the tool `vacuum_table`, table=orders.": true,
@@ -226,6 +230,7 @@ func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
 }
 
 func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
+	t.Parallel()
 	calls, _ := talk(t, "Show columns and statistics of the largest table, and table sizes", caretaker())
 	if !slices.Contains(calls, `table_details {"table":"orders"}`) {
 		t.Errorf("calls: %q", calls)
@@ -236,6 +241,7 @@ func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
 }
 
 func TestArgumentsFitTheirSchema(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct{ schema, want string }{
 		"default":     {`{"type":"object","properties":{"a":{"type":"integer","default":3}},"required":["a"]}`, `{"a":3}`},
 		"enum":        {`{"type":"object","properties":{"a":{"enum":["x","y"]}},"required":["a"]}`, `{"a":"x"}`},
@@ -268,6 +274,7 @@ func TestArgumentsFitTheirSchema(t *testing.T) {
 }
 
 func TestEveryConversationEnds(t *testing.T) {
+	t.Parallel()
 	for name, result := range map[string]string{
 		"errors": `{"error":"INVALID_PARAMS"}`, "nothing": "", "prose": "Error: no", "nested": `{"a":{"b":[{"c":[1,2]}]}}`, "cut": `[{"table":"x","n":1},{"ta … (9 of 99 bytes shown)`,
 	} {
@@ -284,6 +291,7 @@ func TestEveryConversationEnds(t *testing.T) {
 }
 
 func TestNothingRelevantIsSaidHonestly(t *testing.T) {
+	t.Parallel()
 	calls, text := talk(t, "Sing me a song", caretaker())
 	if len(calls) != 0 || !strings.Contains(text, "offline model") || !strings.Contains(text, "OPENAI_API_KEY") {
 		t.Errorf("calls = %q, text = %q", calls, text)
@@ -309,6 +317,7 @@ func post(t *testing.T, url, body string) (int, string) {
 }
 
 func TestSameRequestGetsTheSameBytes(t *testing.T) {
+	t.Parallel()
 	const body = `{"model":"offline","stream":true,"messages":[{"role":"user","content":"table sizes?"}],
 		"tools":[{"type":"function","function":{"name":"table_sizes","parameters":{"type":"object"}}}]}`
 	first, second := httptest.NewServer(offline.Handler()), httptest.NewServer(offline.Handler())
@@ -323,6 +332,7 @@ func TestSameRequestGetsTheSameBytes(t *testing.T) {
 }
 
 func TestProtocol(t *testing.T) {
+	t.Parallel()
 	server := httptest.NewServer(offline.Handler())
 	defer server.Close()
 	for name, test := range map[string]struct {
@@ -361,6 +371,7 @@ func TestProtocol(t *testing.T) {
 }
 
 func TestServerStartsAndStops(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	url, stop, err := offline.Start(ctx)
 	if err != nil {
