@@ -214,7 +214,7 @@ func over(ctx context.Context) bool {
 func (e *Engine) insist(ctx context.Context, begin func() error) error {
 	for {
 		err := begin()
-		if err == nil || !transient(err) || ctx.Err() != nil {
+		if err == nil || !postgres.Transient(err) || ctx.Err() != nil {
 			return err
 		}
 		e.warnUnavailable(ctx, err)

@@ -3,7 +3,6 @@ package executions
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"net/url"
 	"strings"
 	"time"
@@ -26,7 +25,7 @@ func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)
 	}
 	deadline := time.Now().Add(r.e.opts.LeaseTTL)
 	cancelled := 0
-	for pause := firstPause; ; pause = min(2*pause, longestPause) {
+	for backoff := newBackoff(); ; {
 		begun := r.steps()
 		value, err := fn(ctx)
 		if postgres.IsCode(err, "57014") {
@@ -39,7 +38,7 @@ func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)
 			return value, err
 		}
 		r.e.warnUnavailable(ctx, err)
-		if !sleep(ctx, pause+rand.N(pause)) {
+		if !backoff.Wait(ctx) {
 			return value, err
 		}
 	}

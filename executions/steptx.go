@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 
 	"github.com/jackc/pgx/v5"
 
@@ -32,7 +31,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 	if err := passGate(ctx, s); err != nil {
 		return zero, err
 	}
-	pause := firstPause
+	backoff := newBackoff()
 	for again := false; ; again = true {
 		value, err := tryTx(ctx, r, s, again, fn)
 		switch {
@@ -62,10 +61,9 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			return keep(ctx, r, s, nil, zero, asStepError(s.key, err))
 		}
 		r.e.warnUnavailable(ctx, err, "step", s.key)
-		if !sleep(ctx, pause+rand.N(pause)) {
+		if !backoff.Wait(ctx) {
 			return zero, context.Cause(ctx)
 		}
-		pause = min(2*pause, longestPause)
 	}
 }
 
@@ -159,7 +157,7 @@ func (e *Engine) enterTx(ctx context.Context) (within context.Context, leave fun
 // trouble: a timeout of something else that it asked must not look like one of the transaction.
 func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
 	value, err = protect(ctx, nil, func(ctx context.Context, _ *Effect) (T, error) { return fn(ctx, tx) })
-	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !transient(err)) && !postgres.IsCode(err, "LK001") {
+	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !postgres.Transient(err)) && !postgres.IsCode(err, "LK001") {
 		return value, asStepError("", err)
 	}
 	return value, err

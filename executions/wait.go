@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -206,7 +205,7 @@ func (r *run) waited(step string, out Outcome) {
 // park makes the execution wait, or returns what it would wait for. It tries again when the connection
 // breaks; a try whose answer was lost is recognised by the wait number.
 func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (came []byte, err error) {
-	pause := firstPause
+	backoff := newBackoff()
 	for unsure := false; ; unsure = true {
 		text := r.unwritten()
 		err := r.with(ctx, text, func(text json.RawMessage) (err error) {
@@ -226,10 +225,9 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 			return nil, err
 		}
 		r.e.warnUnavailable(ctx, err, "step", step)
-		if !sleep(ctx, pause+rand.N(pause)) {
+		if !backoff.Wait(ctx) {
 			return nil, context.Cause(ctx)
 		}
-		pause = min(2*pause, longestPause)
 	}
 }
 
