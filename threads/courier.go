@@ -3,15 +3,14 @@ package threads
 import (
 	"context"
 	"log/slog"
-	"math/rand/v2"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -19,11 +18,8 @@ import (
 )
 
 const (
-	couriers    = 16              // attempts at once
-	eachTarget  = 4               // of them to one target, so that a slow one does not hold up the others
 	defaultHold = time.Minute     // longer than an attempt can take
 	lookEvery   = 5 * time.Second // where no notification comes
-	soon        = 100 * time.Millisecond
 )
 
 // Courier sends what is queued when a thread changes hands, frees threads whose holder is gone, and carries the
@@ -56,27 +52,38 @@ func (c *Courier) Run(ctx context.Context) error {
 	if c.Hold == 0 {
 		c.Hold = defaultHold
 	}
-	var handed, outbox <-chan string
-	if c.Listener != nil {
-		heardThreads, stopThreads := c.Listener.Subscribe("agent_threads")
-		heardOutbox, stopOutbox := c.Listener.Subscribe("agent_outbox")
-		defer stopThreads()
-		defer stopOutbox()
-		handed, outbox = heardThreads, heardOutbox
+	out := outbox.Dispatcher[parcel]{
+		Logger: c.Logger, Attempt: c.carry,
+		Target: func(p parcel) string { return p.Target },
+		Claim: func(ctx context.Context, limit int, full []string) ([]parcel, error) {
+			return takeDue(ctx, c.Pool, limit, full, c.Hold)
+		},
+		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return untilDue(ctx, c.Pool, full) },
 	}
-	r := &rounds{busy: map[string]int{}, freed: make(chan struct{}, 1)}
-	defer r.wait.Wait()
+	var handed <-chan string
+	if c.Listener != nil {
+		threads, stopThreads := c.Listener.Subscribe("agent_threads")
+		messages, stopMessages := c.Listener.Subscribe("agent_outbox")
+		defer stopThreads()
+		defer stopMessages()
+		handed, out.Wake = threads, messages
+	}
+	var sending sync.WaitGroup
+	defer sending.Wait()
+	sending.Go(func() { out.Run(ctx) })
+	c.flushThreads(ctx, handed)
+	return nil
+}
+
+// flushThreads sends the queued messages of threads that have changed hands, until ctx ends.
+func (c *Courier) flushThreads(ctx context.Context, handed <-chan string) {
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
 	c.lookAround(ctx)
-	for ctx.Err() == nil {
-		pause := c.round(ctx, r)
-		if pause == 0 {
-			continue
-		}
-		timer := time.NewTimer(pause)
+	for {
 		select {
 		case <-ctx.Done():
+			return
 		case thread := <-handed:
 			if thread == "" {
 				c.lookAround(ctx)
@@ -85,13 +92,8 @@ func (c *Courier) Run(ctx context.Context) error {
 			}
 		case <-look.C:
 			c.lookAround(ctx)
-		case <-outbox:
-		case <-r.freed:
-		case <-timer.C:
 		}
-		timer.Stop()
 	}
-	return nil
 }
 
 // lookAround does what notifications may have missed.
@@ -133,76 +135,6 @@ func (c *Courier) cleanStale(ctx context.Context, thread string) {
 	}
 }
 
-// rounds is what a running courier has under way.
-type rounds struct {
-	mu    sync.Mutex
-	busy  map[string]int // attempts by target
-	n     int
-	freed chan struct{}
-	wait  sync.WaitGroup
-}
-
-// room is how many attempts may begin, and which targets may have no more.
-func (r *rounds) room() (int, []string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	var full []string
-	for target, n := range r.busy {
-		if n >= eachTarget {
-			full = append(full, target)
-		}
-	}
-	slices.Sort(full)
-	return couriers - r.n, full
-}
-
-func (r *rounds) begin(target string, by int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.n += by
-	if r.busy[target] += by; r.busy[target] == 0 {
-		delete(r.busy, target)
-	}
-}
-
-func (r *rounds) end(target string) {
-	r.begin(target, -1)
-	select {
-	case r.freed <- struct{}{}:
-	default:
-	}
-}
-
-// round begins what is due, as far as there is room, and says how long there is nothing to do.
-func (c *Courier) round(ctx context.Context, r *rounds) time.Duration {
-	room, full := r.room()
-	if room == 0 {
-		return lookEvery
-	}
-	due, err := takeDue(ctx, c.Pool, room, full, c.Hold)
-	if err != nil {
-		if ctx.Err() == nil {
-			c.Logger.WarnContext(ctx, "outgoing messages not looked at", "error", err)
-		}
-		return time.Second
-	}
-	for _, p := range due {
-		r.begin(p.Target, 1)
-		r.wait.Go(func() {
-			defer r.end(p.Target)
-			c.carry(context.WithoutCancel(ctx), p)
-		})
-	}
-	if len(due) > 0 {
-		return 0
-	}
-	pause, err := untilDue(ctx, c.Pool, full)
-	if err != nil && ctx.Err() == nil {
-		c.Logger.WarnContext(ctx, "outgoing messages not looked at", "error", err)
-	}
-	return min(max(pause, soon), lookEvery)
-}
-
 // carry makes one attempt and records how it ended.
 func (c *Courier) carry(ctx context.Context, p parcel) {
 	ctx, cancel := context.WithTimeout(ctx, max(c.Hold-5*time.Second, c.Hold/2))
@@ -241,7 +173,7 @@ func (c *Courier) post(ctx context.Context, p parcel) verdict {
 		v.status = Failed
 	default:
 		wait := c.Schedule[p.Attempt-1]
-		v.status, v.retry = Sending, max(wait+rand.N(wait/5+1), got.Pause)
+		v.status, v.retry = Sending, max(outbox.Jitter(wait), got.Pause)
 	}
 	if p.TraceID != "" {
 		out := activity.Outcome{Status: activity.Success, Message: got.Error, Class: got.Class, Output: map[string]any{"http_status": got.Status}}

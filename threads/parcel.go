@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -61,7 +62,7 @@ func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold
 		  from taken k join agent_threads h on h.id = k.thread_id
 		  left join agent_webhook_targets t on t.name = k.target and k.channel = 'webhook'`,
 		postgres.Strict{
-			"limit": limit, "each": eachTarget, "look": dueAtOnce, "full": append([]string{}, full...), "hold": hold.Seconds(),
+			"limit": limit, "each": outbox.PerTarget, "look": dueAtOnce, "full": full, "hold": hold.Seconds(),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("take outgoing messages: %w", err)
@@ -73,16 +74,16 @@ func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold
 	return got, nil
 }
 
-// untilDue is how long until something is to be carried, by the database's clock; lookEvery when nothing waits.
+// untilDue is how long until something is to be carried, by the database's clock; outbox.MaxPause when nothing waits.
 func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
 		select extract(epoch from (select m.next_attempt_at from agent_messages m
 		   where m.status = 'sending' and m.next_attempt_at is not null and (m.channel <> 'webhook' or m.target <> all(@full::text[]))
 		   order by m.next_attempt_at limit 1) - clock_timestamp())::float8`,
-		postgres.Strict{"full": append([]string{}, full...)}).Scan(&seconds)
+		postgres.Strict{"full": full}).Scan(&seconds)
 	if err != nil || seconds == nil {
-		return lookEvery, err
+		return outbox.MaxPause, err
 	}
 	return time.Duration(*seconds * float64(time.Second)), nil
 }

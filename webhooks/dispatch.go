@@ -3,27 +3,20 @@ package webhooks
 import (
 	"context"
 	"log/slog"
-	"maps"
-	"math/rand/v2"
 	"net/http"
-	"slices"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const (
-	workers     = 16
-	perTarget   = 4                // at once, so that a slow target does not hold up the others
-	lease       = 60 * time.Second // longer than an attempt can take
-	longestWait = 5 * time.Second  // between two looks, where no notification comes
-)
+// lease is how long an attempt has before another process makes the next.
+const lease = 60 * time.Second
 
 // Dispatcher sends what is in the outbox. Pool, Client and Logger are required. Any number may run on one
 // database; an attempt is made by one of them.
@@ -48,108 +41,26 @@ func defaultSchedule() []time.Duration {
 	}
 }
 
-// crew is what a running dispatcher has under way.
-type crew struct {
-	mu    sync.Mutex
-	busy  map[string]int // by target
-	n     int
-	freed chan struct{} // an attempt has ended
-	wait  sync.WaitGroup
-}
-
 // Run sends until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is waited for.
 func (d *Dispatcher) Run(ctx context.Context) error {
-	d.Schedule = slices.Clip(d.Schedule)
 	if d.Schedule == nil {
 		d.Schedule = defaultSchedule()
 	}
-	var notes <-chan string
+	out := outbox.Dispatcher[message]{
+		Logger: d.Logger, Attempt: d.attempt,
+		Target: func(m message) string { return m.TargetID },
+		Claim: func(ctx context.Context, limit int, full []string) ([]message, error) {
+			return take(ctx, d.Pool, limit, outbox.PerTarget, full, lease)
+		},
+		NextDue: func(ctx context.Context, _ []string) (time.Duration, error) { return nextDue(ctx, d.Pool) },
+	}
 	if d.Listener != nil {
-		heard, stop := d.Listener.Subscribe("agent_webhooks")
+		wake, stop := d.Listener.Subscribe("agent_webhooks")
 		defer stop()
-		notes = heard
+		out.Wake = wake
 	}
-	c := &crew{busy: map[string]int{}, freed: make(chan struct{}, 1)}
-	defer c.wait.Wait()
-	for ctx.Err() == nil {
-		n, pause, err := d.round(ctx, c)
-		if err != nil && ctx.Err() == nil {
-			d.Logger.WarnContext(ctx, "outgoing webhooks not looked at", "error", err)
-			pause = time.Second
-		}
-		if n > 0 {
-			continue
-		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-		case <-timer.C:
-		case <-notes:
-		case <-c.freed:
-		}
-		timer.Stop()
-	}
+	out.Run(ctx)
 	return nil
-}
-
-// round begins what is due, as far as there is room, and says how long there is nothing to do.
-func (d *Dispatcher) round(ctx context.Context, c *crew) (int, time.Duration, error) {
-	room, full := c.room()
-	if room == 0 {
-		return 0, longestWait, nil
-	}
-	due, err := take(ctx, d.Pool, room, perTarget, full, lease)
-	if err != nil {
-		return 0, 0, err
-	}
-	for _, m := range due {
-		c.begin(m.TargetID)
-		c.wait.Go(func() {
-			defer c.end(m.TargetID)
-			d.attempt(context.WithoutCancel(ctx), m)
-		})
-	}
-	if len(due) > 0 {
-		return len(due), 0, nil
-	}
-	pause, waiting, err := nextDue(ctx, d.Pool)
-	if err != nil || !waiting {
-		return 0, longestWait, err
-	}
-	// What is due already is another's, or of a target that is full: look again soon, and not at once.
-	return 0, min(max(pause, 100*time.Millisecond), longestWait), nil
-}
-
-func (c *crew) room() (int, []string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	var full []string
-	for _, target := range slices.Sorted(maps.Keys(c.busy)) {
-		if c.busy[target] >= perTarget {
-			full = append(full, target)
-		}
-	}
-	return workers - c.n, full
-}
-
-func (c *crew) begin(target string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.n++
-	c.busy[target]++
-}
-
-func (c *crew) end(target string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.n--
-	if c.busy[target]--; c.busy[target] == 0 {
-		delete(c.busy, target)
-	}
-	select {
-	case c.freed <- struct{}{}:
-	default:
-	}
 }
 
 // attempt makes one attempt: its activity before, the request, the verdict after. What cannot be recorded is not sent.
@@ -168,7 +79,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	}
 	v := d.send(trace.WithActivity(ctx, id), m)
 	if !v.ok() && !v.gone && m.Attempt <= len(d.Schedule) {
-		v.retry = max(jitter(d.Schedule[m.Attempt-1]), v.pause)
+		v.retry = max(outbox.Jitter(d.Schedule[m.Attempt-1]), v.pause)
 	}
 	out := activity.Outcome{Status: activity.Success, Output: v.outcome, Message: v.err, Class: v.class}
 	if !v.ok() {
@@ -186,14 +97,6 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		d.Logger.WarnContext(ctx, "outgoing webhook not settled, it will be sent again", "target", m.Target, "error", err)
 	}
 	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status", v.status, "error", v.err)
-}
-
-// jitter keeps senders that failed together from coming back together.
-func jitter(d time.Duration) time.Duration {
-	if d <= 0 {
-		return time.Millisecond
-	}
-	return d + rand.N(d/5+1)
 }
 
 // send makes the request.

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
@@ -48,7 +49,7 @@ func take(ctx context.Context, db postgres.DB, limit, each int, full []string, l
 		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, k.event, k.payload::text as payload, k.trace_id,
 		       k.attempts as attempt, k.activity_id::text, clock_timestamp() as sent_at
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
-		postgres.Strict{"limit": limit, "each": each, "full": append([]string{}, full...), "lease": lease.Seconds()})
+		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("take outgoing webhooks: %w", err)
 	}
@@ -59,9 +60,8 @@ func take(ctx context.Context, db postgres.DB, limit, each int, full []string, l
 	return got, nil
 }
 
-// nextDue is how long until something is to be sent, by the database's clock; false when nothing waits. What is due now but was not
-// taken belongs to a target that is full, and is heard of when that has room.
-func nextDue(ctx context.Context, db postgres.DB) (time.Duration, bool, error) {
+// nextDue is how long until something is to be sent, by the database's clock; outbox.MaxPause when nothing waits.
+func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
 		select extract(epoch from min(greatest(o.next_attempt_at, t.blocked_until)) - clock_timestamp())::float8
@@ -70,12 +70,12 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, bool, error) {
 		                       where m.target_id = t.id and m.status = 'pending' order by m.next_attempt_at limit 1) o
 		 where t.enabled`).Scan(&seconds)
 	if err != nil {
-		return 0, false, fmt.Errorf("look for outgoing webhooks: %w", err)
+		return 0, fmt.Errorf("look for outgoing webhooks: %w", err)
 	}
 	if seconds == nil {
-		return 0, false, nil
+		return outbox.MaxPause, nil
 	}
-	return time.Duration(*seconds * float64(time.Second)), true, nil
+	return time.Duration(*seconds * float64(time.Second)), nil
 }
 
 // file opens the activity of an attempt and notes it with the message, so that whoever makes the next can close it if this one is
