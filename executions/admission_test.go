@@ -199,7 +199,7 @@ func TestAWaitingRunHoldsNoPlace(t *testing.T) {
 	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
 		t.Fatalf("claim %d, %v beyond the limit", n, err)
 	}
-	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
 	mustClaim(t, pool, second, w)
 	exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
 	if got := claimReady(t, pool, w, 5); len(got) != 0 {

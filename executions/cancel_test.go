@@ -33,7 +33,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 	}
 	waits := pending(t, pool)
 	n := mustClaim(t, pool, waits, worker(t, pool))
-	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, waits, "ana", ""); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
 	}

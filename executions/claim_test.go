@@ -352,7 +352,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,
 		"finish":     `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
-		"park":       `select lanekeeper.park_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
+		"park":       `select lanekeeper.wait_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql, args); !postgres.IsCode(err, "LK001") {
 			t.Errorf("%s: %v", name, err)

@@ -57,7 +57,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
 		case "parked":
-			exec(t, pool, `select lanekeeper.park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "reserved":
 			exec(t, pool, `

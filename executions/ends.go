@@ -90,7 +90,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	var woken int
 	b := &pgx.Batch{}
 	queuePatience(b)
-	b.Queue(`select lanekeeper.wake_agent_parents(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+	b.Queue(`select lanekeeper.deliver_agent_completion(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
 	if err != nil {
 		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)

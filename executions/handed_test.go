@@ -36,7 +36,7 @@ func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 		var answered, stored string
 		err := pool.QueryRow(t.Context(), `
 			select steps, jsonb_build_array(claims, prints, failed, outputs, times)::text
-			  from lanekeeper.hand_over_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, '', @worker, 1, 1, '{}')`,
+			  from lanekeeper.deliver_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, @worker, '{background}')`,
 			postgres.Strict{"worker": me}).Scan(&steps, &answered)
 		if err != nil {
 			t.Fatal(err)
@@ -73,7 +73,7 @@ func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(
 	}()
 	pgtest.Eventually(t, patience, func() bool {
 		return value[bool](t, pool, `
-			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%hand_over_agent_event%')`)
+			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
 	}, "the event waits")
 	change(tx)
 	if err := tx.Commit(t.Context()); err != nil {
@@ -151,7 +151,9 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 		var ids []string
 		for i, raiser := range []string{"trace fl_a", ""} {
 			ids = append(ids, value[string](t, tx, `
-				select event_id::text from lanekeeper.hand_over_agent_event(@event, @key, '{"status": "completed", "result_type": "success"}', @id, @raiser, null, 0, 0, '{}') limit 1`,
+				with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
+				select event_id::text from by cross join lateral lanekeeper.deliver_agent_event(case when by.raiser is not null then @event end, @key,
+				       '{"status": "completed", "result_type": "success"}', @id) limit 1`,
 				postgres.Strict{"event": event[0], "key": event[1], "id": fmt.Sprint(name, i), "raiser": raiser}))
 		}
 		if err := tx.Commit(t.Context()); err != nil {

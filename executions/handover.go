@@ -168,18 +168,16 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.
 	return answers, nil
 }
 
-// queryEvents is the statement, for one event or for several.
+// queryEvents is the statement: for one event, which waits for the locks of others, or for several.
 func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at *places) (pgx.Rows, error) {
 	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
 	if len(events) == 1 {
 		o := events[0]
-		return e.pool.Query(ctx, `
-			select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
-			  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
-			               d.queue as woken_queue
-			          from set_config('lock_timeout', @patience, true) p
-			         cross join lateral lanekeeper.hand_over_agent_event(case when p <> '' then @event end, @key, @data, @id, @raiser, @worker, @background,
-			                            @interactive, @skip) d) x`,
+		return e.pool.Query(ctx, selectDelivered+`
+			          from (select set_config('lock_timeout', @patience, true) as patience, set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
+			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data, @id, @worker,
+			                    array_remove(array[case when @background > 0 then 'background' end, case when @interactive > 0 then 'interactive' end], null),
+			                    @skip) d) x`,
 			postgres.Strict{
 				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
 				"background": at.background, "interactive": at.interactive, "skip": skip, "patience": lockPatience,
@@ -190,13 +188,16 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 	for i, o := range events {
 		names[i], keys[i], data[i], ids[i] = o.event, o.key, jsonText(o.data), o.id
 	}
-	return e.pool.Query(ctx, `
-		select `+columns+`, `+recordedColumns+`, n, event_id::text, execution_id::text, woken_queue
-		  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
-		               d.queue as woken_queue
-		          from lanekeeper.hand_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
+	return e.pool.Query(ctx, selectDelivered+`
+		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
 		postgres.Strict{
 			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
 			"interactive": at.interactive, "skip": skip,
 		})
 }
+
+// selectDelivered begins the statement. Its rows are d.
+const selectDelivered = `
+	select ` + columns + `, ` + recordedColumns + `, n, event_id::text, execution_id::text, woken_queue
+	  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
+	               d.queue as woken_queue`

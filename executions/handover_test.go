@@ -24,7 +24,7 @@ func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) st
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
 	n := mustClaim(t, pool, id, worker(t, pool))
-	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
 }
@@ -39,11 +39,10 @@ type handed struct {
 	Steps       []string
 }
 
-// The functions that hand events over.
+// The ways to deliver events.
 const (
-	one     = "hand_over_agent_event"
-	before  = "hand_agent_event" // for one as well: what a process of the version before calls, and hand_over_agent_event for some
-	several = "hand_agent_events"
+	one     = "one waits for locks"
+	several = "a batch does not"
 )
 
 // hand delivers events as a process with free workers does: alone by a function for one, or several in one batch.
@@ -57,32 +56,22 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, by string, ke
 		}
 		names[i] = "EVENT_COMPLETED"
 	}
-	var got []handed
-	read := func(rows pgx.Rows, err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		more, err := pgx.CollectRows(rows, pgx.RowToStructByPos[handed])
-		if err != nil {
-			t.Fatal(err)
-		}
-		got = append(got, more...)
-	}
+	from := `unnest(@names::text[], @keys::text[], @ids::text[]) with ordinality v (name, key, id, n)
+		 cross join lateral lanekeeper.deliver_agent_event(v.name, v.key, '{}', v.id, @worker,
+		            case when v.n <= @places then '{background,interactive}'::text[] else '{}' end, '{left}') d`
 	if by == several {
-		read(db.Query(t.Context(), `
-			select n, event_id::text, execution_id::text, (execution).claim, held, steps
-			  from lanekeeper.hand_agent_events(@names, @keys, array_fill('{}'::jsonb, array[@n::int]), @ids, @worker, @places, @places, '{left}') order by 1, 3`,
-			postgres.Strict{"names": names, "keys": keys, "n": len(keys), "ids": ids, "worker": worker, "places": places}))
-		return got
+		from = `lanekeeper.deliver_agent_events(@names, @keys, array_fill('{}'::jsonb, array[cardinality(@names::text[])]), @ids, @worker,
+		            @places, @places, '{left}') v`
 	}
-	for i, key := range keys {
-		call := `lanekeeper.hand_over_agent_event('EVENT_COMPLETED', @key, '{}', @id, '', @worker, @places, @places, '{left}')`
-		if by == before {
-			call = `lanekeeper.hand_agent_event('EVENT_COMPLETED', @key, '{}', @id, @worker, @places, @places, '{left}')`
-		}
-		read(db.Query(t.Context(), `select @n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+call,
-			postgres.Strict{"n": i + 1, "key": key, "id": ids[i], "worker": worker, "places": places}))
+	rows, err := db.Query(t.Context(), `
+		select v.n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+from+` order by 1, 3`,
+		postgres.Strict{"names": names, "keys": keys, "ids": ids, "worker": worker, "places": places})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[handed])
+	if err != nil {
+		t.Fatal(err)
 	}
 	return got
 }
@@ -90,7 +79,7 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, by string, ke
 // eachWay calls a test for a single event and for a batch.
 func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
 	t.Parallel()
-	for _, by := range []string{one, before, several} {
+	for _, by := range []string{one, several} {
 		t.Run(by, func(t *testing.T) {
 			t.Parallel()
 			fn(t, pgtest.DB(t), by)
@@ -162,6 +151,12 @@ func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
 		me := worker(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
 		got := hand(t, pool, me, 1, by, "k")
+		if by == several { // a batch leaves what is not for one alone
+			if len(got) != 1 || got[0].EventID != nil {
+				t.Fatalf("a batch delivered %+v", got)
+			}
+			got = hand(t, pool, me, 1, one, "k")
+		}
 		if len(got) != 2 {
 			t.Fatalf("delivered %+v", got)
 		}
@@ -265,7 +260,7 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
-			exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
 			got := hand(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
@@ -393,12 +388,11 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
 	for name, sql := range map[string]string{
-		"over":      `select count(*) from lanekeeper.hand_over_agent_event('EVENT_COMPLETED', @key, '{}', null, '', @worker, 1, 1, '{}')`,
-		"one":       `select count(*) from lanekeeper.hand_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, 1, 1)`,
-		"several":   `select count(*) from lanekeeper.hand_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1)`,
+		"one":       `select count(*) from lanekeeper.deliver_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, '{background}')`,
+		"several":   `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
 		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
 		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
-		"a parent":  `select lanekeeper.tell_agent_parents(@key::uuid, @worker <> '')`,
+		"a parent":  `select lanekeeper.deliver_agent_completion(@key::uuid, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx, err := pool.Begin(t.Context())

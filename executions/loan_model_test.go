@@ -385,7 +385,7 @@ func (c *client) childOf(ctx context.Context, parent string, n int64) (id string
 }
 
 func (c *client) parkOn(ctx context.Context, id string, n int64, kind, key string) error {
-	return c.do(ctx, `select lanekeeper.park_agent_execution($1::uuid, $2, $3, $4, $5, make_interval(secs => $6), null)`,
+	return c.do(ctx, `select lanekeeper.wait_agent_execution($1::uuid, $2, $3, $4, $5, make_interval(secs => $6), null)`,
 		id, n, fmt.Sprint(kind, c.rand.Uint64()), kind, key, 1+c.rand.Float64()*9)
 }
 
@@ -555,7 +555,7 @@ func (c *client) renew(ctx context.Context) error {
 }
 
 func (c *client) wake(ctx context.Context) error {
-	return c.do(ctx, `select lanekeeper.wake_agent_parents(t.id) from (
+	return c.do(ctx, `select lanekeeper.deliver_agent_completion(t.id) from (
 		select id from agent_executions where completed_at is not null order by completed_at desc limit 1) t`)
 }
 

@@ -36,7 +36,7 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	return member{id, mustClaim(t, pool, id, worker(t, pool))}
 }
 
-const parkOnChild = `select lanekeeper.park_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
+const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
 
 // line is a line of executions, each of which waits for the next, and the last of which runs. The first holds the lane.
 func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
@@ -160,7 +160,7 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 			exec(t, pool, `select lanekeeper.sweep_agent_locks()`)
 		},
 		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
-			exec(t, pool, `select lanekeeper.park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
 			wantHolder(t, pool, lane, c.id, true)
 			exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
 			sweep(t, pool)
@@ -351,7 +351,7 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 	tx := begun(t, pool)
 	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
 	exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
-	exec(t, tx, `select lanekeeper.park_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
+	exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
 	commit(t, tx)
 	wantHolder(t, pool, lane, p.id, true)
 }
@@ -446,7 +446,7 @@ func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
 		token := mustTake(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
-		exec(t, pool, `select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
+		exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
 		if c.kept {
 			wantHolder(t, pool, "thread:"+thread, lent.id, false)
 			wantLoans(t, pool, "thread:"+thread, 1)

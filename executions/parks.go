@@ -47,8 +47,8 @@ func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]batch.Answ
 		data[i], variables[i] = jsonText(p.data), jsonText(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
-		select n from lanekeeper.park_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
-		       (@variables::text[])::jsonb[]) where verdict = 'alone'`,
+		select lanekeeper.wait_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
+		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
 			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data, "variables": variables,
 		})

@@ -72,7 +72,7 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
 		case "parked":
-			exec(t, pool, `select lanekeeper.park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "ended":
 			exec(t, pool, `select lanekeeper.finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
@@ -174,7 +174,7 @@ func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
 					exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 					claims[1]++
 				case "parked":
-					exec(t, pool, `select lanekeeper.park_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+					exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 					claims[1]++
 				case "nobody's":
 					exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)

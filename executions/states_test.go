@@ -53,7 +53,7 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	switch s {
 	case executions.Running, executions.Pending, executions.Cancelled:
 	case executions.Waiting:
-		exec(t, db, `select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
+		exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
 	case executions.Completed, executions.Failed, executions.Timeout:
 		exec(t, db, `select lanekeeper.finish_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
 	}
@@ -158,7 +158,7 @@ var deeds = map[string]deed{
 		},
 	},
 	"park": {
-		`select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
+		`select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Waiting},
 	},
 	"resume": {
@@ -174,7 +174,7 @@ var deeds = map[string]deed{
 		`select lanekeeper.lose_agent_claims(claimed_by) from agent_executions where id = $1::uuid and claimed_by is not null`, 1, nil,
 	},
 	"checkpoint": {`insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'late', $2)`, 2, nil},
-	"wake":       {`select lanekeeper.wake_agent_parents($1::uuid)`, 1, nil},
+	"wake":       {`select lanekeeper.deliver_agent_completion($1::uuid)`, 1, nil},
 }
 
 func (d deed) do(ctx context.Context, db postgres.DB, x subject) error {
@@ -376,7 +376,7 @@ func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
 	for range 2 {
 		x := inState(t, pool, executions.Running)
 		if told := value[bool](t, pool, `
-			select lanekeeper.park_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
+			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
 			x.id, x.claim, child.id); !told {
 			t.Error("one waits for an execution that has ended")
 		}

@@ -181,7 +181,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for name, tell := range map[string]string{"told": `select lanekeeper.wake_agent_parents(@child)`, "swept": `select count(*), @child::text from lanekeeper.sweep_agent_executions()`} {
+	for name, tell := range map[string]string{"told": `select lanekeeper.deliver_agent_completion(@child)`, "swept": `select count(*), @child::text from lanekeeper.sweep_agent_executions()`} {
 		parent, child := newWaiter(t, pool), newWaiter(t, pool)
 		if parent.park("child", "agent", child.id) != nil {
 			t.Fatal("it has ended already")
@@ -264,7 +264,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 				return err
 			}
 			wait := func(ctx context.Context, db postgres.DB) error {
-				_, err := db.Exec(ctx, `select lanekeeper.park_agent_execution(@id, @claim, 'child', 'agent', @child, null, null)`,
+				_, err := db.Exec(ctx, `select lanekeeper.wait_agent_execution(@id, @claim, 'child', 'agent', @child, null, null)`,
 					postgres.Strict{"id": parent.id, "claim": parent.n, "child": child.id})
 				return err
 			}

@@ -29,7 +29,7 @@ type WaitFor struct {
 const MaxWait = 30 * 24 * time.Hour
 
 // Limits are how long a wait of a kind lasts when nothing is said (0: it has to be said), and at most. The
-// database has the same table (agent_wait_standard, agent_wait_longest) and refuses what is longer.
+// database has the same table (wait_agent_execution) and refuses what is longer.
 func Limits(kind string) (standard, longest time.Duration) {
 	const day = 24 * time.Hour
 	switch kind {
@@ -235,7 +235,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 func (r *run) tryPark(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
 	b := &pgx.Batch{}
 	queuePatience(b)
-	b.Queue(`select lanekeeper.park_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
+	b.Queue(`select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
 			"seconds": w.timeout.Seconds(), "data": data,

@@ -113,7 +113,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	for i, id := range ids {
 		group, ctx := errgroup.WithContext(t.Context())
 		group.Go(func() error {
-			_, err := pool.Exec(ctx, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
+			_, err := pool.Exec(ctx, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
 				postgres.Strict{"id": id, "key": id, "claim": claims[i]})
 			return err
 		})
@@ -186,7 +186,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	for i := range 60 {
 		id := pending(t, pool)
 		n := mustClaim(t, pool, id, w)
-		exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
+		exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
 			postgres.Strict{"id": id, "key": id, "claim": n})
 		acts := []func(ctx context.Context) error{
 			func(ctx context.Context) error { return deliver(ctx, pool, id, `{}`, "") },
@@ -228,7 +228,7 @@ func TestAnOutcomeWhoseAnswerWasLostIsGivenAgain(t *testing.T) {
 	n := mustClaim(t, pool, id, worker(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
-		return value[string](t, pool, `select coalesce(lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
+		return value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if first, second := park(), park(); first != second || !strings.Contains(first, `"n": 1`) {
@@ -336,7 +336,7 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	if resume(0) {
 		t.Error("a running execution was resumed")
 	}
-	exec(t, pool, `select lanekeeper.park_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
 	if resume(2) || !resume(1) || resume(1) {
 		t.Error("another number, or the same number twice, ended the wait")
 	}

@@ -80,7 +80,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	}
 }
 
-const park = `select lanekeeper.park_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
+const park = `select lanekeeper.wait_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
 
 func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 	t.Parallel()
@@ -94,7 +94,7 @@ func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 			codes <- postgres.Code(err)
 		}()
 	}
-	blocked(t, db, 2, "park_agent_execution")
+	blocked(t, db, 2, "wait_agent_execution")
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -134,14 +134,14 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		"end as waiting":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
 		"end as running":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
 		"end as null":        `select lanekeeper.finish_agent_execution($1::uuid, 1, null, '', null, null, null)`,
-		"wait for null":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
-		"wait for unknown":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
-		"wait without key":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
-		"wait with no key":   `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
-		"wait without step":  `select lanekeeper.park_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
-		"wait for ever":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
-		"wait into the past": `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
-		"wait too long":      `select lanekeeper.park_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
+		"wait for null":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
+		"wait for unknown":   `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
+		"wait without key":   `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,
+		"wait with no key":   `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', '', '1 hour', null)`,
+		"wait without step":  `select lanekeeper.wait_agent_execution($1::uuid, 1, null, 'event', 'k', '1 hour', null)`,
+		"wait for ever":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
+		"wait into the past": `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
+		"wait too long":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
 		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -9,7 +9,7 @@
 // so is what comes after the answer. An answer that comes while nobody waits is kept by the request, so a wait that begins
 // later ends at once. A request whose execution ends before it is answered is closed.
 //
-// The rules are SQL functions (answer_agent_request, agent_request_outcome), because events come from any client.
+// The rules are a SQL function (answer_agent_request), because events come from any client.
 package requests
 
 import (

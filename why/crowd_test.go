@@ -25,7 +25,7 @@ func (s *scenario) crowd() bool {
 	if s.rng.IntN(2) == 0 {
 		e.id = value[string](s.world, `
 			with by as materialized (select set_config('lanekeeper.raised_by', $2, true) as raiser)
-			select event_id::text from by cross join lateral lanekeeper.hand_agent_event('EVENT_COMPLETED', case when by.raiser is not null then $1 end, '{}', null, null, 0, 0)`, e.key, e.by)
+			select event_id::text from by cross join lateral lanekeeper.deliver_agent_event('EVENT_COMPLETED', case when by.raiser is not null then $1 end)`, e.key, e.by)
 	} else {
 		ctx := trace.With(s.ctx(), trace.Span{TraceID: trace.ID(by.trace), ExecutionID: by.id})
 		s.tx(func(tx pgx.Tx) error {

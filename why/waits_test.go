@@ -37,7 +37,7 @@ func (s *scenario) resumed(r *run, e *event, kind, by string) {
 func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	w := &wait{kind: kind, key: key, step: r.next("wait")}
 	var came *json.RawMessage
-	err := s.pool.QueryRow(s.ctx(), `select lanekeeper.park_agent_execution($1, $2, $3, $4, $5, '1 hour', '{}')`, r.id, r.claim, w.step, kind, key).Scan(&came)
+	err := s.pool.QueryRow(s.ctx(), `select lanekeeper.wait_agent_execution($1, $2, $3, $4, $5, '1 hour', '{}')`, r.id, r.claim, w.step, kind, key).Scan(&came)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -186,11 +186,11 @@ func (s *scenario) raise() bool {
 		}
 		e.id = value[string](s.world, `select event_id::text from raise_agent_event($1, $2, '{}', null, $3)`, e.name, e.key, e.trace)
 	case e.by == "outside" && s.rng.IntN(3) == 0:
-		e.id = value[string](s.world, `select event_id::text from lanekeeper.hand_agent_event($1, $2, '{}', null, null, 0, 0)`, e.name, e.key)
+		e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_event($1, $2)`, e.name, e.key)
 	case e.by == "outside" && s.rng.IntN(2) == 0:
-		e.id = value[string](s.world, `select event_id::text from lanekeeper.hand_agent_events(array[$1::text, $1], array[$2::text, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], null, 0, 0) where n = 1`, e.name, e.key)
+		e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_events(array[$1::text, $1], array[$2::text, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], null, 0, 0, '{}') where n = 1`, e.name, e.key)
 		if e.id == "" { // not plain: it goes by itself
-			e.id = value[string](s.world, `select event_id::text from lanekeeper.hand_agent_event($1, $2, '{}', null, null, 0, 0)`, e.name, e.key)
+			e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_event($1, $2)`, e.name, e.key)
 		}
 	default:
 		err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {

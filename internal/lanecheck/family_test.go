@@ -182,7 +182,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	}
 	o := k.tape.call(&op{Kind: kindPark, Lane: k.lane, Owner: id, Token: claim, Child: child})
 	var came *string
-	err = k.conn.QueryRow(ctx, `select lanekeeper.park_agent_execution($1, $2, $3, 'agent', $4, '1 hour', null)::text`,
+	err = k.conn.QueryRow(ctx, `select lanekeeper.wait_agent_execution($1, $2, $3, 'agent', $4, '1 hour', null)::text`,
 		id, claim, "child "+child, child).Scan(&came)
 	o.OK = err == nil && came == nil
 	k.tape.done(o, err)

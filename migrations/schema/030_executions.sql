@@ -559,7 +559,7 @@ begin
     exit when held >= most;
     continue when cardinality(lanekeeper.agent_with_free_lanes(e.parents)) < cardinality(e.parents);
     begin
-      perform lanekeeper.tell_agent_parents(e.child, false);
+      perform lanekeeper.deliver_agent_completion(e.child, false);
     exception when lock_not_available then
       held := held + 1;
     end;
@@ -597,12 +597,12 @@ begin
                 from agent_executions x where x.id = t.id)
         from unnest(due) with ordinality t (id, n) order by t.n);
     begin
-      perform lanekeeper.resume_agent_executions(due, outcomes, null, '{}');
+      perform lanekeeper.resume_agent_executions(due, outcomes);
     exception when lock_not_available then                  -- one of them: each by itself
       for i in 1 .. cardinality(due) loop
         exit when held >= most;
         begin
-          perform lanekeeper.resume_agent_executions(due[i:i], outcomes[i:i], null, '{}');
+          perform lanekeeper.resume_agent_executions(due[i:i], outcomes[i:i]);
         exception when lock_not_available then
           held := held + 1;
         end;
@@ -870,9 +870,11 @@ begin
   perform lanekeeper.fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
-    outcome := lanekeeper.park_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
+    outcome := lanekeeper.wait_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
     if outcome is not null and p_kind = 'agent' then
-      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || lanekeeper.agent_child_outcome(lanekeeper.agent_uuid(p_key)))
+      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || (
+               select jsonb_build_object('variables', y.variables, 'result', y.result, 'error_message', y.error_message)
+                 from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)))
        where c.execution_id = p_id and c.step = step_;
     end if;
     if outcome is not null then                              -- it has come already: ready again
@@ -1304,7 +1306,7 @@ begin
   freed := lanekeeper.release_agent_locks(e.id);
   perform lanekeeper.close_agent_activity(e.id, e.status);
   perform lanekeeper.void_agent_approvals(e.id);
-  perform lanekeeper.close_agent_requests(e.id);
+  update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
     perform lanekeeper.withdraw_agent_messages(e.id);
   end if;

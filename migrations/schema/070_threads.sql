@@ -664,24 +664,6 @@ comment on function lanekeeper.receive_agent_message is
   'with message_id, thread_id, content and channel. Rows: the message, and each execution it woke (null when '
   'none). The same p_id counts once.';
 
-create or replace function lanekeeper.agent_last_sent(p_id uuid, p_thread text) returns timestamptz
-language sql stable as $$
-  select coalesce((select m.sent_at from agent_messages m
-                    where m.execution_id = p_id and m.thread_id = p_thread and m.role = 'assistant' and m.sent_at is not null
-                    order by m.id desc limit 1),
-                  (select x.created_at from agent_executions x where x.id = p_id))
-$$;
-comment on function lanekeeper.agent_last_sent is
-  'When an execution last said something in a thread, or its beginning: what came before cannot answer it.';
-
-create or replace function lanekeeper.agent_queued_message(p_id uuid, p_thread text) returns uuid
-language sql stable as $$
-  select m.id from agent_messages m
-   where m.execution_id = p_id and m.thread_id = p_thread and m.status = 'queued' order by m.id desc limit 1
-$$;
-comment on function lanekeeper.agent_queued_message is
-  'The execution''s last message of those that still stand in the queue of a thread.';
-
 create or replace function lanekeeper.withdraw_agent_messages(p_execution_id uuid) returns void language sql volatile as $$
   with gone as (
     update agent_messages m set status = 'withdrawn' where m.execution_id = p_execution_id and m.status = 'queued' returning m.thread_id)
@@ -794,7 +776,7 @@ language sql stable as $$
     select c.waiting_until, c.waiting_for, c.waiting_key, c.waiting_data, l.depth + 1
       from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
      where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
-  select max(waiting_until) + lanekeeper.agent_wait_standard('agent') from line
+  select max(waiting_until) + interval '1 hour' from line
 $$;
 comment on function lanekeeper.agent_patience is
   'Until when somebody waits for a child without having said how long, while the child itself waits: that long, '

@@ -29,9 +29,24 @@ func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a Ask) (r documentReque
 	if len(slices.Concat(a.Files...)) == 0 {
 		return r, nil
 	}
+	// An event that answers it locks in the same order: the wait, executions, the request.
 	err = tx.QueryRow(ctx, `
-		select l.request_id::text, l.missing, coalesce(l.waiter::text, '') from lanekeeper.lock_agent_document_request(@thread) l`,
-		postgres.Strict{"thread": a.thread}).Scan(&r.id, &r.missing, &r.waiter)
+		select r.id::text, lanekeeper.agent_wait_lock('document', r.id::text)::text from (
+		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending' order by id limit 1) r`,
+		postgres.Strict{"thread": a.thread}).Scan(&r.id, nil)
+	if err == nil {
+		err = tx.QueryRow(ctx, `
+			select coalesce((select id::text from agent_executions
+			                  where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true order by id limit 1 for no key update), '')`,
+			postgres.Strict{"id": r.id}).Scan(&r.waiter)
+	}
+	if err == nil {
+		err = tx.QueryRow(ctx, `
+			select m.items from (
+			  select array_agg(i order by n) as items from agent_requests r cross join unnest(r.items) with ordinality u (i, n)
+			   where r.id = @id::uuid and r.status = 'pending' and not r.received ? i) m where m.items is not null`,
+			postgres.Strict{"id": r.id}).Scan(&r.missing)
+	}
 	if errors.Is(err, pgx.ErrNoRows) {
 		return documentRequest{}, nil
 	}
