@@ -120,7 +120,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 		       case when not l.parked then l.expires_at end as expires_at, coalesce(l.parked, false) as parked,
 		       coalesce(l.expires_at <= clock_timestamp(), false) as stale,
 		       (select count(*) from (select from agent_lock_waiters w where w.lane = l.lane limit 100) c) as waiters
-		  from agent_threads t left join agent_locks l on l.lane = lanekeeper.agent_thread_lane(@id) and l.locked_by <> ''
+		  from agent_threads t left join agent_locks l on l.lane = 'thread:' || @id and l.locked_by <> ''
 		 where t.id = @id`, postgres.Strict{"id": id})
 	if err != nil {
 		return nil, fmt.Errorf("read thread: %w", err)

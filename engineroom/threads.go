@@ -120,7 +120,7 @@ const (
 		                    order by m.seq desc limit 1) w on true
 		left join lateral (select l.locked_by, l.execution_id, l.parked, l.expires_at <= clock_timestamp() as stale,
 		                          case when l.parked then l.locked_at else l.expires_at - make_interval(secs => l.ttl_seconds) end as since
-		                     from agent_locks l where l.lane = lanekeeper.agent_thread_lane(t.id) and l.locked_by <> '') k on true `
+		                     from agent_locks l where l.lane = 'thread:' || t.id and l.locked_by <> '') k on true `
 )
 
 // threadList is a page of the listing.

@@ -153,7 +153,7 @@ var kinds = map[string]kind{
 		       and not exists (select from agent_executions x where x.waiting_for = 'response' and x.waiting_key = l.id)
 		       and not exists (select from agent_messages m where m.thread_id = l.id and m.status in ('queued', 'sending'))
 		       and not exists (select from agent_locks k
-		                        where k.lane = lanekeeper.agent_thread_lane(l.id) and k.locked_by <> ''
+		                        where k.lane = 'thread:' || l.id and k.locked_by <> ''
 		                          and (k.parked or k.expires_at > now())) as goes
 		  from looked l order by l.updated_at, l.id`,
 		count: `

@@ -54,13 +54,17 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	if _, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"}, threads.Thread{ID: "talk"}); !errors.Is(err, threads.ErrForeign) {
 		t.Errorf("a flow takes the admin's id: %v", err)
 	}
-	for _, wrong := range []string{
-		`select lanekeeper.open_agent_thread('visitor', 'site', '', 'x')`, `select lanekeeper.open_agent_thread('key', 'site', 'proof', 'x')`, `select lanekeeper.open_agent_thread('nobody', '', '', 'x')`,
-		`select lanekeeper.open_agent_thread_for_flow('x', '')`, `select lanekeeper.let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`,
-	} {
-		if _, err := db.Exec(t.Context(), wrong); !postgres.IsCode(err, "22023") {
-			t.Errorf("%s: %v", wrong, err)
+	for _, wrong := range []threads.Principal{{Kind: threads.ByVisitor, Owner: "site"}, {Kind: threads.ByKey, Owner: "site", Proof: "proof"}, {Kind: "nobody"}} {
+		if got, _, err := threads.Open(t.Context(), db, wrong, threads.Thread{Name: "x"}); err == nil {
+			t.Errorf("%+v opened %+v", wrong, got)
 		}
+	}
+	if err := threads.OpenForFlow(t.Context(), db, "x", "", "", ""); err == nil {
+		t.Error("no flow began a thread")
+	}
+	const wrong = `select lanekeeper.let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`
+	if _, err := db.Exec(t.Context(), wrong); !postgres.IsCode(err, "22023") {
+		t.Errorf("%s: %v", wrong, err)
 	}
 }
 

@@ -125,7 +125,7 @@ func (c *Courier) flush(ctx context.Context, thread string) {
 func (c *Courier) cleanStale(ctx context.Context, thread string) {
 	var stale bool
 	err := c.Pool.QueryRow(ctx, `
-		select exists (select from agent_locks l where l.lane = lanekeeper.agent_thread_lane(@thread) and l.locked_by <> '' and not l.parked
+		select exists (select from agent_locks l where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
 		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
 		_, err = clean(ctx, c.Pool, c.Logger, unwanted)
@@ -148,7 +148,7 @@ func (c *Courier) carry(ctx context.Context, p parcel) {
 		v = c.post(ctx, p)
 		c.Logger.InfoContext(ctx, "message carried", append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
 	}
-	if err := settle(ctx, c.Pool, p, v); err != nil {
+	if _, err := settle(ctx, c.Pool, p, v); err != nil {
 		c.Logger.WarnContext(ctx, "outgoing message not settled, it will be carried again", append(about, "error", err)...)
 	}
 }

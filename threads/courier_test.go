@@ -257,8 +257,9 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 		t.Errorf("posts (-want +got):\n%s", diff)
 	}
 	// It wakes and records its attempt after all: too late.
-	if value[bool](t, pool, `select lanekeeper.settle_agent_message($1, 1, 'failed', 'late', null)`, id) {
-		t.Error("an attempt that was outlived was recorded")
+	thread := value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
+	if recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1); recorded || err != nil {
+		t.Errorf("an attempt that was outlived was recorded: %t, %v", recorded, err)
 	}
 	if diff := cmp.Diff([]string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool)); diff != "" {
 		t.Errorf("messages (-want +got):\n%s", diff)

@@ -82,16 +82,27 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	if err := CheckID(name); err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}
+	if (p.Kind == ByVisitor) != (p.Proof != "") {
+		return Thread{}, false, errors.New("open thread: a visitor has a secret, and nobody else has")
+	}
 	var id string
 	err = db.QueryRow(ctx, `
-		select thread_id, made from lanekeeper.open_agent_thread(@kind, @owner, @proof, @name, coalesce(nullif(@channel, ''), 'chat'), @target,
-		       coalesce(nullif(@agent, ''), 'agent'), @participant, coalesce(nullif(@idle::int, 0), 600))`,
+		with own as (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id),
+		made as (
+		  insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
+		  select lanekeeper.agent_thread_id(@kind, @owner, @proof, @name), coalesce(nullif(@channel, ''), 'chat'), @target,
+		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind, @proof, @name
+		    from own where own.id is null on conflict (id) do nothing returning id)
+		select id, false from own where id is not null union all select id, true from made`,
 		postgres.Strict{
 			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
 			"agent": postgres.Text(t.Agent), "participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
 		}).Scan(&id, &made)
-	if postgres.IsCode(err, "P0002") {
-		err = ErrForeign
+	if errors.Is(err, pgx.ErrNoRows) { // somebody else has begun it meanwhile, or long ago
+		var known bool
+		if id, known, err = Resolve(ctx, db, p, name); err == nil && !known {
+			err = ErrForeign
+		}
 	}
 	if err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
@@ -137,9 +148,24 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
 	}
-	_, err := db.Exec(ctx, `select lanekeeper.open_agent_thread_for_flow(@id, @flow, nullif(@parent, '')::uuid, coalesce(nullif(@agent, ''), 'agent'))`,
-		postgres.Strict{"id": id, "flow": flow, "parent": parent, "agent": postgres.Text(agent)})
-	if postgres.IsCode(err, "P0002") {
+	if flow == "" {
+		return fmt.Errorf("open thread %q: name the flow that begins it", id)
+	}
+	var err error
+	if !GivenOut(id) { // such an id is given out, not chosen
+		_, err = db.Exec(ctx, `
+			insert into agent_threads (id, channel, agent, owner, owner_kind)
+			values (@id, 'chat', coalesce(nullif(@agent, ''), 'agent'), @flow, 'flow') on conflict (id) do nothing`,
+			postgres.Strict{"id": id, "flow": flow, "agent": postgres.Text(agent)})
+	}
+	var may bool
+	if err == nil { // who starts a flow in a thread that another flow began opens the thread to it
+		err = db.QueryRow(ctx, `
+			select exists (select from agent_threads where id = @id and owner_kind = 'flow')
+			    or lanekeeper.agent_flow_may_join(@id, @flow, nullif(@parent, '')::uuid)`,
+			postgres.Strict{"id": id, "flow": flow, "parent": parent}).Scan(&may)
+	}
+	if err == nil && !may { // another owner's is not told apart
 		err = ErrNotFound
 	}
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -95,12 +96,33 @@ type verdict struct {
 	retry  time.Duration
 }
 
-// settle records how an attempt ended. One that was outlived by its hold has no effect.
-func settle(ctx context.Context, db postgres.DB, p parcel, v verdict) error {
-	_, err := db.Exec(ctx, `select lanekeeper.settle_agent_message(@id, @attempt, @status, @error, make_interval(secs => @retry))`,
-		postgres.Strict{"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err), "retry": v.retry.Seconds()})
-	if err != nil {
-		return fmt.Errorf("settle outgoing message: %w", err)
+// settle records how an attempt ended, in one transaction; then the next message of the thread that goes the same way may
+// go. recorded is false for an attempt that was outlived by its hold: it has no effect.
+func settle(ctx context.Context, db postgres.DB, p parcel, v verdict) (recorded bool, err error) {
+	b := &pgx.Batch{}
+	// The thread is locked first: a new message sees this one settled, or is seen here.
+	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": p.ThreadID})
+	b.Queue(`
+		update agent_messages
+		   set status = @status, error_message = nullif(@error, ''), delivered_at = case when @status = 'delivered' then clock_timestamp() end,
+		       next_attempt_at = case when @status = 'sending' then clock_timestamp() + make_interval(secs => @retry) end
+		 where id = @id and status = 'sending' and attempts = @attempt`,
+		postgres.Strict{"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err), "retry": v.retry.Seconds()}).
+		Exec(func(tag pgconn.CommandTag) error {
+			recorded = tag.RowsAffected() > 0
+			return nil
+		})
+	b.Queue(`
+		with next as (
+		  update agent_messages m set next_attempt_at = clock_timestamp()
+		   where m.id = (select y.id from agent_messages y
+		                  where y.thread_id = @thread and y.status = 'sending' and y.channel = @channel and y.target = @target order by y.seq limit 1)
+		     and m.next_attempt_at is null
+		  returning m.id)
+		select pg_notify('agent_outbox', '') from next`,
+		postgres.Strict{"thread": p.ThreadID, "channel": p.Channel, "target": p.Target})
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
+		return false, fmt.Errorf("settle outgoing message: %w", err)
 	}
-	return nil
+	return recorded, nil
 }

@@ -273,12 +273,6 @@ comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 
-create or replace function lanekeeper.agent_thread_lane(p_thread text) returns text language sql immutable as $$ select 'thread:' || p_thread $$;
-
-create or replace function lanekeeper.agent_thread_idle(p_thread text) returns int language sql stable as $$
-  select coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600)
-$$;
-
 -- Who has fenced a write by the token of a thread's lane, and then speaks in the thread, met who takes the thread in a deadlock: one had
 -- the row of the lane and wanted the advisory lock, the other had that and waited for the row. Now nobody waits for the row under the
 -- advisory lock, unless the row came in that moment.
@@ -286,8 +280,8 @@ $$;
 create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
 declare
-  lane_ text := lanekeeper.agent_thread_lane(p_thread);
-  key_ bigint := hashtextextended('lane ' || lanekeeper.agent_thread_lane(p_thread), 0);
+  lane_ text := 'thread:' || p_thread;
+  key_ bigint := hashtextextended('lane ' || 'thread:' || p_thread, 0);
 begin
   -- The advisory lock is for a lane that has no row yet; acquire_agent_lock takes the same for its first hold.
   if p_wait then
@@ -350,55 +344,19 @@ begin
 end $$;
 comment on function lanekeeper.place_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
 
-create or replace function lanekeeper.settle_agent_message(p_id uuid, p_attempt int, p_status text, p_error text, p_retry interval) returns boolean
-language plpgsql volatile as $$
-declare
-  m record;
-begin
-  if p_status is null or p_status not in ('sending', 'delivered', 'failed') or p_status = 'sending' and p_retry is null then
-    raise exception 'an attempt ends as delivered, failed, or sending with the time until the next one, not %', coalesce(quote_literal(p_status), 'null')
-      using errcode = '22023';
-  end if;
-  select x.thread_id, x.channel, x.target into m from agent_messages x where x.id = p_id;
-  perform 1 from agent_threads t where t.id = m.thread_id for no key update;      -- a new message sees this one settled, or is seen here
-  update agent_messages x
-     set status = p_status, error_message = nullif(p_error, ''),
-         delivered_at = case when p_status = 'delivered' then clock_timestamp() end,
-         next_attempt_at = case when p_status = 'sending' then clock_timestamp() + p_retry end
-   where x.id = p_id and x.status = 'sending' and x.attempts = p_attempt;
-  if not found then
-    return false;
-  end if;
-  if p_status <> 'sending' then
-    update agent_messages x set next_attempt_at = clock_timestamp()
-     where x.id = (select y.id from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending'
-                      and y.channel = m.channel and y.target = m.target order by y.seq limit 1)
-       and x.next_attempt_at is null;
-    if found then
-      perform pg_notify('agent_outbox', '');
-    end if;
-  end if;
-  return true;
-end $$;
-comment on function lanekeeper.settle_agent_message is
-  'Record how an attempt to carry a message ended; the next one of its thread may go then. False when the '
-  'attempt was outlived by another.';
-
 -- A message of an execution is refused in a thread that its flow may not join.
 
 create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
                                    p_channel text default null, p_target text default '', p_tokens int default 0)
-returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid, stale_holder text,
-               stale_ms bigint)
+returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid, stale_holder text, stale_ms bigint)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  lane_ text := lanekeeper.agent_thread_lane(p_thread);
+  lane_ text := 'thread:' || p_thread;
   t record;
   held agent_locks;
   live boolean;
   mine boolean := false;
-  got record;
 begin
   acquired := false;
   if p_execution_id is not null then
@@ -412,10 +370,8 @@ begin
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) else '' end;
-  if p_channel not in ('chat', 'webhook', 'log') then
-    raise exception 'channel % is not known: give chat, webhook or log', quote_literal(p_channel) using errcode = '22023';
-  elsif coalesce(btrim(p_content), '') = '' then
-    raise exception 'a message needs a content' using errcode = '22023';
+  if p_channel not in ('chat', 'webhook', 'log') or coalesce(btrim(p_content), '') = '' then
+    raise exception 'a message needs a content and a channel, chat, webhook or log, not %', quote_literal(p_channel) using errcode = '22023';
   elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
     raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
       hint = 'Declare it in the workspace, and name it as the target of the message or of the thread.';
@@ -424,43 +380,30 @@ begin
   live := found and held.expires_at > clock_timestamp();
   if live and held.execution_id = p_execution_id then
     mine := true;
-    if not held.parked then
-      update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_;
-    end if;
+    update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_ and not held.parked;
   elsif live and p_execution_id is not null then
-    select b.acquired, b.lender into got from lanekeeper.borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
-    mine := got.acquired;
-    lender := got.lender;
+    select b.acquired, b.lender into mine, lender from lanekeeper.borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
-    if p_execution_id is null then
-      mine := lanekeeper.agent_lane_open(lane_);
+    if p_execution_id is null then mine := lanekeeper.agent_lane_open(lane_);
     else
-      if held.locked_by <> '' then
-        stale_holder := held.locked_by;
-        stale_ms := extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000;
-      end if;
-      select a.acquired, a.lender into got from lanekeeper.take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
-      mine := got.acquired;
-      lender := got.lender;
+      stale_holder := nullif(held.locked_by, '');
+      stale_ms := case when stale_holder <> '' then extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000 end;
+      select a.acquired, a.lender into mine, lender from lanekeeper.take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       acquired := mine and lender is null;
     end if;
   end if;
   mine := mine and lanekeeper.agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
-  values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id,
-          coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0))
-  returning m.id into message_id;
-  if mine then
-    seq := lanekeeper.place_agent_message(message_id);
+  values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id, coalesce((
+    select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0)) returning m.id into message_id;
+  if mine then seq := lanekeeper.place_agent_message(message_id);
   else
     perform lanekeeper.flush_agent_thread(p_thread);                    -- what may leave; it may be among that
     select m.seq into seq from agent_messages m where m.id = message_id;
   end if;
   queued := seq is null;
-  if queued then
-    holder := coalesce((select l.locked_by from agent_locks l where l.lane = lane_ and l.expires_at > clock_timestamp()),
-                       lanekeeper.agent_lock_head(lane_, clock_timestamp()));
-  end if;
+  holder := case when queued then coalesce((select l.locked_by from agent_locks l where l.lane = lane_ and l.expires_at > clock_timestamp()),
+                                           lanekeeper.agent_lock_head(lane_, clock_timestamp())) end;
   return next;
 end $$;
 comment on function lanekeeper.send_agent_message is
@@ -469,24 +412,17 @@ comment on function lanekeeper.send_agent_message is
   'and leaves first-in-first-out. Without a channel it is the thread''s, or chat. lender is set when the lane '
   'was borrowed just now, stale_holder when it was taken from one whose lease had ended.';
 
-create or replace function lanekeeper.agent_speaks_for(p_ended uuid, p_holder uuid) returns boolean
-language sql volatile as $$
-  with recursive line as (
-    select x.parent_id, x.inherits and x.completed_at is not null as may from agent_executions x where x.id = p_ended
-    union all
-    select x.parent_id, x.inherits and x.completed_at is not null from line l join agent_executions x on x.id = l.parent_id
-     where l.may and l.parent_id <> p_holder)
-  select exists (select from line l where l.may and l.parent_id = p_holder)
-$$;
-comment on function lanekeeper.agent_speaks_for is
-  'Whether an execution that has ended was a child that a holder had waited for, over any number of those '
-  'between that have ended, too: what it still has in the queue is said before what the holder says next.';
-
 create or replace function lanekeeper.agent_thread_own(p_thread text, p_holder uuid) returns uuid
 language sql volatile as $$
   select m.id from agent_messages m left join agent_executions x on x.id = m.execution_id
    where m.thread_id = p_thread and m.status = 'queued'
-     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and lanekeeper.agent_speaks_for(x.id, p_holder))
+     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and (
+            with recursive line as (                         -- it, and those between that have ended, too
+              select x.parent_id
+              union all
+              select y.parent_id from line l join agent_executions y on y.id = l.parent_id
+               where l.parent_id <> p_holder and y.inherits and y.completed_at is not null)
+            select exists (select from line l where l.parent_id = p_holder)))
    order by m.id limit 1
 $$;
 comment on function lanekeeper.agent_thread_own is
@@ -501,7 +437,7 @@ language sql volatile as $$
     lanekeeper.agent_thread_own(p_thread, p_holder),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
-        and lanekeeper.agent_lends(x.id, p_holder, lanekeeper.agent_thread_lane(p_thread)) order by m.id limit 1))
+        and lanekeeper.agent_lends(x.id, p_holder, 'thread:' || p_thread) order by m.id limit 1))
   end
 $$;
 comment on function lanekeeper.agent_thread_next is
@@ -511,7 +447,7 @@ comment on function lanekeeper.agent_thread_next is
 create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
 language plpgsql volatile as $$
 declare
-  lane_ text := lanekeeper.agent_thread_lane(p_thread);
+  lane_ text := 'thread:' || p_thread;
   head uuid;
   of uuid;
   who agent_executions;
@@ -535,7 +471,7 @@ begin
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
     continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
-    exit when not lanekeeper.take_agent_thread(p_thread, who, live, held.execution_id);
+    exit when not lanekeeper.acquire_agent_thread(p_thread, who, live, held.execution_id);
     -- An answer that comes in this moment must find the wait begun, or the question not yet out.
     exit when who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text
       and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
@@ -554,25 +490,21 @@ comment on function lanekeeper.flush_agent_thread is
   'Send what is queued in a thread and may leave now, in its order, at most p_limit messages. Called whenever '
   'the thread changes hands. Without p_wait it does nothing where somebody else works on the thread.';
 
-create or replace function lanekeeper.take_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
+create or replace function lanekeeper.acquire_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
 language plpgsql volatile as $$
 declare
-  lane_ text := lanekeeper.agent_thread_lane(p_thread);
+  lane_ constant text := 'thread:' || p_thread;
+  idle constant int := coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600);
 begin
   if p_live and p_holder = p_who.id then
     return true;
   elsif p_who.id is null or p_who.completed_at is not null then
-    -- Nobody who could hold it: of a thread that is held it is a child's of the holder.
-    return case when p_live then lanekeeper.agent_speaks_for(p_who.id, p_holder) else lanekeeper.agent_lane_open(lane_) end;
-  elsif p_live then
-    if p_who.status = 'running' and not exists (
-         select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
-      return false;                                          -- it borrows when somebody runs it
-    end if;
-    if not (select b.acquired from lanekeeper.borrow_agent_lock(lane_, p_who.id, p_who.claim, lanekeeper.agent_thread_idle(p_thread)) b) then
-      return false;
-    end if;
-  elsif not (select a.acquired from lanekeeper.acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, lanekeeper.agent_thread_idle(p_thread)) a) then
+    return p_live or lanekeeper.agent_lane_open(lane_);      -- of a thread that is held, its message leaves in the holder's name
+  elsif p_live and p_who.status = 'running' and not exists (
+       select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
+    return false;                                            -- it borrows when somebody runs it
+  elsif not (case when p_live then (select b.acquired from lanekeeper.borrow_agent_lock(lane_, p_who.id, p_who.claim, idle) b)
+                  else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, idle) a) end) then
     return false;
   end if;
   if p_who.status = 'waiting' then
@@ -582,8 +514,8 @@ begin
   end if;
   return true;
 end $$;
-comment on function lanekeeper.take_agent_thread is
-  'Take the lane of a thread for the execution whose queued message leaves; for flush_agent_thread.';
+comment on function lanekeeper.acquire_agent_thread is
+  'Acquire the lane of a thread for the execution whose queued message leaves; for flush_agent_thread.';
 
 create or replace function lanekeeper.flush_agent_threads(p_limit int default 500) returns int
 language plpgsql volatile as $$
@@ -597,7 +529,7 @@ begin
       union all
       select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > d.thread_id
                order by m.thread_id limit 1) from due d where d.thread_id is not null)
-    select d.thread_id from due d left join agent_locks l on l.lane = lanekeeper.agent_thread_lane(d.thread_id) and l.expires_at > clock_timestamp()
+    select d.thread_id from due d left join agent_locks l on l.lane = 'thread:' || d.thread_id and l.expires_at > clock_timestamp()
      where d.thread_id is not null
        and (l.lane is null or exists (
          select from agent_messages m join agent_executions x on x.id = m.execution_id
@@ -654,7 +586,7 @@ begin
       if watched > clock_timestamp() then
         perform pg_notify('agent_messages', p_thread);
       end if;
-      perform lanekeeper.agent_lane_freed(lanekeeper.agent_thread_lane(p_thread)); -- a flush may have given way to this
+      perform lanekeeper.agent_lane_freed('thread:' || p_thread); -- a flush may have given way to this
     end if;
     return query select message, place, came.event_id, came.execution_id;
   end loop;
@@ -672,21 +604,6 @@ $$;
 comment on function lanekeeper.withdraw_agent_messages is
   'Take back what a cancelled execution has queued. What stood behind it may leave.';
 
-create or replace function lanekeeper.agent_thread_listener(p_thread text, p_except text[]) returns uuid
-language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
-begin
-  return coalesce(
-    (select x.id from agent_executions x
-      where x.status = 'waiting' and x.waiting_for = 'response' and x.waiting_key = p_thread
-        and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (p_except) order by x.id limit 1),
-    (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
-      where l.lane = lanekeeper.agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and x.completed_at is null
-        and x.flow <> all (p_except)));
-end $$;
-comment on function lanekeeper.agent_thread_listener is
-  'The execution that what is said in a thread is for: one that waits for it, else the one that has the thread. '
-  'Flows in p_except do not count.';
-
 -- Whoever waits for the words of a worker outside does not wait while no worker has the run.
 
 create or replace function lanekeeper.agent_thread_busy(p_thread text, p_execution_id uuid, p_except text[]) returns boolean
@@ -701,7 +618,7 @@ begin
     select e.id, e.status, e.waiting_for, e.waiting_key, e.completed_at, e.outside, e.claimed_by, e.updated_at into x from agent_executions e where e.id = id_;
     if x.completed_at is not null or x.id is null then        -- who has the thread now goes on
       id_ := (select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
-               where l.lane = lanekeeper.agent_thread_lane(p_thread) and l.expires_at > clock_timestamp() and e.completed_at is null
+               where l.lane = 'thread:' || p_thread and l.expires_at > clock_timestamp() and e.completed_at is null
                  and e.flow <> all (p_except));
       continue;
     elsif x.outside and x.status <> 'waiting' then            -- a worker that is away says nothing; one that follows takes the run soon
@@ -820,30 +737,6 @@ begin
 end $$;
 comment on function lanekeeper.agent_thread_id is 'The id of the thread that an owner begins under a name.';
 
-create or replace function lanekeeper.agent_thread_is_of(p_thread text, p_kind text, p_owner text, p_visitor text) returns boolean
-language plpgsql stable as $$
-declare
-  t record;
-begin
-  select x.owner_kind, x.owner, x.visitor, x.channel into t from agent_threads x where x.id = p_thread;
-  if not found then
-    return false;
-  elsif p_kind = 'admin' then
-    return true;
-  elsif t.owner_kind <> '' then
-    return (t.owner_kind, t.owner, t.visitor) = (p_kind, p_owner, p_visitor);
-  end if;
-  -- An earlier release began it, and a visitor proves its right by a name that nobody can guess.
-  return case p_kind
-    when 'key' then t.channel = 'chat' and t.owner = p_owner
-    when 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and p_thread ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
-    when 'webhook' then exists (
-      select from agent_messages m join agent_executions x on x.id = m.execution_id
-       where m.thread_id = p_thread and x.trace_id like 'wh\_%')
-    else lanekeeper.agent_thread_had_flows(p_thread) end;
-end $$;
-comment on function lanekeeper.agent_thread_is_of is 'Whether a thread belongs to a principal. Everything belongs to admins.';
-
 create or replace function lanekeeper.agent_thread_had_flows(p_thread text) returns boolean
 language sql stable as $$
   select exists (
@@ -858,69 +751,37 @@ comment on function lanekeeper.agent_thread_had_flows is
 
 create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable as $$
+declare
+  t record;
 begin
-  return coalesce(
-    (select a.thread_id from agent_thread_access a
-      where a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor and a.name = p_name and a.kind <> 'token'),
-    (select i.id from (values (1, lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
-      where lanekeeper.agent_thread_is_of(i.id, p_kind, p_owner, p_visitor) order by i.place limit 1));
+  select a.thread_id as id into t from agent_thread_access a
+   where a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor and a.name = p_name and a.kind <> 'token';
+  if found then
+    return t.id;
+  end if;
+  for t in
+    select x.id, x.owner_kind, x.owner, x.visitor, x.channel
+      from (values (1, lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name)), (2, p_name)) i (place, id)
+      join agent_threads x on x.id = i.id order by i.place
+  loop
+    if (case
+      when p_kind = 'admin' then true
+      when t.owner_kind <> '' then (t.owner_kind, t.owner, t.visitor) = (p_kind, p_owner, p_visitor)
+      -- An earlier release began it, and a visitor proves its right by a name that nobody can guess.
+      when p_kind = 'key' then t.channel = 'chat' and t.owner = p_owner
+      when p_kind = 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
+      when p_kind = 'webhook' then exists (
+        select from agent_messages m join agent_executions x on x.id = m.execution_id where m.thread_id = t.id and x.trace_id like 'wh\_%')
+      else lanekeeper.agent_thread_had_flows(t.id) end)
+    then
+      return t.id;
+    end if;
+  end loop;
+  return null;
 end $$;
 comment on function lanekeeper.agent_thread_for is
   'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
   'name.';
-
-create or replace function lanekeeper.open_agent_thread(p_kind text, p_owner text, p_visitor text, p_name text, p_channel text default 'chat', p_target text default '',
-                                  p_agent text default 'agent', p_participant text default '', p_idle_seconds int default 600)
-returns table (thread_id text, made boolean)
-language plpgsql volatile as $$
-#variable_conflict use_column
-begin
-  if p_kind is null or p_kind not in ('key', 'visitor', 'flow', 'webhook', 'channel', 'admin') or p_owner is null or p_visitor is null
-     or (p_kind = 'visitor') <> (p_visitor <> '') then
-    raise exception 'a thread is begun by key, visitor, flow, webhook, channel or admin; a visitor has a secret, and nobody else has'
-      using errcode = '22023';
-  end if;
-  thread_id := lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name);
-  made := false;
-  if thread_id is null then
-    thread_id := lanekeeper.agent_thread_id(p_kind, p_owner, p_visitor, p_name);
-    insert into agent_threads as t (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
-    values (thread_id, p_channel, p_target, p_agent, p_owner, p_participant, p_idle_seconds, p_kind, p_visitor, p_name)
-    on conflict (id) do nothing;
-    made := found;
-    if not made and not lanekeeper.agent_thread_is_of(thread_id, p_kind, p_owner, p_visitor) then
-      raise exception 'there is no thread %', quote_literal(p_name) using errcode = 'P0002';      -- another owner's is not told apart
-    end if;
-  end if;
-  return next;
-end $$;
-comment on function lanekeeper.open_agent_thread is
-  'The thread that a principal means by a name, begun when there is none. P0002: the id is another owner''s.';
-
-create or replace function lanekeeper.open_agent_thread_for_flow(p_thread text, p_flow text, p_parent_id uuid default null, p_agent text default 'agent') returns boolean
-language plpgsql volatile as $$
-declare
-  made boolean := false;
-begin
-  if p_flow is null or p_flow = '' then
-    raise exception 'name the flow that begins the thread' using errcode = '22023';
-  end if;
-  perform 1 from agent_threads t where t.id = p_thread;
-  if not found and p_thread !~ '^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$' then        -- such an id is given out, not chosen
-    insert into agent_threads (id, channel, agent, owner, owner_kind) values (p_thread, 'chat', p_agent, p_flow, 'flow')
-    on conflict (id) do nothing;
-    made := found;
-  end if;
-  -- Who starts a flow in a thread that another flow began opens the thread to it.
-  if not made and not exists (select from agent_threads t where t.id = p_thread and t.owner_kind = 'flow')
-     and not lanekeeper.agent_flow_may_join(p_thread, p_flow, p_parent_id) then
-    raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
-  end if;
-  return made;
-end $$;
-comment on function lanekeeper.open_agent_thread_for_flow is
-  'The thread in which an admin starts a flow. True: the flow begins it. P0002: it belongs to a key, a visitor '
-  'or an endpoint, and was not opened.';
 
 create or replace function lanekeeper.let_into_agent_thread(p_thread text, p_kind text, p_owner text, p_visitor text, p_name text, p_by text) returns uuid
 language plpgsql volatile as $$

@@ -39,7 +39,15 @@ func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 func queueListener(b *pgx.Batch, thread string, into *string) {
 	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
 	b.Queue(`select lanekeeper.agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
-	b.Queue(`select coalesce(lanekeeper.agent_thread_listener(@thread, @own)::text, '')`,
+	// One that waits for it, else the one that has the thread. The condition keeps the planner from the index of states.
+	b.Queue(`
+		select coalesce(coalesce(
+		  (select x.id from agent_executions x
+		    where (x.status = 'waiting') is true and x.waiting_for = 'response' and x.waiting_key = @thread
+		      and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (@own) order by x.id limit 1),
+		  (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
+		    where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and x.completed_at is null
+		      and x.flow <> all (@own)))::text, '')`,
 		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(into) })
 }
 

@@ -1,0 +1,12 @@
+package threads
+
+import (
+	"context"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// SettleFailed records that an attempt to carry a message of a thread has failed.
+func SettleFailed(ctx context.Context, db postgres.DB, thread, id string, attempt int) (recorded bool, err error) {
+	return settle(ctx, db, parcel{ID: id, ThreadID: thread, Attempt: attempt}, verdict{status: Failed, err: "late"})
+}
