@@ -46,7 +46,23 @@ fared as (
     from listed s
     left join calls c on c.skill = s.name
     left join lasted d on d.skill = s.name
-    left join lateral lanekeeper.agent_skill_streak(s.name, @since::timestamptz, s.enabled_at, @walk::int) w on c.failed > 0)
+    -- Newest first, by name too, as the index has it: by id alone a skill that is seldom called
+    -- would be looked for among all others.
+    left join lateral (
+      select r.n from (
+        select row_number() over () as n, u.* from (
+          select m.telling, m.status, m.created_at from agent_activity_measured m
+           where m.skill_name between s.name and s.name and m.id >= lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at))
+           order by m.skill_name desc, m.id desc limit @walk::int) u) r
+       where r.telling and r.status = 'success' and r.created_at > s.enabled_at limit 1) won on c.failed > 0
+    left join lateral (
+      select count(*) filter (where r.telling and r.created_at > s.enabled_at) as streak, won.n is null and count(*) = @walk::int as more
+        from (
+        select u.* from (
+          select m.telling, m.created_at from agent_activity_measured m
+           where m.skill_name between s.name and s.name and m.id >= lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at))
+           order by m.skill_name desc, m.id desc limit @walk::int) u
+         limit coalesce(won.n - 1, @walk::int)) r) w on c.failed > 0)
 select f.*,
        to_timestamp(('x' || substr(replace(o.id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as left_out
   from fared f cross join left_out o

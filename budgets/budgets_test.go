@@ -221,7 +221,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	}
 	settled := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1', 150, 0)`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1', '{"tokens": 150, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, id)
 		settled <- err
 	}()
 	got, err := second.Await(t.Context(), db)
@@ -376,11 +376,13 @@ func TestNonsenseIsRefused(t *testing.T) {
 			t.Errorf("%s: %v, want SQLSTATE 22023", name, err)
 		}
 	}
-	for _, sql := range []string{
-		`select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', -1, 0)`, `select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', 0, null)`,
+	for _, spend := range []string{
+		`{"tokens": -1, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}`, `{"tokens": 0, "usd": null, "unknown_tokens": 0, "unknown_usd": 0}`,
+		`{"tokens": 1, "usd": 0, "unknown_tokens": 2, "unknown_usd": 0}`, `{}`,
 	} {
-		if _, err := db.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
-			t.Errorf("%s: %v, want SQLSTATE 22023", sql, err)
+		const sql = `select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', $1)`
+		if _, err := db.Exec(t.Context(), sql, spend); !postgres.IsCode(err, "22023") {
+			t.Errorf("%s: %v, want SQLSTATE 22023", spend, err)
 		}
 	}
 }

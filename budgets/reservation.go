@@ -59,8 +59,7 @@ type verdict struct {
 
 const reserve = `
 	select granted, scope, unit, kind, bound::float8, spent::float8, reserved::float8
-	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @scopes, @token_limits, @usd_limits, @prompt_tokens,
-	         @prompt_usd, @token_usd, @wanted, @enough, @least)`
+	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @limits, @need)`
 
 // Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have
 // billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
@@ -95,7 +94,7 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 		r.answer = verdict{}
 		b := &pgx.Batch{}
 		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim}) // locks go from there to budgets
-		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.write_off_agent_budget(@execution_id, @step)`,
+		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.settle_agent_budget(@execution_id, @step)`,
 			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
 			return row.Scan(&lost.Tokens, &lost.USD)
 		})
@@ -159,25 +158,32 @@ func (r *Reservation) reckon() {
 // settles nothing.
 func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
-	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @tokens, @usd, @unknown_tokens, @unknown_usd)`, postgres.Strict{
-		"execution_id": r.ExecutionID, "step": r.Step, "tokens": tokens, "usd": usd,
-		"unknown_tokens": min(max(s.UnknownTokens, 0), tokens), "unknown_usd": min(max(s.UnknownUSD, 0), usd),
+	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @spend)`, postgres.Strict{
+		"execution_id": r.ExecutionID, "step": r.Step, "spend": map[string]any{
+			"tokens": tokens, "usd": usd, "unknown_tokens": min(max(s.UnknownTokens, 0), tokens), "unknown_usd": min(max(s.UnknownUSD, 0), usd),
+		},
 	})
 }
 
+// limit is a scope for reserve_agent_budget.
+type limit struct {
+	Scope  string  `json:"scope"`
+	Tokens int64   `json:"tokens"`
+	USD    float64 `json:"usd"`
+}
+
 func (r *Reservation) arguments(enough int64) postgres.Strict {
-	names := make([]string, len(r.Scopes))
-	tokens := make([]int64, len(r.Scopes))
-	usd := make([]float64, len(r.Scopes))
+	limits := make([]limit, len(r.Scopes))
 	for i, s := range r.Scopes {
-		names[i], tokens[i], usd[i] = s.Name, max(s.Tokens, 0), max(s.USD, 0)
+		limits[i] = limit{s.Name, max(s.Tokens, 0), max(s.USD, 0)}
 	}
 	least := max(r.Need.Least, 1)
 	enough = max(enough, least)
 	return postgres.Strict{
-		"execution_id": r.ExecutionID, "claim": r.Claim, "step": r.Step, "scopes": names, "token_limits": tokens,
-		"usd_limits": usd, "prompt_tokens": r.Need.PromptTokens, "prompt_usd": r.Need.PromptUSD, "token_usd": r.Need.TokenUSD,
-		"wanted": max(r.Need.Wanted, enough), "enough": enough, "least": least,
+		"execution_id": r.ExecutionID, "claim": r.Claim, "step": r.Step, "limits": limits, "need": map[string]any{
+			"prompt_tokens": r.Need.PromptTokens, "prompt_usd": r.Need.PromptUSD, "token_usd": r.Need.TokenUSD,
+			"wanted": max(r.Need.Wanted, enough), "enough": enough, "least": least,
+		},
 	}
 }
 

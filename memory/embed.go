@@ -73,12 +73,15 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 	}
 }
 
+// vectorVersion is the version of the extension vector in this database; null: it is not installed.
+const vectorVersion = `(select x.extversion from pg_extension x where x.extname = 'vector')`
+
 // Update embeds the entries that were written since a time and have no vector of their revision, and those whose
 // earlier attempt is due again. It returns how many it has embedded. Without the extension vector it does nothing.
 // The zero time looks at all entries, and removes vectors of other models that are a day old.
 func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (embedded int, err error) {
 	var version *string
-	if err := db.QueryRow(ctx, `select lanekeeper.agent_vector_version()`).Scan(&version); err != nil || version == nil {
+	if err := db.QueryRow(ctx, `select `+vectorVersion).Scan(&version); err != nil || version == nil {
 		return 0, err
 	}
 	if since.IsZero() {
@@ -322,7 +325,7 @@ type EmbeddingState struct {
 // State returns how far the entries are embedded.
 func (x *Index) State(ctx context.Context, db postgres.DB) (s EmbeddingState, err error) {
 	err = db.QueryRow(ctx, `
-		select coalesce(lanekeeper.agent_vector_version(), ''), exists (select from pg_available_extensions where name = 'vector'),
+		select coalesce(`+vectorVersion+`, ''), exists (select from pg_available_extensions where name = 'vector'),
 		       current_setting('server_version_num')::int / 10000,
 		       count(*), count(*) filter (where e.dimensions is not null)
 		  from agent_memory m

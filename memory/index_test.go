@@ -52,7 +52,9 @@ func (x *indexed) index(t *testing.T, model string) *memory.Index {
 func newIndexed(t *testing.T) *indexed {
 	t.Helper()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
-	x.exec(t, `create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$ select 'test' $$`)
+	x.exec(t, `
+		insert into pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)
+		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, 'test')`)
 	x.Index = x.index(t, "small")
 	return x
 }

@@ -181,7 +181,7 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
 		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()
-		returning id, owner, category, key, value, lanekeeper.agent_memory_owned_revision(m.owner, m.category, m.key, m.revision) as revision,
+		returning id, owner, category, key, value, lanekeeper.agent_memory_revision(m.owner, m.category, m.key, m.revision) as revision,
 		          trace_id, expires_at, created_at, updated_at`, args)
 	}
 	if err != nil {

@@ -31,7 +31,7 @@ type queryForm struct {
 func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
 	err = db.QueryRow(ctx, `
 		select numnode(websearch_to_tsquery('simple', @query)),
-		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query), lanekeeper.agent_vector_version()`,
+		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query), `+vectorVersion,
 		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.extension)
 	if err != nil {
 		return f, fmt.Errorf("search memory: %w", err)

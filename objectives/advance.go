@@ -37,12 +37,16 @@ func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID st
 	return o, nil
 }
 
-// PutOff records that a run made no progress, and puts the objective off. Nothing changes when it is not active, or
-// not due.
-func PutOff(ctx context.Context, db postgres.DB, objectiveID string) error {
-	_, err := db.Exec(ctx, `select lanekeeper.put_off_agent_objective(@id)`, pgx.StrictNamedArgs{"id": objectiveID})
+// BackOff records that a run made no progress: the objective is due again in 15 minutes, twice as long after each
+// further run, a day at most. Nothing changes when it is not active, or not due.
+func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
+	_, err := db.Exec(ctx, `
+		update agent_objectives o
+		   set idle_runs = o.idle_runs + 1, updated_at = clock_timestamp(),
+		       due_at = clock_timestamp() + least(interval '15 minutes' * 2 ^ least(o.idle_runs, 10), interval '1 day')
+		 where o.id = @id and o.status = 'active' and o.due_at <= clock_timestamp()`, pgx.StrictNamedArgs{"id": objectiveID})
 	if err != nil {
-		return fmt.Errorf("put objective off: %w", err)
+		return fmt.Errorf("back off objective: %w", err)
 	}
 	return nil
 }

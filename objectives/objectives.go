@@ -20,8 +20,9 @@
 // review_every it begins its next round then, all steps pending again but the skipped, otherwise it
 // is completed, or failed if a step failed.
 //
-// A run that changes no step puts the objective off ([PutOff]): 15 minutes at first, twice as long after each further one, a day at
-// most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the database sees to it.
+// A run that changes no step makes the objective due later ([BackOff]): 15 minutes, twice as long after each further one,
+// a day at most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the database
+// sees to it.
 //
 // Who advances an objective holds its lane; the compare-and-set on each step keeps the ledger right
 // even if that lane was lost on the way.

@@ -369,7 +369,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 		t.Helper()
 		for range runs {
 			exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
-			if err := objectives.PutOff(t.Context(), pool, o.ID); err != nil {
+			if err := objectives.BackOff(t.Context(), pool, o.ID); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -121,7 +121,8 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
 		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
 	exec(t, w.pool, `
-		select lanekeeper.reserve_agent_budget($1, 1, 'model', array['day:{day}'], '{3000}', '{0}', 1000, 0, 0, 1950, 1000, 100)`, other)
+		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
+		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
 	x, got := w.completed(t)
 	if got.Ended != "day" || !strings.Contains(got.Text, "is taken up by calls under way: 0 tokens spent, 2950 tokens set aside") {
 		t.Errorf("outcome is %+v", got)
@@ -129,7 +130,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	if rows := named(w.rows(t, x), "model_call"); len(rows) != 1 || rows[0].Class != "budget_day" {
 		t.Errorf("rows are %+v", rows)
 	}
-	exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model', 500, 0)`, other)
+	exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model', '{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
 	if _, got := w.completed(t); got.Ended != reason.Answered {
 		t.Errorf("after the other was settled the outcome is %+v", got)
 	}

@@ -30,7 +30,9 @@ func TestTheDoctorSaysWhetherMemoriesAreFoundByMeaning(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer db.Close()
-	_, err = db.Exec(t.Context(), `create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$ select '0.8.6' $$`)
+	_, err = db.Exec(t.Context(), `
+		insert into pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)
+		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, '0.8.6')`)
 	if err != nil {
 		t.Fatal(err)
 	}

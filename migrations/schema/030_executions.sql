@@ -1167,7 +1167,7 @@ declare
   kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
                else 'execution.failed' end;
 begin
-  if lanekeeper.agent_webhook_wanted(kind) then
+  if exists (select from agent_webhook_targets t where t.enabled) then
     perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
       'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
       'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
@@ -1305,7 +1305,8 @@ begin
   end if;
   freed := lanekeeper.release_agent_locks(e.id);
   perform lanekeeper.close_agent_activity(e.id, e.status);
-  perform lanekeeper.void_agent_approvals(e.id);
+  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
+   where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
   update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
     perform lanekeeper.withdraw_agent_messages(e.id);
@@ -1324,14 +1325,18 @@ begin
        from (select x.id from agent_executions x
               where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
   end if;
-  perform lanekeeper.settle_agent_budgets(e.id);
+  perform lanekeeper.settle_agent_budget(e.id, r.step)
+     from (select x.step from agent_budget_reservations x where x.execution_id = e.id order by x.step) r;
   if e.flow = 'webhook' and e.status <> 'completed' then
-    perform lanekeeper.close_agent_webhook(e);
+    update agent_webhook_deliveries d
+       set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
+           error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
+     where d.id = lanekeeper.agent_uuid(e.input ->> 'delivery') and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
   end if;
 end $$;
 comment on function lanekeeper.follow_agent_execution_end is
-  'What an end means to others: a cancel ends the children that were waited for, budgets are settled, a delivery '
-  'is given up.';
+  'What an end means to others: a cancel ends the children that were waited for, budgets are settled, and a '
+  'delivery is dead: it can be replayed.';
 
 create or replace function lanekeeper.agent_executions_that_hold(p_ids uuid[]) returns uuid[]
 language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$

@@ -280,7 +280,7 @@ comment on function lanekeeper.ensure_agent_activity_partitions is
 create or replace function lanekeeper.recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 begin
-  perform lanekeeper.write_off_agent_budget(p_execution_id, r.step)
+  perform lanekeeper.settle_agent_budget(p_execution_id, r.step)
      from (select x.step from agent_budget_reservations x
             where x.execution_id = p_execution_id and (x.claim < p_claim) is not false order by x.step) r;
   with gone as (
@@ -295,7 +295,7 @@ begin
   update agent_activity_open o set claim = p_claim where o.execution_id = p_execution_id and o.claim < p_claim;
 end $$;
 comment on function lanekeeper.recover_agent_activity is
-  'Close the calls that an earlier claim left in flight as unknown, and write off what they reserved. Phases '
+  'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases '
   'stay open: the next claim goes on with them.';
 
 create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void

@@ -288,8 +288,6 @@ begin
       raise exception 'the evidence of a step that is done stays' using errcode = 'LK010';
     end if;
     return old;
-  elsif tg_op = 'UPDATE' then
-    raise exception 'evidence is never changed' using errcode = 'LK010';
   elsif new.activity_id is null then
     return new;
   end if;
@@ -327,92 +325,62 @@ comment on function lanekeeper.agent_objective_steps_check is
   'A step is done only with evidence of this round: an activity of the trace that reports it, or an admin''s '
   'word (LK010).';
 
-create or replace function lanekeeper.agent_revise() returns trigger
-language plpgsql volatile as $$
+create or replace function lanekeeper.agent_revise() returns trigger language plpgsql volatile as $$
 begin
-  new.revision := old.revision + 1;
+  if tg_table_name = 'agent_skills' then
+    new.state_revision := old.state_revision + 1;
+  else
+    new.revision := old.revision + 1;
+  end if;
   return new;
 end $$;
+comment on function lanekeeper.agent_revise is 'Count a change. The trigger says which columns make one.';
 
-create or replace function lanekeeper.agent_memory_begin() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.refuse_agent_change() returns trigger language plpgsql as $$
 begin
-  new.revision := greatest(new.revision, 1 + coalesce((
-    select g.revision from agent_memory_forgotten g
-     where g.owner = new.owner and g.category = new.category and g.key = new.key), 0));
-  return new;
+  raise exception '%', tg_argv[1] using errcode = tg_argv[0], detail = format('table %s, row %s', tg_table_name, to_jsonb(old) ->> 'id');
 end $$;
+comment on function lanekeeper.refuse_agent_change is 'Refuse a change that the trigger describes: SQLSTATE and message.';
 
-create or replace function lanekeeper.agent_memory_began() returns trigger language plpgsql volatile as $$
+create or replace function lanekeeper.keep_agent_memory_revision() returns trigger language plpgsql volatile as $$
 begin
-  update agent_memory m set revision = g.revision + 1
-    from agent_memory_forgotten g
-   where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key and g.revision >= m.revision;
+  if tg_op = 'DELETE' then
+    insert into agent_memory_forgotten as g (owner, category, key, revision)
+    values (old.owner, old.category, old.key, old.revision)
+    on conflict (owner, category, key) do update
+      set revision = greatest(g.revision, excluded.revision), forgotten_at = excluded.forgotten_at;
+  else
+    update agent_memory m set revision = g.revision + 1
+      from agent_memory_forgotten g
+     where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key and g.revision >= m.revision;
+  end if;
   return null;
 end $$;
+comment on function lanekeeper.keep_agent_memory_revision is
+  'A key goes on counting its revisions after it was forgotten. After the insert, which may have waited for a delete.';
 
-create or replace function lanekeeper.agent_memory_revise() returns trigger language plpgsql volatile as $$
-begin
-  new.revision := greatest(new.revision, old.revision + 1);
-  return new;
-end $$;
-
-create or replace function lanekeeper.agent_memory_end() returns trigger language plpgsql volatile as $$
-begin
-  insert into agent_memory_forgotten as g (owner, category, key, revision)
-  values (old.owner, old.category, old.key, old.revision)
-  on conflict (owner, category, key) do update
-    set revision = greatest(g.revision, excluded.revision), forgotten_at = excluded.forgotten_at;
-  return null;
-end $$;
-
-create or replace function lanekeeper.agent_revise_state() returns trigger language plpgsql volatile as $$
-begin
-  new.state_revision := old.state_revision + 1;
-  return new;
-end $$;
-
-create or replace function lanekeeper.put_off_agent_objective(p_id uuid) returns timestamptz language sql volatile as $$
-  update agent_objectives o
-     set idle_runs = o.idle_runs + 1, updated_at = clock_timestamp(),
-         due_at = clock_timestamp() + least(interval '15 minutes' * 2 ^ least(o.idle_runs, 10), interval '1 day')
-   where o.id = p_id and o.status = 'active' and o.due_at <= clock_timestamp()
-  returning o.due_at
+create or replace function lanekeeper.agent_memory_revision(p_owner text, p_category text, p_key text, p_revision int)
+  returns int language sql volatile as $$
+  select greatest(p_revision, 1 + coalesce((
+    select g.revision from agent_memory_forgotten g where g.owner = p_owner and g.category = p_category and g.key = p_key), 0))
 $$;
-comment on function lanekeeper.put_off_agent_objective is
-  'A run made no progress: the objective is due again in 15 minutes, twice as long after each further one, a '
-  'day at most. Null when it is not active or not due.';
+comment on function lanekeeper.agent_memory_revision is
+  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the statement.';
 
-create or replace function lanekeeper.agent_objectives_edited() returns trigger language plpgsql as $$
+create or replace function lanekeeper.reset_agent_objective_backoff() returns trigger language plpgsql as $$
 begin
-  new.idle_runs := 0;
-  new.due_at := least(new.due_at, clock_timestamp());
-  return new;
-end $$;
-
-create or replace function lanekeeper.agent_objective_progressed() returns trigger language plpgsql as $$
-begin
+  if tg_table_name = 'agent_objectives' then
+    new.idle_runs := 0;
+    new.due_at := least(new.due_at, clock_timestamp());
+    return new;
+  end if;
   update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
    where o.id = new.objective_id and o.idle_runs > 0;
   return null;
 end $$;
+comment on function lanekeeper.reset_agent_objective_backoff is
+  'A change of an objective, or progress of one of its steps, makes it due at once.';
 
-create or replace function lanekeeper.agent_memory_owned_revision(in_owner text, in_category text, in_key text, in_revision int)
-  returns int language sql volatile as $$
-  select greatest(in_revision, 1 + coalesce((
-    select g.revision from agent_memory_forgotten g
-     where g.owner = in_owner and g.category = in_category and g.key = in_key), 0))
-$$;
-comment on function lanekeeper.agent_memory_owned_revision is
-  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the '
-  'statement.';
-
-create or replace function lanekeeper.agent_vector_version() returns text language sql stable as $$
-  select x.extversion from pg_extension x where x.extname = 'vector'
-$$;
-comment on function lanekeeper.agent_vector_version is
-  'The version of the extension vector in this database. Null: it is not installed.';
-
--- As before, and of an owner with more than p_most entries the newest are compared.
 create or replace function lanekeeper.agent_memory_nearest(p_owner text, p_model text, p_query real[], p_most int, p_limit int)
   returns table (memory_id uuid, distance float8) language plpgsql stable as $$
 declare
@@ -438,8 +406,11 @@ comment on function lanekeeper.agent_memory_nearest is
   'The memories that are nearest to a vector by cosine distance, of the p_most newest of one owner. It is an '
   'exact scan.';
 
-create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
+create or replace trigger agent_objective_evidence_check before insert or delete on agent_objective_evidence
   for each row execute function lanekeeper.agent_objective_evidence_check();
+
+create or replace trigger agent_objective_evidence_fixed before update on agent_objective_evidence
+  for each row execute function lanekeeper.refuse_agent_change('LK010', 'evidence is never changed');
 
 create or replace trigger agent_objective_steps_check before insert or update on agent_objective_steps
   for each row execute function lanekeeper.agent_objective_steps_check();
@@ -448,25 +419,22 @@ create or replace trigger agent_objectives_revise before update on agent_objecti
   when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]) is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
   execute function lanekeeper.agent_revise();
 
-create or replace trigger agent_memory_begin before insert on agent_memory for each row execute function lanekeeper.agent_memory_begin();
-
-create or replace trigger agent_memory_began after insert on agent_memory for each row execute function lanekeeper.agent_memory_began();
+create or replace trigger agent_memory_keep_revision after insert or delete on agent_memory
+  for each row execute function lanekeeper.keep_agent_memory_revision();
 
 create or replace trigger agent_memory_revise before update on agent_memory for each row
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
-  execute function lanekeeper.agent_memory_revise();
-
-create or replace trigger agent_memory_end after delete on agent_memory for each row execute function lanekeeper.agent_memory_end();
+  execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_objectives_edited
   before update of goal, success_criteria, status, priority, review_every on agent_objectives
   for each row when (old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
                      is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every))
-  execute function lanekeeper.agent_objectives_edited();
+  execute function lanekeeper.reset_agent_objective_backoff();
 
 create or replace trigger agent_objective_steps_added after insert on agent_objective_steps
-  for each row execute function lanekeeper.agent_objective_progressed();
+  for each row execute function lanekeeper.reset_agent_objective_backoff();
 
 create or replace trigger agent_objective_steps_changed after update of status, attempts on agent_objective_steps
   for each row when (new.attempts > old.attempts or (new.status <> old.status and new.status <> 'pending'))
-  execute function lanekeeper.agent_objective_progressed();
+  execute function lanekeeper.reset_agent_objective_backoff();

@@ -219,12 +219,6 @@ comment on column agent_mcp_calls.collected_at is
 
 -- Code
 
-create or replace function lanekeeper.agent_approvals_fixed() returns trigger language plpgsql as $$
-begin
-  raise exception 'what approval % is about cannot be changed', old.id using errcode = 'LK003',
-    hint = 'Other arguments are another call, which asks anew.';
-end $$;
-
 create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p_by text, p_reason text) returns setof agent_approvals
 language plpgsql volatile security definer set search_path from current as $$
 declare
@@ -255,12 +249,6 @@ comment on function decide_agent_approval is
   'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
   'Who waits for it goes on.';
 
-create or replace function lanekeeper.void_agent_approvals(p_execution_id uuid) returns void language plpgsql volatile as $$
-begin
-  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
-   where a.execution_id = p_execution_id and a.parked and a.status in ('pending', 'approved');
-end $$;
-
 create or replace function lanekeeper.use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
 language plpgsql volatile as $$
 begin
@@ -283,93 +271,49 @@ comment on function lanekeeper.use_agent_approval is
   'Use a grant for one step of one execution, in the transaction that writes the call''s intent; LK003 when it '
   'is no live grant. The same step may ask again after a crash.';
 
-create or replace function lanekeeper.agent_skill_streak(p_skill text, p_since timestamptz, p_enabled_at timestamptz, p_most int, out streak int, out more boolean)
-language plpgsql stable set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+create or replace function lanekeeper.expire_agent_approvals() returns trigger language plpgsql as $$
 declare
-  r record;
-  seen int := 0;
-begin
-  streak := 0;
-  more := false;
-  -- By name too, as the index has it: by id alone a skill that is seldom called would be looked for among all others.
-  for r in
-    select m.telling, m.status, m.created_at from agent_activity_measured m
-     where m.skill_name between p_skill and p_skill and m.id >= lanekeeper.agent_uuid7_floor(greatest(p_since, p_enabled_at))
-     order by m.skill_name desc, m.id desc limit p_most
-  loop
-    seen := seen + 1;
-    continue when not r.telling or r.created_at <= p_enabled_at;
-    if r.status = 'success' then
-      return;
-    end if;
-    streak := streak + 1;
-  end loop;
-  more := seen = p_most;
-end $$;
-comment on function lanekeeper.agent_skill_streak is
-  'Failures of a skill since its last success, since a moment and since it was enabled: among its newest p_most '
-  'rows, and more when none of those is a success.';
-
-create or replace function lanekeeper.close_agent_approvals(p_skill text, p_revision int, p_reason text) returns int
-language plpgsql volatile as $$
-declare
+  why_ constant text := case tg_op when 'DELETE' then format('the skill %s was removed', old.name)
+    else format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision) end;
   a record;
-  n int := 0;
 begin
   for a in
     select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
-     where x.status in ('pending', 'approved') and not x.parked and x.skill_name = p_skill and x.skill_revision is distinct from p_revision
-    union all
-    select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
-     where x.parked and x.status in ('pending', 'approved') and x.skill_name = p_skill and x.skill_revision is distinct from p_revision
-     order by id
+     where x.status in ('pending', 'approved') and x.skill_name = old.name and x.skill_revision is distinct from new.revision order by x.id
   loop
     -- As a decision does: who waits before the approval.
     perform lanekeeper.agent_wait_lock('approval', a.id::text);
     perform 1 from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;
-    update agent_approvals x set status = 'expired', reason = p_reason where x.id = a.id and x.status in ('pending', 'approved');
+    update agent_approvals x set status = 'expired', reason = why_ where x.id = a.id and x.status in ('pending', 'approved');
     continue when not found;
-    n := n + 1;
     insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, input, finished_at, duration_ms)
     values (a.trace_id, a.execution_id, 'note', 'operate', 'close_approval', 'skipped',
-            jsonb_build_object('approval_id', a.id, 'skill', p_skill, 'reason', p_reason), clock_timestamp(), 0);
+            jsonb_build_object('approval_id', a.id, 'skill', old.name, 'reason', why_), clock_timestamp(), 0);
     if a.parked then
-      perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', p_reason),
+      perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', why_),
                                   'approval ' || a.id);
       perform pg_notify('agent_wake', a.execution_id::text);
     end if;
   end loop;
-  return n;
-end $$;
-comment on function lanekeeper.close_agent_approvals is
-  'Close the open approvals of a skill that are for another revision than p_revision (null: the skill is gone), '
-  'and let who waits for them go on. Answers how many.';
-
-create or replace function lanekeeper.agent_skills_changed() returns trigger language plpgsql as $$
-begin
-  if tg_op = 'DELETE' then
-    perform lanekeeper.close_agent_approvals(old.name, null, format('the skill %s was removed', old.name));
-  else
-    perform lanekeeper.close_agent_approvals(new.name, new.revision,
-      format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision));
-  end if;
   return null;
 end $$;
+comment on function lanekeeper.expire_agent_approvals is
+  'Expire the open approvals of a skill that are for another revision than its present one, and resume what waits for them.';
 
 create or replace trigger agent_approvals_fixed
   before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash on agent_approvals
   for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision, old.arguments, old.arguments_hash)
                      is distinct from
                      (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
-  execute function lanekeeper.agent_approvals_fixed();
+  execute function lanekeeper.refuse_agent_change('LK003', 'what an approval is about cannot be changed; other arguments are another call, which asks anew');
 
 create or replace trigger agent_skills_revise before update on agent_skills for each row
   when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)
         is distinct from (new.revision, new.description, new.source, new.enabled, new.disabled_by, new.disabled_reason))
-  execute function lanekeeper.agent_revise_state();
+  execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_skills_changed after update of revision on agent_skills
-  for each row when (old.revision <> new.revision) execute function lanekeeper.agent_skills_changed();
+  for each row when (old.revision <> new.revision) execute function lanekeeper.expire_agent_approvals();
 
-create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.agent_skills_changed();
+create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.expire_agent_approvals();

@@ -181,7 +181,12 @@ begin
       from agent_automations a
      where a.enabled and a.trigger = 'event' and a.event = any (names)
        -- And the end of a flow that an automation started would start the next flow.
-       and (a.flow = '' or new.execution_id is null or not lanekeeper.agent_from_automation(new.execution_id))
+       and (a.flow = '' or not exists (
+              with recursive line as (
+                select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = new.execution_id
+                union
+                select x.id, x.parent_id, x.dedupe_key from line l join agent_executions x on x.id = l.parent_id)
+              select from line l where l.dedupe_key like 'automation run %'))
      order by a.id
     on conflict (automation_id, event_id) do nothing
     returning id)
@@ -198,15 +203,6 @@ comment on function lanekeeper.agent_events_start_automations is
   'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
   'whoever raised it.';
 
-create or replace function lanekeeper.agent_from_automation(p_id uuid) returns boolean language sql stable as $$
-  with recursive line as (
-    select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = p_id
-    union
-    select x.id, x.parent_id, x.dedupe_key from line l join agent_executions x on x.id = l.parent_id)
-  select exists (select from line l where l.dedupe_key like 'automation run %')
-$$;
-comment on function lanekeeper.agent_from_automation is 'Whether an execution, or one above it, was started by an automation.';
-
 -- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
 -- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
 --
@@ -216,57 +212,42 @@ comment on function lanekeeper.agent_from_automation is 'Whether an execution, o
 -- before it looks which are enabled: an update that is under way is waited for, and seen.
 
 create or replace function lanekeeper.pause_agent_automations() returns trigger language plpgsql as $$
+declare
+  s agent_skills;
 begin
-  perform from agent_automations a where a.skill_name = new.name order by a.id for update;
-  if new.enabled then
-    update agent_automations a
-       set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '', updated_at = clock_timestamp()
-     where a.skill_name = new.name and a.paused_for = new.name and not a.enabled;
-    if found then
+  if tg_table_name = 'agent_skills' then
+    perform from agent_automations a where a.skill_name = new.name order by a.id for update;
+    update agent_automations a set skill_name = a.skill_name, updated_at = clock_timestamp()   -- the other trigger decides
+     where a.skill_name = new.name and (a.paused_for = new.name or a.enabled and not new.enabled);
+    if found and new.enabled then
       perform pg_notify('agent_automations', '');   -- runs of theirs may be ready
     end if;
-  else
-    update agent_automations a
-       set enabled = false, disabled_by = new.disabled_by, paused_for = new.name, disabled_at = clock_timestamp(), updated_at = clock_timestamp(),
-           disabled_reason = left(format('its skill %s is disabled: %s', new.name, new.disabled_reason), 2000)
-     where a.skill_name = new.name and (a.enabled or a.paused_for = new.name);
+    return null;
+  elsif not new.enabled and new.paused_for = '' then
+    return new;
   end if;
-  return null;
-end $$;
-comment on function lanekeeper.pause_agent_automations is
-  'Pause the automations of a skill that was disabled, and resume exactly those when it is enabled. What an '
-  'admin disabled stays disabled.';
-
-create or replace function lanekeeper.pause_agent_automation() returns trigger language plpgsql as $$
-declare
-  s record;
-begin
-  -- It was paused for a skill that it does not call any more.
-  if new.paused_for <> '' and new.paused_for <> new.skill_name and not new.enabled then
+  if new.skill_name <> '' and (tg_op = 'INSERT' or new.skill_name <> old.skill_name) then
+    perform from agent_skills k where k.name = new.skill_name for share;
+  end if;
+  select k.* into s from agent_skills k where k.name = new.skill_name;
+  if not s.enabled then
+    new.enabled := false;
+    new.disabled_by := s.disabled_by;
+    new.disabled_reason := left(format('its skill %s is disabled: %s', new.skill_name, s.disabled_reason), 2000);
+    new.disabled_at := clock_timestamp();
+    new.paused_for := new.skill_name;
+  elsif not new.enabled and (s.enabled or new.paused_for <> new.skill_name) then
     new.enabled := true;
     new.disabled_by := '';
     new.disabled_reason := '';
     new.disabled_at := null;
     new.paused_for := '';
   end if;
-  if not new.enabled or new.skill_name = '' then
-    return new;
-  end if;
-  if tg_op = 'INSERT' or new.skill_name <> old.skill_name then
-    perform from agent_skills k where k.name = new.skill_name for share;
-  end if;
-  select k.disabled_by, k.disabled_reason into s from agent_skills k where k.name = new.skill_name and not k.enabled;
-  if found then
-    new.enabled := false;
-    new.disabled_by := s.disabled_by;
-    new.disabled_reason := left(format('its skill %s is disabled: %s', new.skill_name, s.disabled_reason), 2000);
-    new.disabled_at := clock_timestamp();
-    new.paused_for := new.skill_name;
-  end if;
   return new;
 end $$;
-comment on function lanekeeper.pause_agent_automation is
-  'Pause an automation that is put into service while its skill is disabled.';
+comment on function lanekeeper.pause_agent_automations is
+  'Pause the automations of a skill that is disabled, and resume exactly those when it is enabled, or when they call it '
+  'no more. What an admin disabled stays disabled.';
 
 create or replace trigger agent_events_start_automations after insert on agent_events
   referencing new table as came for each statement execute function lanekeeper.agent_events_start_automations();
@@ -280,4 +261,4 @@ create or replace trigger agent_skills_pause after insert or update of enabled, 
   for each row execute function lanekeeper.pause_agent_automations();
 
 create or replace trigger agent_automations_pause before insert or update of enabled, skill_name on agent_automations
-  for each row execute function lanekeeper.pause_agent_automation();
+  for each row execute function lanekeeper.pause_agent_automations();

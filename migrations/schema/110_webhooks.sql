@@ -181,12 +181,6 @@ comment on column agent_webhook_outbox.finished_at is 'When it was sent or given
 
 -- Code
 
-create or replace function lanekeeper.agent_webhook_wanted(p_event text) returns boolean language plpgsql stable as $$
-begin
-  return exists (select from agent_webhook_targets t
-                  where t.enabled and t.events && array[p_event, split_part(p_event, '.', 1) || '.*', '*']);
-end $$;
-
 create or replace function lanekeeper.emit_agent_webhook(p_event text, p_trace_id text, p_data jsonb) returns int
 language plpgsql volatile as $$
 declare
@@ -216,73 +210,30 @@ end $$;
 comment on function lanekeeper.emit_agent_webhook is
   'Tell every target that wants this type of event, with this transaction. Answers how many there are.';
 
-create or replace function lanekeeper.emit_agent_approval() returns trigger language plpgsql as $$
+create or replace function lanekeeper.emit_agent_row() returns trigger language plpgsql as $$
 declare
-  a jsonb;
+  x constant jsonb := to_jsonb(new);
 begin
-  if lanekeeper.agent_webhook_wanted('approval.requested') then
-    a := to_jsonb(new);
-    perform lanekeeper.emit_agent_webhook('approval.requested', a ->> 'trace_id', jsonb_build_object(
-      'id', a -> 'id', 'trace_id', a -> 'trace_id', 'execution_id', a -> 'execution_id', 'skill_name', a -> 'skill_name',
-      'expires_at', a -> 'expires_at'));
-  end if;
+  perform lanekeeper.emit_agent_webhook(tg_argv[0], x ->> tg_argv[1],
+    case when tg_argv[1] = '' then '{}' else jsonb_build_object('trace_id', x -> tg_argv[1]) end || (select jsonb_object_agg(c, case jsonb_typeof(x -> c) when 'string' then to_jsonb(left(x ->> c, 2000)) else x -> c end)
+          from unnest(tg_argv[2:]) c));
   return null;
 end $$;
-
-create or replace function lanekeeper.emit_agent_skill() returns trigger language plpgsql as $$
-begin
-  if lanekeeper.agent_webhook_wanted('skill.disabled') then
-    perform lanekeeper.emit_agent_webhook('skill.disabled', '', jsonb_build_object(
-      'id', new.id, 'name', new.name, 'disabled_by', new.disabled_by, 'disabled_reason', left(new.disabled_reason, 2000)));
-  end if;
-  return null;
-end $$;
-
-create or replace function lanekeeper.emit_agent_objective() returns trigger language plpgsql as $$
-declare
-  o jsonb;
-begin
-  if lanekeeper.agent_webhook_wanted('objective.completed') then
-    o := to_jsonb(new);
-    perform lanekeeper.emit_agent_webhook('objective.completed', o ->> 'last_trace_id', jsonb_build_object(
-      'id', o -> 'id', 'name', o -> 'name', 'goal', left(o ->> 'goal', 2000), 'trace_id', o -> 'last_trace_id'));
-  end if;
-  return null;
-end $$;
-
-create or replace function lanekeeper.emit_agent_webhook_dead() returns trigger language plpgsql as $$
-begin
-  if lanekeeper.agent_webhook_wanted('webhook.dead') then
-    perform lanekeeper.emit_agent_webhook('webhook.dead', new.last_trace_id, jsonb_build_object(
-      'id', new.id, 'endpoint', new.endpoint, 'delivery_id', new.delivery_id, 'trace_id', new.last_trace_id,
-      'attempts', new.attempts, 'error_message', left(new.error_message, 2000)));
-  end if;
-  return null;
-end $$;
-
-create or replace function lanekeeper.close_agent_webhook(e agent_executions) returns void language plpgsql as $$
-begin
-  update agent_webhook_deliveries d
-     set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
-         error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
-   where d.id = case when e.input ->> 'delivery' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
-                     then (e.input ->> 'delivery')::uuid end
-     and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
-end $$;
-comment on function lanekeeper.close_agent_webhook is
-  'A delivery whose execution was cancelled, or given up, is dead: it can be replayed, and is not lost from '
-  'sight.';
+comment on function lanekeeper.emit_agent_row is
+  'Tell targets of a row: the type of event, the column of the trace (empty: none), and the columns that the message has.';
 
 create or replace trigger agent_approvals_emit after insert on agent_approvals
-  for each row when (new.status = 'pending') execute function lanekeeper.emit_agent_approval();
+  for each row when (new.status = 'pending')
+  execute function lanekeeper.emit_agent_row('approval.requested', 'trace_id', 'id', 'execution_id', 'skill_name', 'expires_at');
 
 create or replace trigger agent_skills_emit after update of enabled on agent_skills
-  for each row when (old.enabled and not new.enabled) execute function lanekeeper.emit_agent_skill();
+  for each row when (old.enabled and not new.enabled)
+  execute function lanekeeper.emit_agent_row('skill.disabled', '', 'id', 'name', 'disabled_by', 'disabled_reason');
 
 create or replace trigger agent_objectives_emit after update of status on agent_objectives
   for each row when (old.status is distinct from new.status and new.status = 'completed')
-  execute function lanekeeper.emit_agent_objective();
+  execute function lanekeeper.emit_agent_row('objective.completed', 'last_trace_id', 'id', 'name', 'goal');
 
 create or replace trigger agent_webhook_deliveries_emit after update of status on agent_webhook_deliveries
   for each row when (old.status is distinct from new.status and new.status = 'dead')
-  execute function lanekeeper.emit_agent_webhook_dead();
+  execute function lanekeeper.emit_agent_row('webhook.dead', 'last_trace_id', 'id', 'endpoint', 'delivery_id', 'attempts', 'error_message');

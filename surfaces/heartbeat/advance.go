@@ -155,7 +155,7 @@ func (b *beat) advance(ctx context.Context, o *planned) (piece, error) {
 	_, err = executions.StepTx(ctx, "advanced", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		_, err := objectives.Advanced(ctx, tx, o.ID, string(trace.IDFrom(ctx)))
 		if err == nil && !o.moved && outcome.Until.IsZero() { // a limit of the day says nothing about the objective
-			err = objectives.PutOff(ctx, tx, o.ID)
+			err = objectives.BackOff(ctx, tx, o.ID)
 		}
 		return err == nil, err
 	})
