@@ -133,7 +133,7 @@ func (m *model) round(t *testing.T, seed uint64, round int) {
 func (m *model) quiet(t *testing.T) {
 	t.Helper()
 	sweep(t, m.pool)
-	exec(t, m.pool, `select lanekeeper.sweep_agent_locks()`)
+	prune(t, m.pool)
 }
 
 // end cancels everything: no lane and no loan is left.
@@ -186,7 +186,7 @@ func (m *model) check(t *testing.T, when string) {
 			 where l.parked and x.status is distinct from 'waiting'`,
 		"a lane of a waiting execution that is not parked": `
 			select l.*, x.waiting_for from agent_locks l join agent_executions x on x.id = l.execution_id
-			 where x.status = 'waiting' and not l.parked and lanekeeper.agent_lock_parks(l.lane) and l.expires_at > clock_timestamp()`,
+			 where x.status = 'waiting' and not l.parked and l.lane ~ '^(thread|automation|objective):' and l.expires_at > clock_timestamp()`,
 		"a lane under a claim that is over": `
 			select l.*, x.claim from agent_locks l join agent_executions x on x.id = l.execution_id
 			 where x.status = 'waiting' and l.parked and l.locked_by <> x.id || '#' || x.claim`,
@@ -458,7 +458,7 @@ func (c *client) takeAs(ctx context.Context, id string, n int64, lane string) er
 	}
 	var acquired bool
 	var token *int64
-	err := c.pool.QueryRow(ctx, `select acquired, fencing_token from lanekeeper.take_agent_lock($1, $2, $3)`, lane, owner, 1+c.rand.IntN(300)).
+	err := c.pool.QueryRow(ctx, `select acquired, fencing_token from lanekeeper.acquire_agent_execution_lock($1, $2, $3)`, lane, owner, 1+c.rand.IntN(300)).
 		Scan(&acquired, &token)
 	if err != nil || !acquired {
 		return err

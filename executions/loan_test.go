@@ -52,7 +52,7 @@ func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 
 func takeLane(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
 	t.Helper()
-	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from lanekeeper.take_agent_lock($1, $2)`, lane, who.owner()).
+	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from lanekeeper.acquire_agent_execution_lock($1, $2)`, lane, who.owner()).
 		Scan(&acquired, &token)
 	if err != nil {
 		t.Fatal(err)
@@ -157,7 +157,7 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 		},
 		"expired, and swept": func(t *testing.T, lane string, _ member) {
 			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
-			exec(t, pool, `select lanekeeper.sweep_agent_locks()`)
+			prune(t, pool)
 		},
 		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
 			exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
@@ -367,7 +367,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				all := line(t, pool, lane, who.depth)
 				p, c := all[who.stops], all[who.depth-1]
 				borrow := func(tx postgres.DB) error {
-					_, err := tx.Exec(t.Context(), `select lanekeeper.borrow_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
+					_, err := tx.Exec(t.Context(), `select lanekeeper.lend_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
 					return err
 				}
 				resume := func(tx postgres.DB) error {
@@ -377,7 +377,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				}
 				first, second, text := borrow, resume, "resume_agent"
 				if !borrowFirst {
-					first, second, text = resume, borrow, "borrow_agent"
+					first, second, text = resume, borrow, "lend_agent"
 				}
 				tx := begun(t, pool)
 				if err := first(tx); err != nil {
@@ -484,7 +484,7 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	mustTake(t, pool, "pipeline:p", all[1])
 	for range 2 { // the first gives it back to the parent, who lets it expire in turn
 		exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
-		exec(t, pool, `select lanekeeper.sweep_agent_locks()`)
+		prune(t, pool)
 	}
 	wantLoans(t, pool, "pipeline:p", 0)
 	if !value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
@@ -506,10 +506,9 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {
-		_, err := pool.Exec(context.WithoutCancel(t.Context()), `select lanekeeper.sweep_agent_locks('0')`)
-		swept <- err
+		swept <- lanes.Prune(context.WithoutCancel(t.Context()), pool, 0)
 	}()
-	stuck(t, pool, 1, "sweep_agent_locks")
+	stuck(t, pool, 1, "return_agent_lock")
 	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
 	commit(t, tx)
 	if err := <-swept; err != nil {
@@ -599,5 +598,13 @@ func TestAChildThatMayNotBorrowIsRefused(t *testing.T) {
 				t.Errorf("the child gets %v, want ErrBusy", err)
 			}
 		})
+	}
+}
+
+// prune returns what borrowers have let expire, as housekeeping does.
+func prune(t testing.TB, db postgres.DB) {
+	t.Helper()
+	if err := lanes.Prune(t.Context(), db, 24*time.Hour); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -167,7 +167,7 @@ func (r *run) tidy(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := r.e.pool.Exec(ctx, `
-		select lanekeeper.release_agent_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
+		select lanekeeper.release_agent_execution_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
 		postgres.Strict{"id": r.exec.ID})
 	if err != nil {
 		r.e.log.WarnContext(ctx, "lanes of a stopped run not looked at", "error", err)

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 // leaderGrace is how long River's leader has for a tick. When it has died, a new one is elected only after
@@ -217,8 +219,7 @@ func after(seconds *float64) time.Time {
 // housekeep makes partitions ahead and forgets lanes that nobody uses.
 func (e *Engine) housekeep(ctx context.Context) error {
 	_, first := e.pool.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions()`)
-	_, second := e.pool.Exec(ctx, `select lanekeeper.sweep_agent_locks()`)
-	return errors.Join(first, second)
+	return errors.Join(first, lanes.Prune(ctx, e.pool, 24*time.Hour))
 }
 
 // quiet keeps River's chatter out of the program's log; its warnings and errors stay.

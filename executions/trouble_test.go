@@ -298,7 +298,7 @@ func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
 			}
 			var broken errgroup.Group
 			broken.Go(func() error {
-				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.free_agent_lock(%' and pid <> pg_backend_pid()`
+				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
 				pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
 				if done {
 					exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)

@@ -175,7 +175,7 @@ func (k *Keeper) giveUp(ctx context.Context, lane string, owner Owner, ttl time.
 	}
 }
 
-// told is a row of ask_agent_lock or queue_for_agent_lock, and what the database's clock said then.
+// told is a row of acquire_agent_lock or acquire_or_enqueue_agent_lock, and what the database's clock said then.
 type told struct {
 	Acquired     bool
 	FencingToken int64
@@ -209,7 +209,7 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from lanekeeper.ask_agent_lock(@lane, @owner, @ttl)`,
+		  from lanekeeper.acquire_agent_lock(@lane, @owner, @ttl)`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
 		return answer{}, err
@@ -228,7 +228,7 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
 		       coalesce(a.lender::text, '') as lender, a.soon
-		  from lanekeeper.take_agent_lock(@lane, @owner, @ttl) a
+		  from lanekeeper.acquire_agent_execution_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})

@@ -135,16 +135,18 @@ func (w *waiter) leave(ctx context.Context) {
 	}
 }
 
-// quitQueue leaves the queue of a lane. The claim of an execution is handed nothing, and may hold the lane: it only
-// leaves.
+// quitQueue leaves the queue of a lane, after a hand-over that is under way, and then releases what was handed over. The
+// claim of an execution is handed nothing, and may hold the lane: it only leaves.
 func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
 	args := postgres.Strict{"lane": lane, "owner": owner.name}
 	if owner.claim {
 		_, err := db.Exec(ctx, `select leave_agent_lock_queue(@lane, @owner)`, args)
 		return err
 	}
-	var freed *string
-	return db.QueryRow(ctx, `select lanekeeper.quit_agent_lock_queue(@lane, @owner)`, args).Scan(&freed)
+	var released *string
+	return db.QueryRow(ctx, `
+		select lanekeeper.release_agent_lock(@lane, @owner, null, true) from leave_agent_lock_queue(@lane, @owner)`,
+		args).Scan(&released)
 }
 
 // ask asks for the lane and keeps a place in its queue when it is busy. Who listens may be handed the lane, but for the
@@ -154,7 +156,7 @@ func (w *waiter) ask(ctx context.Context, db postgres.DB, lane string, owner Own
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from lanekeeper.queue_for_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
+		  from lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
 		postgres.Strict{
 			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlace), "handed": w.freed != nil && !owner.claim,
 		})

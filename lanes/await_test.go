@@ -273,7 +273,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	settled(t, db, "x")
 	heard, stop := listener.Subscribe("agent_lanes")
 	defer stop()
-	before, began := w.count("queue_for_agent_lock"), time.Now()
+	before, began := w.count("acquire_or_enqueue_agent_lock"), time.Now()
 	for range 30 {
 		exec(t, db, `
 			select pg_notify('agent_lanes', concat_ws(E'\t', 'x', 'b', n, 1)), pg_notify('agent_lanes', 'y' || n) from generate_series(1, 20) n`)
@@ -282,7 +282,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 			payload = <-heard
 		}
 	}
-	looks, most := w.count("queue_for_agent_lock")-before, int64(2+time.Since(began)/(750*time.Millisecond))
+	looks, most := w.count("acquire_or_enqueue_agent_lock")-before, int64(2+time.Since(began)/(750*time.Millisecond))
 	if looks > most {
 		t.Errorf("the waiter looked %d times in %s, want %d at most", looks, time.Since(began), most)
 	}

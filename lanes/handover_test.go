@@ -18,7 +18,7 @@ import (
 // queues puts owner into the queue of lane, as one who may be handed it.
 func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
-	if get[bool](t, db, `select acquired from lanekeeper.queue_for_agent_lock($1, $2, $3, 60, true)`, lane, owner, ttl) {
+	if get[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner, ttl) {
 		t.Fatalf("%s got %s at once", owner, lane)
 	}
 }
@@ -37,7 +37,7 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 // frees releases a lane in SQL, again while it is in use, and returns whom it went to: "" for nobody, "not released".
 func frees(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
-	to := patiently[string](t, db, `select coalesce(lanekeeper.free_agent_lock($1, $2, $3), 'not released')`, lane, owner, token)
+	to := patiently[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`, lane, owner, token)
 	if parts := strings.Split(to, "\t"); len(parts) == 4 {
 		return parts[1]
 	}
@@ -145,16 +145,16 @@ func TestWhoIsNotHandedTheLane(t *testing.T) {
 	}{
 		"one who did not ask for it": {first: `select await_agent_lock($1, 'b', 60, 60)`, tell: true},
 		"one whose place is over": {
-			first: `select lanekeeper.queue_for_agent_lock($1, 'b', 60, 60, true)`,
+			first: `select lanekeeper.acquire_or_enqueue_agent_lock($1, 'b', 60, 60, true)`,
 			over:  true, to: "c",
 		},
 		"one who looks just now": {
-			first: `select lanekeeper.queue_for_agent_lock($1, 'b', 60, 60, true)`,
+			first: `select lanekeeper.acquire_or_enqueue_agent_lock($1, 'b', 60, 60, true)`,
 			busy:  `update agent_lock_waiters set expires_at = expires_at where lane = $1 and owner = 'b'`, tell: true,
 		},
 		"one who leaves just now": {
-			first: `select lanekeeper.queue_for_agent_lock($1, 'b', 60, 60, true)`,
-			busy:  `select lanekeeper.quit_agent_lock_queue($1, 'b')`, tell: true,
+			first: `select lanekeeper.acquire_or_enqueue_agent_lock($1, 'b', 60, 60, true)`,
+			busy:  `select lanekeeper.release_agent_lock($1, 'b', null, true) from leave_agent_lock_queue($1, 'b')`, tell: true,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -215,7 +215,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
-	blocked(t, db, "free_agent_lock")
+	blocked(t, db, "release_agent_lock")
 	commit(t, write)
 	if heir := <-to; heir != "b" {
 		t.Errorf("it went to %q", heir)
@@ -238,7 +238,7 @@ func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
 	exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
-	blocked(t, db, "free_agent_lock")
+	blocked(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool {
 		return get[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
 	}, "the lease ends")
@@ -277,9 +277,9 @@ func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
 	}
 	left := make(chan string, 1)
 	go func() {
-		left <- get[string](t, db, `select coalesce(lanekeeper.quit_agent_lock_queue('x', 'b'), 'nothing')`)
+		left <- get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
 	}()
-	blocked(t, db, "quit_agent_lock_queue")
+	blocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
 		t.Errorf("b left, and the lane went to %q", to)
@@ -287,10 +287,10 @@ func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
 	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "c" {
 		t.Errorf("%q holds it", holder)
 	}
-	if to := get[string](t, db, `select coalesce(lanekeeper.quit_agent_lock_queue('x', 'b'), 'nothing')`); to != "nothing" {
+	if to := get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
 		t.Errorf("b left again, and the lane went to %q", to)
 	}
-	get[string](t, db, `select lanekeeper.quit_agent_lock_queue('x', 'c')`)
+	get[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true) from leave_agent_lock_queue('x', 'c')`)
 	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "" {
 		t.Errorf("%q holds it after all have left", holder)
 	}
@@ -301,10 +301,10 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, query := range map[string]string{
-		"one":            `select lanekeeper.free_agent_lock('lonely', 'a', @lonely)`,
-		"one, wanted":    `select lanekeeper.free_agent_lock('wanted', 'a', @wanted)`,
-		"many":           `select lanekeeper.free_many_agent_locks('{wanted,lonely}', '{a,a}', array[@wanted::bigint, @lonely])`,
-		"a queue":        `select lanekeeper.quit_agent_lock_queue('lonely', 'a')`,
+		"one":            `select lanekeeper.release_agent_lock('lonely', 'a', @lonely, true)`,
+		"one, wanted":    `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true)`,
+		"many":           `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true, false), lanekeeper.release_agent_lock('lonely', 'a', @lonely, true, false)`,
+		"a queue":        `select lanekeeper.release_agent_lock('lonely', 'a', null, true) from leave_agent_lock_queue('lonely', 'a')`,
 		"release":        `select release_agent_lock('lonely', 'a')`,
 		"a fenced write": `select release_agent_lock('lonely', 'a') from fence_agent_lock('lonely', @lonely)`,
 	} {
@@ -363,7 +363,7 @@ func TestManyAreHandedOver(t *testing.T) {
 	queues(t, db, "wanted", "b", 60)
 	queues(t, db, "also wanted", "c", 60)
 	exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
-	if n := get[int](t, db, `select count(*) from lanekeeper.free_many_agent_locks($1, $2, $3)`, names, owners, tokens); n != len(names) {
+	if n := get[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false)) from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
 		t.Errorf("%d answers, want %d", n, len(names))
 	}
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {

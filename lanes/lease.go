@@ -69,7 +69,7 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 	if l.off {
 		return nil
 	}
-	_, err := tx.Exec(ctx, `select lanekeeper.fence_agent_lock(@lane, @token)`,
+	_, err := tx.Exec(ctx, `select fence_agent_lock(@lane, @token)`,
 		postgres.Strict{"lane": l.hold.lane, "token": l.hold.token})
 	if postgres.IsCode(err, codeStale) {
 		return fmt.Errorf("fence %s: %w: %w", l.hold.lane, ErrStale, err)

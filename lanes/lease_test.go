@@ -315,7 +315,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 		}
 		left <- err
 	}()
-	blocked(t, db, "ask_agent_lock")
+	blocked(t, db, "acquire_agent_lock")
 	leave()
 	select {
 	case err := <-left:
@@ -383,7 +383,7 @@ func TestAdoptAndDrop(t *testing.T) {
 	if err := adopted.Release(t.Context()); err != nil {
 		t.Errorf("release of a dropped lease: %v", err)
 	}
-	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want || w.count("free_agent_lock") != 0 {
+	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want || w.count("release_agent_lock(@") != 0 {
 		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
 	}
 	log.want(t, 0, "lane lost")

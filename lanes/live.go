@@ -2,6 +2,7 @@ package lanes
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -39,40 +40,100 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 	return live, nil
 }
 
-// expireMost is how many of the lanes that are held one Expire looks at.
-const expireMost = 1000
+const (
+	// expireMost is how many of the lanes that are held one Expire looks at.
+	expireMost = 1000
+	// overdue is how long a lease has ended when Expire clears its lane.
+	overdue = 10 * time.Second
+)
 
 // Expire clears lanes whose lease ended ten seconds ago or more and logs each, among some of those that are held:
 // those after a name, which is empty for the first. It returns after which name to go on. Threads are cleared by who
-// delivers their messages. It does nothing while lanes are off.
+// delivers their messages, and lent lanes are returned by [Prune]. It does nothing while lanes are off.
 func (k *Keeper) Expire(ctx context.Context, after string) (next string, err error) {
 	if !k.enabled {
 		return "", nil
 	}
-	rows, err := k.db.Query(ctx, `
-		select e.after_lane, e.lane, coalesce(e.locked_by, '') as holder, coalesce(e.execution_id::text, '') as execution_id,
-		       coalesce(e.ended_for, 0) as ended_for
-		  from lanekeeper.expire_agent_locks(@after, @most) e`, postgres.Strict{"after": after, "most": expireMost})
+	next, err = k.clearEnded(ctx, after)
 	if err != nil {
 		return "", fmt.Errorf("clear lanes that ended: %w", err)
 	}
+	return next, nil
+}
+
+func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err error) {
+	_, err = k.db.Exec(ctx, `
+		delete from agent_lock_waiters w where w.ctid = any (array(
+		  select x.ctid from agent_lock_waiters x where x.expires_at < clock_timestamp() - interval '1 minute' for update skip locked))`)
+	if err != nil {
+		return "", err
+	}
+	// By name: an index by the end of the lease would be written by each renewal.
+	rows, err := k.db.Query(ctx, `
+		select l.lane from agent_locks l where l.locked_by <> '' and l.lane > @after order by l.lane limit @most`,
+		postgres.Strict{"after": after, "most": expireMost})
+	if err != nil {
+		return "", err
+	}
+	held, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil || len(held) == 0 {
+		return "", err
+	}
+	rows, err = k.db.Query(ctx, `
+		with ended as materialized (
+		  select l.lane, l.locked_by, l.execution_id, l.expires_at from agent_locks l
+		   where l.lane = any (@held::text[]) and l.locked_by <> '' and l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		     and not l.parked and l.lane not like 'thread:%' and not exists (select from agent_lock_loans n where n.lane = l.lane)
+		   order by l.lane for update of l skip locked)
+		select e.lane, e.locked_by as holder, coalesce(e.execution_id::text, '') as execution_id,
+		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as ended_for
+		  from ended e, lanekeeper.clear_agent_lock(e.lane, 'expired')`, postgres.Strict{"held": held, "overdue": overdue.Seconds()})
+	if err != nil {
+		return "", err
+	}
 	type expired struct {
-		AfterLane, Lane     *string
-		Holder, ExecutionID string
-		EndedFor            float64
+		Lane, Holder, ExecutionID string
+		EndedFor                  float64
 	}
 	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[expired])
 	if err != nil {
-		return "", fmt.Errorf("clear lanes that ended: %w", err)
+		return "", err
 	}
 	for _, f := range found {
-		if f.Lane == nil {
-			next = *f.AfterLane
-			continue
-		}
-		k.log.WarnContext(ctx, "lane stale, clearing", "lane", *f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID, "age", age(f.EndedFor))
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID, "age", age(f.EndedFor))
 	}
-	return next, nil
+	if len(held) < expireMost {
+		return "", nil
+	}
+	return held[expireMost-1], nil
+}
+
+// Prune returns lanes whose borrower has let them expire, and forgets those that have been free for a time. Their tokens
+// go on to grow, because the clock does.
+func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
+	if free < 0 {
+		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)
+	}
+	_, first := db.Exec(ctx, `
+		select count(lanekeeper.return_agent_lock(l.lane)) from (
+		  select l.lane from agent_locks l
+		   where l.expires_at <= clock_timestamp() and exists (select from agent_lock_loans n where n.lane = l.lane)
+		   order by l.lane limit 1000 for update skip locked) l`)
+	_, second := db.Exec(ctx, `
+		with old as (
+		  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
+		   where l.expires_at < clock_timestamp() - make_interval(secs => @free)
+		     and not exists (select from agent_lock_loans n where n.lane = l.lane)
+		   order by l.lane limit 1000 for update skip locked),
+		held as (
+		  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
+		  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o where o.execution_id is not null
+		  on conflict do nothing)
+		delete from agent_locks l using old where l.lane = old.lane`, postgres.Strict{"free": free.Seconds()})
+	if err := errors.Join(first, second); err != nil {
+		return fmt.Errorf("prune lanes: %w", err)
+	}
+	return nil
 }
 
 // age is a time in seconds as a log line has it.

@@ -190,8 +190,8 @@ type wire struct {
 
 func (w *wire) pass(ctx context.Context, sql string) error {
 	for _, name := range []string{
-		"renew_agent_locks", "ask_agent_lock", "free_agent_lock", "queue_for_agent_lock",
-		"acquire_many_agent_locks", "free_many_agent_locks",
+		"renew_agent_locks", "acquire_agent_lock(", "release_agent_lock(@", "acquire_or_enqueue_agent_lock",
+		"acquire_agent_locks", "release_agent_lock(w.",
 	} {
 		if strings.Contains(sql, name) {
 			n, _ := w.sent.LoadOrStore(name, new(atomic.Int64))

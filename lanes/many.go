@@ -51,7 +51,7 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]batch.Answer[
 		select a.n, a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
 		       coalesce(a.locked_by, '') as holder, coalesce(a.was_holder, '') as was_holder,
 		       coalesce(a.was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from lanekeeper.acquire_many_agent_locks(@lanes::text[], @owners::text[], @ttls::int[]) a`,
+		  from lanekeeper.acquire_agent_locks(@lanes::text[], @owners::text[], @ttls::int[]) a`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "ttls": ttls})
 	if err != nil {
 		return nil, err
@@ -104,7 +104,7 @@ func freeLane(ctx context.Context, db postgres.DB, h held) (release, error) {
 	var passed *string
 	err := db.QueryRow(ctx, `
 		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off' else current_setting('synchronous_commit') end, true)
-		  from lanekeeper.free_agent_lock(@lane, @owner, @token) f (passed)`,
+		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) f (passed)`,
 		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
 	if passed == nil || err != nil {
 		return release{}, blocked(err)
@@ -118,7 +118,7 @@ func passedOn(passed string) release {
 	return release{done: true, to: to.owner}
 }
 
-// freed is an answer of free_many_agent_locks.
+// freed is an answer of freeMany.
 type freed struct {
 	N      int64
 	Passed string // whom the lane went to
@@ -133,7 +133,11 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[r
 		lanes, owners, tokens = append(lanes, h.lane), append(owners, h.owner.name), append(tokens, h.token)
 	}
 	rows, err := db.Query(ctx, `
-		with f as materialized (select * from lanekeeper.free_many_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[]))
+		with f as materialized (
+		  select w.n, r.passed
+		    from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) with ordinality w (lane, owner, token, n),
+		         lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) r (passed)
+		   where r.passed is not null)
 		select f.n, f.passed, set_config('synchronous_commit', case when h.handed then current_setting('synchronous_commit') else 'off' end, true)
 		  from f cross join (select bool_or(o.passed <> '') as handed from f o) h`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})

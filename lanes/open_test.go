@@ -56,7 +56,7 @@ func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
 			"first look": `select await_agent_lock('x', 'clumsy', 60)`,
-			"handed":     `select lanekeeper.queue_for_agent_lock('x', 'clumsy', 60, 60, true)`,
+			"handed":     `select lanekeeper.acquire_or_enqueue_agent_lock('x', 'clumsy', 60, 60, true)`,
 			"second look": `with first as materialized (select await_agent_lock('x', 'clumsy', 60))
 				select (select count(*) from first), await_agent_lock('x', 'clumsy', 60)`,
 			"granted": `select acquire_agent_lock('y', 'clumsy', 60), await_agent_lock('x', 'clumsy', 60)`,
@@ -92,7 +92,13 @@ func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
 	if g := try(t, hurry, "y", "another", 60); g.token == 0 && g.acquired {
 		t.Error("a lane without a token")
 	}
-	exec(t, hurry, `select lanekeeper.sweep_agent_locks(), (select count(*) from lanekeeper.expire_agent_locks('', 100))`)
+	k, _ := keeper(t, hurry)
+	if _, err := k.Expire(t.Context(), ""); err != nil {
+		t.Error(err)
+	}
+	if err := lanes.Prune(t.Context(), hurry, 24*time.Hour); err != nil {
+		t.Error(err)
+	}
 	if !get[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
 		t.Error("the holder cannot release")
 	}
@@ -130,9 +136,9 @@ func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
 			"release":  `select release_agent_lock('x', 'a')`,
-			"free":     `select lanekeeper.free_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'))`,
+			"free":     `select lanekeeper.release_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'), true)`,
 			"break":    `select break_agent_lock('x', 'test')`,
-			"quitting": `select lanekeeper.quit_agent_lock_queue('x', 'a')`,
+			"quitting": `select lanekeeper.release_agent_lock('x', 'a', null, true) from leave_agent_lock_queue('x', 'a')`,
 		} {
 			for fences := 1; fences <= 2; fences++ {
 				t.Run(how+" "+what+strings.Repeat(" shared", fences-1), func(t *testing.T) {
@@ -201,7 +207,7 @@ func TestAHandOverInAnOpenTransactionHoldsUpNoWaiter(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
-	open(t, db, `select lanekeeper.free_agent_lock('x', 'a', $1)`, token)
+	open(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
 	hurry := begin(t, db)
 	exec(t, hurry, `set local lock_timeout = '1s'`)
 	queues(t, hurry, "x", "b", 60)

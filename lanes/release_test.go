@@ -33,8 +33,8 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		}
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
-		blocked(t, db, "free_agent_lock")
-		terminate(t, db, "free_agent_lock")
+		blocked(t, db, "release_agent_lock")
+		terminate(t, db, "release_agent_lock")
 		began := time.Now()
 		commit(t, write)
 		if err := <-released; err != nil {
@@ -112,8 +112,8 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	acquired(t, l, err)
 	other, err := k.Acquire(t.Context(), "y")
 	acquired(t, other, err)
-	before := w.count("free_agent_lock")
-	if err := other.Release(t.Context()); err != nil || w.count("free_agent_lock") == before {
+	before := w.count("release_agent_lock(@")
+	if err := other.Release(t.Context()); err != nil || w.count("release_agent_lock(@") == before {
 		t.Error(err)
 	}
 	if cause := context.Cause(l.Context()); cause != nil || !get[bool](t, db, `select is_agent_lock_held('x')`) {
@@ -128,8 +128,8 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
 	w.lose.Store(true)
-	exec(t, db, `alter function lanekeeper.quit_agent_lock_queue rename to away`)
-	exec(t, db, `create function lanekeeper.quit_agent_lock_queue(text, text) returns text language plpgsql as $$ begin
+	exec(t, db, `alter function leave_agent_lock_queue rename to away`)
+	exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
 	if _, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour)); err == nil {
 		t.Fatal("no error although the answer was lost")
@@ -138,8 +138,8 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Fatal("the statement did not reach the database: the test tests nothing")
 	}
-	exec(t, db, `drop function lanekeeper.quit_agent_lock_queue`)
-	exec(t, db, `alter function lanekeeper.away rename to quit_agent_lock_queue`)
+	exec(t, db, `drop function leave_agent_lock_queue`)
+	exec(t, db, `alter function away rename to leave_agent_lock_queue`)
 	w.lose.Store(false)
 	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lane is free")
 }
@@ -160,8 +160,8 @@ func TestReleaseAllIsTriedAgain(t *testing.T) {
 	}
 	released := make(chan error, 1)
 	go func() { released <- k.ReleaseAll(t.Context()) }()
-	blocked(t, db, "free_agent_lock")
-	terminate(t, db, "free_agent_lock")
+	blocked(t, db, "release_agent_lock")
+	terminate(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 }, "the others are free")
 	commit(t, write)
 	if err := <-released; err != nil {

@@ -1,8 +1,10 @@
 package lanes_test
 
 import (
+	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -57,19 +59,20 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		}
 	}
 	for what, query := range map[string]string{
-		"no place in the queue":      `select await_agent_lock('held', 'b', 60, null)`,
-		"a place for 0 seconds":      `select await_agent_lock('held', 'b', 60, 0)`,
-		"a place for over 30 days":   `select await_agent_lock('held', 'b', 60, 2592001)`,
-		"fewer ttls than lanes":      `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
-		"no ttls":                    `select lanekeeper.renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
-		"fewer owners than lanes":    `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
-		"a sweep of what is held":    `select lanekeeper.sweep_agent_locks('-30 days')`,
-		"a sweep without a duration": `select lanekeeper.sweep_agent_locks(null)`,
+		"no place in the queue":    `select await_agent_lock('held', 'b', 60, null)`,
+		"a place for 0 seconds":    `select await_agent_lock('held', 'b', 60, 0)`,
+		"a place for over 30 days": `select await_agent_lock('held', 'b', 60, 2592001)`,
+		"fewer ttls than lanes":    `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
+		"no ttls":                  `select lanekeeper.renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
+		"fewer owners than lanes":  `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
 	} {
 		t.Run(what, func(t *testing.T) {
 			_, err := db.Exec(t.Context(), query)
 			wantCode(t, err, "22023")
 		})
+	}
+	if err := lanes.Prune(t.Context(), db, -30*24*time.Hour); !errors.Is(err, lanes.ErrInvalid) {
+		t.Errorf("a prune of what is held: %v", err)
 	}
 	for _, reason := range []any{nil, "", "  "} {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
@@ -105,7 +108,7 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 			names = append(names, "x"+string(r))
 		}
 	}
-	rows, err := db.Query(t.Context(), `select lanekeeper.agent_lock_fits(n, 'owner') and lanekeeper.agent_lock_fits('lane', n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
+	rows, err := db.Query(t.Context(), `select lanekeeper.agent_name_fault(n) is null from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
 	if err != nil {
 		t.Fatal(err)
 	}

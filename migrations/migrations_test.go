@@ -152,16 +152,11 @@ func TestPublicFunctions(t *testing.T) {
 		"acquire_agent_lock":     "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
 		"await_agent_lock":       "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300, p_patience_seconds integer DEFAULT 5",
 		"leave_agent_lock_queue": "p_lane text, p_locked_by text",
-		"queue_for_agent_lock":   "p_lane text, p_locked_by text, p_ttl_seconds integer, p_patience_seconds integer, p_handed boolean",
-		"quit_agent_lock_queue":  "p_lane text, p_locked_by text",
-		"free_agent_lock":        "p_lane text, p_locked_by text, p_fencing_token bigint",
 		"renew_agent_lock":       "p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds integer",
-		"renew_agent_locks":      "p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls integer[]",
 		"release_agent_lock":     "p_lane text, p_locked_by text, p_fencing_token bigint DEFAULT NULL::bigint",
 		"is_agent_lock_held":     "p_lane text",
 		"fence_agent_lock":       "p_lane text, p_fencing_token bigint",
 		"break_agent_lock":       "p_lane text, p_reason text",
-		"sweep_agent_locks":      "p_idle interval DEFAULT '1 day'::interval",
 		"agent_uuid7":            "p_at timestamp with time zone DEFAULT clock_timestamp()",
 		"agent_uuid7_floor":      "p_at timestamp with time zone",
 		"agent_trace_id":         "p_prefix text",
@@ -171,7 +166,8 @@ func TestPublicFunctions(t *testing.T) {
 	} {
 		got := get[string](t, db, `
 			select coalesce(string_agg(distinct pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
-			 where p.proname = $1 and p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)`, name)
+			 where p.proname = $1 and p.pronamespace = coalesce((
+			   select q.pronamespace from pg_proc q where q.proname = $1 and q.pronamespace = 'public'::regnamespace limit 1), 'lanekeeper'::regnamespace)`, name)
 		if got != arguments {
 			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
 		}

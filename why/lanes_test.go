@@ -56,7 +56,7 @@ func (s *scenario) lend() bool {
 
 // takes has an execution ask for a lane, and reports whether it has it then.
 func (s *scenario) takes(l *lane, r *run) bool {
-	if got := value[bool](s.world, `select acquired from lanekeeper.take_agent_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
+	if got := value[bool](s.world, `select acquired from lanekeeper.acquire_agent_execution_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
 		s.t.Fatalf("%s takes %s: %v", r.ref(), l.name, got)
 	} else if !got {
 		return false

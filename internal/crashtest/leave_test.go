@@ -12,7 +12,7 @@ import (
 )
 
 // asksOrOperates is the first thing in the database that comes of a message, whoever says it.
-var asksOrOperates = regexp.MustCompile(`hashtextextended\('chat |ask_agent_lock`)
+var asksOrOperates = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire_agent_lock\(`)
 
 // partner is somebody who asks for what needs leave.
 type partner struct {

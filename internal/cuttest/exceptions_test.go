@@ -29,12 +29,12 @@ var exceptions = []exception{
 	},
 	{
 		name: "A lane whose release is lost", story: "heartbeat", way: before,
-		at:    regexp.MustCompile(`free_agent_lock\(`),
+		at:    regexp.MustCompile(`lanekeeper\.release_agent_lock\(`),
 		shows: releasedWithTheEnd,
 	},
 	{ // that it is prepared releases nothing
 		name: "A lane whose release is lost", story: "heartbeat", way: pass,
-		at:    regexp.MustCompile(`^prepare: .*free_agent_lock\(`),
+		at:    regexp.MustCompile(`^prepare: .*lanekeeper\.release_agent_lock\(`),
 		shows: releasedWithTheEnd,
 	},
 }

@@ -96,7 +96,7 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 	var ends time.Time
 	var holder string
 	err := k.conn.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, ''),
-		coalesce(lender::text, '') from lanekeeper.take_agent_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).
+		coalesce(lender::text, '') from lanekeeper.acquire_agent_execution_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).
 		Scan(&o.OK, &o.Got, &ends, &holder, &o.Lender)
 	o.told(ends, holder)
 	k.tape.done(o, err)

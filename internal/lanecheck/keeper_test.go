@@ -29,9 +29,9 @@ type recorded struct {
 }
 
 // passing is a release that may hand the lane to who waits. When it does not, its commit is not waited for.
-var passing = regexp.MustCompile(`\b(free|quit)_\w*\(`)
+var passing = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
 
-var laneFunction = regexp.MustCompile(`\b\w*agent_lock\w*\(`)
+var laneFunction = regexp.MustCompile(`\b\w*agent_(execution_)?lock\w*\(`)
 
 // begin records the call of a statement: one operation for each lane that it is about.
 func (r recorded) begin(sql string, args []any) []*op {
@@ -69,17 +69,16 @@ func (r recorded) begin(sql string, args []any) []*op {
 	switch name := laneFunction.FindString(sql); name {
 	case "":
 		return nil
-	case "ask_agent_lock(", "acquire_agent_lock(", "take_agent_lock(":
+	case "acquire_agent_lock(", "acquire_agent_execution_lock(":
 		return one(kindAcquire)
-	case "acquire_many_agent_locks(":
+	case "acquire_agent_locks(":
 		return many(kindAcquire)
-	case "free_many_agent_locks(":
-		return many(kindRelease)
-	case "await_agent_lock(", "queue_for_agent_lock(":
+	case "await_agent_lock(", "acquire_or_enqueue_agent_lock(":
 		return one(kindAwait)
 	case "release_agent_lock(":
-		return one(kindRelease)
-	case "free_agent_lock(", "quit_agent_lock_queue(":
+		if lanes != nil {
+			return many(kindRelease)
+		}
 		return one(kindRelease)
 	case "leave_agent_lock_queue(":
 		return one(kindLeave)

@@ -207,7 +207,7 @@ var plants = map[string]struct {
 		},
 	},
 	"a park leaves the token valid": {
-		fault: `create or replace function lanekeeper.park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
+		fault: `create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
 			language plpgsql volatile as $$
 			begin
 			  update agent_locks l set parked = p_parked, expires_at = '9000-01-01 00:00+00',
@@ -222,15 +222,15 @@ var plants = map[string]struct {
 		},
 	},
 	"a loan leaves the token valid": {
-		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
-			language plpgsql volatile as $$
+		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int default 300)
+			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid) language plpgsql volatile as $$
+			#variable_conflict use_column
 			declare held agent_locks;
 			begin
 			  select l.* into held from agent_locks l where l.lane = p_lane;
-			  update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false,
+			  return query update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false,
 			         expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
-			   where l.lane = p_lane;
-			  return held.execution_id;
+			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, held.execution_id;
 			end $$`,
 		script: func(g *stage) {
 			parent, child := g.kin(g.a), g.kin(g.b)
@@ -254,7 +254,8 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over leaves the token valid": {
-		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -266,7 +267,8 @@ var plants = map[string]struct {
 		script: func(g *stage) { g.handOver() },
 	},
 	"a hand-over that is only told": {
-		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -283,7 +285,8 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over to who does not wait": {
-		fault: `create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
@@ -295,14 +298,14 @@ var plants = map[string]struct {
 		script: func(g *stage) { g.handOver() },
 	},
 	"who leaves the queue keeps what was handed over": {
-		fault: `create or replace function lanekeeper.quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
-			language sql volatile as $$
-			  delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
-			  select null::text
+		fault: `alter function lanekeeper.release_agent_lock rename to away;
+			create function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+			p_wait boolean default true) returns text language sql volatile as $$
+			  select case when p_fencing_token is not null then lanekeeper.away(p_lane, p_locked_by, p_fencing_token, p_hand_over, p_wait) end
 			$$`,
 		script: func(g *stage) {
 			g.handOver()
-			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, `select lanekeeper.quit_agent_lock_queue($1, $2)`, "x", "b")
+			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, quitSQL, "x", "b")
 			g.acquire(g.a, 600)
 		},
 	},

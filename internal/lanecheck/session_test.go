@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
 // session is a plain SQL session that does with lanes whatever SQL can, and what it should not.
@@ -115,7 +116,7 @@ func (s *session) await(ctx context.Context, g grant) {
 		}
 	}
 	if handed {
-		s.pass(ctx, &op{Lane: g.lane, Owner: g.owner}, `select lanekeeper.quit_agent_lock_queue($1, $2)`, g.lane, g.owner)
+		s.pass(ctx, &op{Lane: g.lane, Owner: g.owner}, quitSQL, g.lane, g.owner)
 		return
 	}
 	o := s.tape.call(&op{Kind: kindLeave, Lane: g.lane, Owner: g.owner})
@@ -138,14 +139,15 @@ func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
 
 // free is release by who is in no transaction.
 func (s *session) free(ctx context.Context, g grant) {
-	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token}, `select lanekeeper.free_agent_lock($1, $2, $3)`, g.lane, g.owner, g.token)
+	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token}, `select lanekeeper.release_agent_lock($1, $2, $3, true)`, g.lane, g.owner, g.token)
 }
 
 const (
 	awaitSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
 		from await_agent_lock($1, $2, $3, 5)`
 	queueSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
-		from lanekeeper.queue_for_agent_lock($1, $2, $3, 5, true)`
+		from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 5, true)`
+	quitSQL = `select lanekeeper.release_agent_lock($1, $2, null, true) from leave_agent_lock_queue($1, $2)`
 )
 
 const acquireSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
@@ -217,7 +219,7 @@ func (s *session) sweep(ctx context.Context) {
 	for _, lane := range s.lanes {
 		ops = append(ops, s.tape.call(&op{Kind: kindSweep, Lane: lane}))
 	}
-	_, err := s.conn.Exec(ctx, `select lanekeeper.sweep_agent_locks('0 seconds')`)
+	err := lanes.Prune(ctx, s.conn, 0)
 	for _, o := range ops {
 		s.tape.done(o, err)
 	}

@@ -114,7 +114,7 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	k := keeper(t, db)
 	leave := filepath.Join(t.TempDir(), "leave")
 	_, done := start(t.Context(), t, k, "while [ ! -e "+leave+" ]; do sleep 0.05; done; exit 7")
-	if _, err := db.Exec(t.Context(), `alter function lanekeeper.free_agent_lock rename to away; alter function lanekeeper.free_many_agent_locks rename to also_away`); err != nil {
+	if _, err := db.Exec(t.Context(), `alter function lanekeeper.release_agent_lock rename to away`); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.WriteFile(leave, nil, 0o600); err != nil {

@@ -46,7 +46,7 @@ comment on column agent_locks.ttl_seconds is 'How long a renewal lasts.';
 comment on column agent_locks.parked is 'A waiting execution keeps the lane. It does not expire.';
 comment on column agent_locks.execution_id is
   'The execution that holds the lane, taken from the name of the owner. Null: another owner.';
-comment on column agent_locks.waited_until is 'Not used: agent_lock_wanted says whether somebody waits.';
+comment on column agent_locks.waited_until is 'Not used: agent_lock_waiters says whether somebody waits.';
 
 create table agent_lock_waiters (
   lane           text not null,
@@ -141,64 +141,14 @@ comment on column agent_workers.claim is 'The claim of that lock.';
 
 -- Code
 
-create or replace function lanekeeper.agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns void
-language plpgsql immutable as $$
-begin
-  if lanekeeper.agent_name_fault(p_lane) is not null then
-    raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), lanekeeper.agent_name_fault(p_lane)
-      using errcode = '22023';
-  elsif lanekeeper.agent_name_fault(p_locked_by) is not null then
-    raise exception 'owner % of lane % is not valid: an owner is %',
-      coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), lanekeeper.agent_name_fault(p_locked_by) using errcode = '22023';
-  elsif p_ttl_seconds is null or p_ttl_seconds <= 0 or p_ttl_seconds > 2592000 then
-    raise exception 'ttl of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
-      coalesce(p_ttl_seconds::text, 'null'), quote_literal(p_lane) using errcode = '22023';
-  end if;
-end $$;
-
--- It is not immutable, because an epoch of a timestamptz is not; declared so it could not be inlined, and was parsed at each call.
-create or replace function lanekeeper.agent_lock_token(p_old bigint, p_now timestamptz) returns bigint
-language sql stable parallel safe as $$
-  select greatest(p_old + 1, (extract(epoch from p_now) * 1000000)::bigint)
-$$;
-
-create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
-language sql immutable parallel safe as $$
-  select case when substr(p_locked_by, 37, 1) = '#'
-               and p_locked_by ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}#[0-9]+$'
-              then left(p_locked_by, 36)::uuid end
-$$;
-
-create or replace function lanekeeper.agent_lock_parks(p_lane text) returns boolean
-language sql immutable parallel safe as $$
-  select p_lane ~ '^(thread|automation|objective):'
-$$;
-comment on function lanekeeper.agent_lock_parks is 'Whether a lane stays with its holder while that waits durably.';
-
-create or replace function lanekeeper.agent_lock_head(p_lane text, p_now timestamptz) returns text
-language sql volatile as $$
-  select w.owner from agent_lock_waiters w where w.lane = p_lane and w.expires_at > p_now order by w.ticket limit 1
-$$;
-comment on function lanekeeper.agent_lock_head is 'Who waits first for a lane; null when nobody does.';
-
-create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
-returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
-language plpgsql volatile as $$
-declare
-  a agent_lock_answer := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
-begin
-  acquired := a.acquired;
-  fencing_token := a.fencing_token;
-  expires_at := a.expires_at;
-  locked_by := a.locked_by;
-  return next;
-end $$;
-comment on function lanekeeper.acquire_agent_lock is 'The work of the contract''s function of this name.';
+-- The contract
 
 create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
-returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text) language plpgsql volatile security definer set search_path from current as $$
+returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
+language plpgsql volatile security definer set search_path from current as $$
 begin
-  return query select * from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  return query select a.acquired, a.fencing_token, a.expires_at, a.locked_by
+                 from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
 end $$;
 comment on function acquire_agent_lock is
   'Like try_acquire_agent_lock, with details: the token and end of the lease, or the present holder.';
@@ -206,7 +156,7 @@ comment on function acquire_agent_lock is
 create or replace function try_acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
 begin
-  return (lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds)).acquired;
+  return (lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds)).acquired;
 end $$;
 comment on function try_acquire_agent_lock is
   'Acquire a lane that is free or whose lease has ended, or renew one that the same owner holds. It never waits. '
@@ -215,14 +165,9 @@ comment on function try_acquire_agent_lock is
 create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300, p_patience_seconds int default 5)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
 language plpgsql volatile security definer set search_path from current as $$
-declare
-  a agent_lock_answer := lanekeeper.queue_for_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds, false);
 begin
-  acquired := a.acquired;
-  fencing_token := a.fencing_token;
-  expires_at := a.expires_at;
-  locked_by := a.locked_by;
-  return next;
+  return query select a.acquired, a.fencing_token, a.expires_at, a.locked_by
+                 from lanekeeper.acquire_or_enqueue_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds, false) a;
 end $$;
 comment on function await_agent_lock is
   'Like acquire_agent_lock, and keep a place in the queue for p_patience_seconds, at most 60. Call it again on a '
@@ -235,11 +180,325 @@ $$;
 comment on function leave_agent_lock_queue is
   'Leave the queue of a lane. The next waiter is served as if this one had never come.';
 
+create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
+returns boolean language plpgsql volatile security definer set search_path from current as $$
+declare
+  done boolean;
+  busy boolean;
+begin
+  perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
+  for try in 1 .. 2 loop
+    select r.renewed, r.busy into done, busy
+      from lanekeeper.renew_agent_locks(array[p_lane], array[p_locked_by], array[p_fencing_token], array[p_ttl_seconds]) r;
+    exit when not busy or try = 2;
+    perform lanekeeper.lock_agent_lock_row(p_lane, true);
+  end loop;
+  return done;
+end $$;
+comment on function renew_agent_lock is
+  'Renew a live lease. False: it is lost or has ended, even if nobody took the lane. While another transaction '
+  'changes the lane, it waits for about a second, then raises 55P03 and names the blocker.';
+
+create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
+returns boolean language plpgsql volatile security definer set search_path from current as $$
+begin
+  return lanekeeper.release_agent_lock(p_lane, p_locked_by, p_fencing_token, false) is not null;
+end $$;
+comment on function release_agent_lock is
+  'Release a lane and void its token. Only the live owner can; any other caller gets false and changes nothing. A '
+  'parked lane belongs to its waiting execution, so the claim that parked it cannot release it. While another '
+  'transaction uses the lane, such as a fenced write, it waits for about a second, then raises 55P03 and names the '
+  'blocker.';
+
+create or replace function is_agent_lock_held(p_lane text) returns boolean
+language sql volatile security definer set search_path from current as $$
+  select exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
+$$;
+comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
+
+create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint)
+returns void language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
+declare
+  ends timestamptz;
+begin
+  select l.expires_at into ends from agent_locks l
+   where l.lane = p_lane and l.fencing_token = p_fencing_token for key share;
+  if not found or ends <= clock_timestamp() then
+    raise exception 'token % of lane % is stale: the lane was lost', p_fencing_token, quote_literal(p_lane)
+      using errcode = 'LK001', hint = 'Stop the work: another run may hold the lane.';
+  end if;
+end $$;
+comment on function fence_agent_lock is
+  'Guard a write: call it first in the transaction of the write. It raises LK001 unless the token is the live one of '
+  'the lane.';
+
+create or replace function break_agent_lock(p_lane text, p_reason text) returns boolean
+language plpgsql volatile security definer set search_path from current as $$
+declare
+  held agent_locks;
+  e record;
+begin
+  perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
+  if p_reason is null or btrim(p_reason) = '' then
+    raise exception 'breaking lane % needs a reason', quote_literal(p_lane) using errcode = '22023';
+  end if;
+  perform lanekeeper.lock_agent_lock_row(p_lane);
+  select l.* into held from agent_locks l where l.lane = p_lane for update;
+  if not found or held.expires_at <= clock_timestamp() then
+    return false;
+  end if;
+  delete from agent_lock_loans n where n.lane = p_lane;
+  perform lanekeeper.clear_agent_lock(p_lane, 'broken', 'admin');
+  perform pg_notify('agent_lanes', p_lane);                 -- for the holder
+  select x.trace_id, x.surface, x.agent, x.id into e from agent_executions x where x.id = held.execution_id;
+  insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane, finished_at, duration_ms)
+  values (coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'), lanekeeper.agent_trace_id('op')),
+          e.id, 'note', coalesce(e.agent, 'agent'), coalesce(e.surface, 'operate'), 'break_lane', 'success',
+          jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by, 'fencing_token', held.fencing_token),
+          p_lane, clock_timestamp(), 0);
+  return true;
+end $$;
+comment on function break_agent_lock is
+  'Take a lane away from its holder, whose token is void from then on; recorded with the reason under the '
+  'holder''s trace. The holder is notified on agent_lanes. While a fenced write is under way it waits for about '
+  'a second, then raises 55P03 and says who is in the way.';
+
+-- What the rules are made of
+
+create or replace function lanekeeper.agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns boolean
+language plpgsql immutable as $$
+begin
+  if p_lane || p_locked_by ~ '^[!-~]+$' and p_ttl_seconds between 1 and 2592000
+     and length(p_lane) between 1 and 255 and length(p_locked_by) between 1 and 255 then
+    return true;
+  elsif lanekeeper.agent_name_fault(p_lane) is not null then
+    raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), lanekeeper.agent_name_fault(p_lane)
+      using errcode = '22023';
+  elsif lanekeeper.agent_name_fault(p_locked_by) is not null then
+    raise exception 'owner % of lane % is not valid: an owner is %',
+      coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), lanekeeper.agent_name_fault(p_locked_by) using errcode = '22023';
+  elsif (p_ttl_seconds between 1 and 2592000) is not true then
+    raise exception 'ttl of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
+      coalesce(p_ttl_seconds::text, 'null'), quote_literal(p_lane) using errcode = '22023';
+  end if;
+  return true;
+end $$;
+comment on function lanekeeper.agent_lock_check is
+  'True. Raises 22023 and says what is wrong with the name of a lane, of an owner, or with the length of a lease.';
+
+-- An epoch of a timestamptz is not immutable. Declared immutable, this was parsed at each call instead of inlined.
+create or replace function lanekeeper.agent_lock_token(p_old bigint, p_now timestamptz) returns bigint
+language sql stable parallel safe as $$
+  select greatest(p_old + 1, (extract(epoch from p_now) * 1000000)::bigint)
+$$;
+comment on function lanekeeper.agent_lock_token is
+  'The next fencing token. It is larger than the old one, and than any of a row that was removed. Draw it under the lock of the row.';
+
+create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
+language sql immutable parallel safe as $$
+  select case when substr(p_locked_by, 37, 1) = '#'
+               and p_locked_by ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}#[0-9]+$'
+              then left(p_locked_by, 36)::uuid end
+$$;
+comment on function lanekeeper.agent_lock_execution is 'The execution whose claim an owner is; null for another owner.';
+
+create or replace function lanekeeper.agent_lock_holder(p_lane text) returns text
+language sql volatile as $$
+  select coalesce(
+    (select l.locked_by from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp()),
+    (select w.owner from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp() order by w.ticket limit 1))
+$$;
+comment on function lanekeeper.agent_lock_holder is
+  'Who holds a lane or, when it is free, who waits first for it. Null: anybody may acquire it.';
+
+create or replace function lanekeeper.lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
+language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+declare
+  holders  xid[];
+  blockers text;
+begin
+  if p_renewal then
+    perform 1 from agent_locks l where l.lane = p_lane for no key update;
+  else
+    perform 1 from agent_locks l where l.lane = p_lane for update;
+  end if;
+exception when lock_not_available then
+  holders := array(select l.xmax from agent_locks l where l.lane = p_lane);
+  if not exists (select from pg_locks k where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted) then
+    begin
+      holders := array(select m.xid from pg_get_multixact_members(holders[1]) m);     -- several have locked the row
+    exception when others then
+      holders := '{}';                                                                -- it was one, which has ended
+    end;
+  end if;
+  select string_agg(t.who, '; ') into blockers from (
+    select coalesce(
+             (select format('prepared transaction %L since %s UTC', p.gid, to_char(p.prepared at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
+                from pg_prepared_xacts p
+               where k.pid is null and p.transaction in (
+                 select o.transactionid from pg_locks o where o.locktype = 'transactionid' and o.virtualtransaction = k.virtualtransaction)
+               limit 1),
+             (select format('pid %s (%s) in a transaction since %s', a.pid, coalesce(nullif(left(a.application_name, 64), ''), 'no name'),
+                            coalesce(to_char(a.xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC', 'some time'))
+                from pg_stat_activity a where a.pid = k.pid),
+             format('pid %s', k.pid)) as who
+      from pg_locks k
+     where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted and k.pid is distinct from pg_backend_pid()
+     order by k.pid limit 5) t;
+  raise exception 'lane % is in use by %', quote_literal(p_lane), coalesce(blockers, 'a transaction that has ended just now')
+    using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
+end $$;
+comment on function lanekeeper.lock_agent_lock_row is
+  'Lock the row of a lane that another transaction uses. Waits for about a second, then raises 55P03 and names '
+  'the transactions: pid, application and since when, or the name of a prepared transaction.';
+
+-- Acquire, renew, release
+
+create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  at_    tid;
+  holder text;
+  ends   timestamptz;
+  mine   boolean;                                           -- it is free, and I wait first for it
+  stale  boolean;
+  token  bigint;
+  now_   timestamptz;
+  got    agent_lock_answer;
+begin
+  for try in 1 .. 3 loop                                    -- again after a first row, when it is mine, and when a lease ends meanwhile
+    -- Free, and promised to nobody else: lock it, and wait for nobody.
+    select l.ctid, l.locked_by, l.expires_at, l.locked_by <> '' or mine into at_, holder, ends, stale from agent_locks l
+     where l.lane = p_lane and l.expires_at <= clock_timestamp()
+       and (mine or not exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp()))
+       and (p_locked_by ~ '^[!-~]+$' and length(p_locked_by) < 256 and p_ttl_seconds between 1 and 2592000
+            or lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds)) for update of l skip locked;
+    if at_ is not null then
+      now_ := clock_timestamp();                                                      -- after the lock
+      if stale then
+        if lanekeeper.return_agent_lock(p_lane) is not null then                      -- a borrower let it expire
+          select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got from agent_locks l where l.lane = p_lane;
+          return got;
+        end if;
+        perform lanekeeper.note_agent_hold(p_lane, 'expired', p_locked_by);
+        delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
+      end if;
+      update agent_locks l
+         set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+             expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
+             execution_id = lanekeeper.agent_lock_execution(p_locked_by)
+       where l.ctid = at_                                                             -- ours, so it stays where it is
+      returning true, l.fencing_token, l.expires_at, p_locked_by, holder, ends into got;
+      return got;
+    end if;
+    perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
+    select l.fencing_token, l.expires_at, case when l.expires_at > clock_timestamp() then l.locked_by else q.owner end,
+           l.expires_at <= clock_timestamp() and q.owner = p_locked_by
+      into token, ends, holder, mine from agent_locks l left join lateral (select w.owner from agent_lock_waiters w
+             where w.lane = p_lane and w.expires_at > clock_timestamp() order by w.ticket limit 1) q on true where l.lane = p_lane;
+    if not found then                                       -- no row to lock yet: racers are told apart by an advisory lock
+      insert into agent_locks (lane, fencing_token, expires_at) select p_lane, 0, clock_timestamp()
+       where pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) on conflict do nothing;
+    elsif holder <> p_locked_by then
+      return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- a read, no write
+    else                                                    -- a refresh leaves the key alone: writes under the token do not hold it up
+      select l.ctid into at_ from agent_locks l
+       where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp() for no key update skip locked;
+      now_ := clock_timestamp();                                                      -- after the lock
+      update agent_locks l set ttl_seconds = p_ttl_seconds,
+             expires_at = case when l.parked then l.expires_at else now_ + make_interval(secs => p_ttl_seconds) end
+       where l.ctid = at_ and l.expires_at > now_ returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
+      exit when got.acquired;
+    end if;
+  end loop;
+  got.acquired := coalesce(got.acquired, false);            -- no: it is being changed right now
+  return got;
+end $$;
+comment on function lanekeeper.acquire_agent_lock is
+  'The work of the contract''s function of this name. The answer also says whose ended lease was taken over. '
+  'Without a holder in it the lane is being changed right now.';
+
+create or replace function lanekeeper.acquire_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
+returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
+language plpgsql volatile
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  free_ text[];
+  now_  timestamptz;
+  a     agent_lock_answer;
+begin
+  if (cardinality(p_owners), cardinality(p_ttls)) is distinct from (cardinality(p_lanes), cardinality(p_lanes)) then
+    raise exception 'acquiring % lanes needs as many owners and ttls', coalesce(cardinality(p_lanes), 0) using errcode = '22023';
+  end if;
+  perform lanekeeper.agent_lock_check(u.lane, u.owner, u.ttl) from unnest(p_lanes, p_owners, p_ttls) u (lane, owner, ttl);
+  -- Those that are free, and that nobody waits for.
+  select coalesce(array_agg(t.lane), '{}') into free_ from (
+    select l.lane from agent_locks l
+     where l.lane = any (p_lanes) and l.locked_by = '' and l.expires_at <= clock_timestamp()
+       and not exists (select from agent_lock_waiters w where w.lane = l.lane and w.expires_at > clock_timestamp())
+     order by l.lane for update of l skip locked) t;
+  now_ := clock_timestamp();                                                          -- after the locks
+  return query
+  update agent_locks l
+     set locked_by = w.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+         expires_at = now_ + make_interval(secs => w.ttl), ttl_seconds = w.ttl, parked = false,
+         execution_id = lanekeeper.agent_lock_execution(w.owner)
+    from (select distinct on (u.lane) u.lane, u.owner, u.ttl, u.n
+            from unnest(p_lanes, p_owners, p_ttls) with ordinality u (lane, owner, ttl, n) order by u.lane, u.n) w
+   where l.lane = any (free_) and l.lane = w.lane
+  returning w.n, true, l.fencing_token, l.expires_at, l.locked_by, '', now_;
+  for i in 1 .. cardinality(p_lanes) loop
+    continue when p_lanes[i] = any (free_) and array_position(p_lanes, p_lanes[i]) = i;
+    a := lanekeeper.acquire_agent_lock(p_lanes[i], p_owners[i], p_ttls[i]);
+    return query select i::bigint, a.acquired, a.fencing_token, a.expires_at, a.locked_by, a.was_holder, a.was_until;
+  end loop;
+end $$;
+comment on function lanekeeper.acquire_agent_locks is
+  'acquire_agent_lock for each of many lanes, in one commit and half the time; n counts them from 1. Each succeeds or '
+  'fails for itself, but a bad name or ttl among them is an error for all.';
+
+create or replace function lanekeeper.acquire_or_enqueue_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int,
+  p_hand_over boolean) returns agent_lock_answer
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  got   agent_lock_answer;
+  place timestamptz;
+  ttl   int := case when p_hand_over then p_ttl_seconds else 0 end;
+begin
+  if (p_patience_seconds between 1 and 2592000) is not true then
+    raise exception 'a place kept for % seconds in the queue of lane % is not valid: give 1 to 2592000 (30 days)',
+      coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
+  end if;
+  got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  if not got.acquired then
+    -- Stand in the queue, and try once more: a release that committed before is seen by this second try. A waiter that
+    -- died keeps nobody from a free lane for longer than a minute.
+    place := clock_timestamp() + make_interval(secs => least(p_patience_seconds, 60));
+    update agent_lock_waiters w set expires_at = place, handed_seconds = ttl
+     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
+    if not found and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by) then
+      insert into agent_lock_waiters as w (lane, owner, expires_at, handed_seconds) values (p_lane, p_locked_by, place, ttl)
+      on conflict (lane, owner) do update set expires_at = excluded.expires_at, handed_seconds = excluded.handed_seconds;
+    end if;                                                 -- one that is locked is being handed the lane in an open transaction
+    got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  end if;
+  if got.acquired then
+    delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
+  elsif got.locked_by is null then                          -- being changed right now; it may be ours
+    delete from agent_lock_waiters w
+     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked)
+       and exists (select from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp());
+  end if;
+  return got;
+end $$;
+comment on function lanekeeper.acquire_or_enqueue_agent_lock is
+  'await_agent_lock, with whose ended lease was taken over. p_hand_over: a release may hand the lane over, with a '
+  'notification on agent_lanes that says lane, owner, token and end (microseconds), parted by tabs. Renew it then.';
+
 create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
-language plpgsql volatile
-set enable_seqscan = off
-set jit = off as $$
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   mine text[];
@@ -257,7 +516,7 @@ begin
       join unnest(p_lanes, p_owners, p_tokens) w (lane, owner, token)
         on l.lane = w.lane and l.fencing_token = w.token and l.locked_by = w.owner
      order by l.lane for no key update of l skip locked) t;
-  now_ := clock_timestamp();
+  now_ := clock_timestamp();                                                          -- after the locks
   return query
   with want as (select w.* from unnest(p_lanes, p_owners, p_tokens, p_ttls) w (lane, owner, token, ttl)),
   done as (
@@ -278,265 +537,92 @@ comment on function lanekeeper.renew_agent_locks is
   'Renew many leases in one statement. renewed: the lease goes on. busy: another transaction has locked the row; try '
   'again soon. Neither: the lane is lost.';
 
-create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
-returns boolean language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
+create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+  p_wait boolean default true) returns text
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
-  at_  tid;
-  ends timestamptz;
-begin
-  if (p_ttl_seconds between 1 and 2592000) is not true then
-    perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
-  end if;
-  for try in 1 .. 2 loop
-    select l.ctid, l.expires_at into at_, ends from agent_locks l
-     where l.lane = p_lane and l.locked_by = p_locked_by and l.fencing_token = p_fencing_token for no key update skip locked;
-    exit when at_ is not null or try = 2;
-    if not exists (select from agent_locks l
-                    where l.lane = p_lane and l.locked_by = p_locked_by and l.fencing_token = p_fencing_token) then
-      perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
-      return false;
-    end if;
-    perform lanekeeper.lock_agent_lock_row(p_lane, true);
-  end loop;
-  if at_ is null or ends <= clock_timestamp() then                                    -- after the lock
-    return false;
-  end if;
-  update agent_locks l
-     set expires_at = case when l.parked then l.expires_at
-                           else clock_timestamp() + make_interval(secs => p_ttl_seconds) end
-   where l.ctid = at_;
-  return true;
-end $$;
-comment on function renew_agent_lock is
-  'Renew a live lease. False: it is lost or has ended, even if nobody took the lane. While another transaction '
-  'changes the lane, it waits for about a second, then raises 55P03 and names the blocker.';
-
-create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
-returns boolean language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  at_    tid;
-  ends   timestamptz;
-  wanted boolean;
-  kept   boolean;
-  of     uuid;
+  at_     tid;
+  ends    timestamptz;
+  of      uuid;
+  special boolean;                                          -- a thread, or an execution's
+  wanted  boolean;
+  heir    record;
+  now_    timestamptz;
+  passed  text;
 begin
   for try in 1 .. 2 loop
-    select l.ctid, l.expires_at, l.parked, l.execution_id,
+    select l.ctid, l.expires_at, l.execution_id, l.execution_id is not null or l.lane like 'thread:%',
            exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
            or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
-      into at_, ends, kept, of, wanted
-      from agent_locks l
-     where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp()
-       and (p_fencing_token is null or l.fencing_token = p_fencing_token) for update skip locked;
-    exit when at_ is not null or try = 2;
+      into at_, ends, of, special, wanted from agent_locks l
+     where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp() and not l.parked
+       and (l.fencing_token = p_fencing_token or p_fencing_token is null) for update skip locked;
+    exit when at_ is not null or try = 2 or not p_wait;
     if not exists (select from agent_locks l
-                    where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp()
-                      and (p_fencing_token is null or l.fencing_token = p_fencing_token)) then
-      if not lanekeeper.agent_lock_fits(p_lane, p_locked_by) then
-        perform lanekeeper.agent_lock_check(p_lane, p_locked_by, 1);                             -- says what is wrong
+                    where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp() and not l.parked
+                      and (l.fencing_token = p_fencing_token or p_fencing_token is null)) then
+      perform lanekeeper.agent_lock_check(p_lane, p_locked_by, 1);
+      return null;
+    end if;
+    perform lanekeeper.lock_agent_lock_row(p_lane);                                   -- by a write under its token, most likely
+  end loop;
+  now_ := clock_timestamp();                                                          -- after the lock
+  if at_ is null or ends <= now_ then
+    return null;
+  elsif special or wanted then
+    if p_hand_over and not special then
+      -- To the first. One that looks or leaves just now is neither waited for nor overtaken: it stays the first.
+      delete from agent_lock_waiters w where w.ctid = (
+        select x.ctid from agent_lock_waiters x
+         where x.lane = p_lane and x.handed_seconds > 0 and x.ticket = (
+                 select min(q.ticket) from agent_lock_waiters q where q.lane = p_lane and q.expires_at > now_)
+           for update skip locked)
+      returning w.owner, w.handed_seconds into heir;
+      if found then
+        now_ := clock_timestamp();                                                    -- after both locks
+        update agent_locks l
+           set locked_by = heir.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+               expires_at = now_ + make_interval(secs => least(heir.handed_seconds, 10)), ttl_seconds = heir.handed_seconds,
+               execution_id = lanekeeper.agent_lock_execution(heir.owner)
+         where l.ctid = at_ returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+        perform pg_notify('agent_lanes', passed);
+        return passed;
       end if;
-      return false;
     end if;
-    perform lanekeeper.lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
-  end loop;
-  if at_ is null or kept or ends <= clock_timestamp() then                            -- after the lock
-    return false;
-  end if;
-  -- Only an execution borrows, and few lanes are lent. Not one condition: with a query in it, it would be one for every lane.
-  if of is not null then
-    if exists (select from agent_lock_loans n where n.lane = p_lane) and lanekeeper.return_agent_lock(p_lane) is not null then
-      return true;                                                                    -- to the ancestor who lent it
+    if of is null or lanekeeper.return_agent_lock(p_lane) is null then
+      perform lanekeeper.clear_agent_lock(p_lane, 'released');
     end if;
-    perform lanekeeper.note_agent_hold(p_lane, 'released');
+    return '';
   end if;
+  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = now_ where l.ctid = at_;
+  return '';
+end $$;
+comment on function lanekeeper.release_agent_lock is
+  'The work of the contract''s function of this name. p_hand_over: the lane goes to who waits first. Null: not '
+  'released. An empty text: to nobody. Otherwise to whom, as notified. Without p_wait it waits for nothing, and is null for '
+  'a lane in use. Who has nothing else in the transaction need not wait for the commit of a release to nobody '
+  '(synchronous_commit = off): a server that crashes within a second of it may hold the lane until its lease ends.';
+
+create or replace function lanekeeper.clear_agent_lock(p_lane text, p_ended text, p_successor text default '') returns void
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+begin
+  perform lanekeeper.note_agent_hold(p_lane, p_ended, p_successor);
   update agent_locks l
-     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp(), parked = false,
-         execution_id = null
-   where l.ctid = at_;
-  if wanted then
-    perform pg_notify('agent_lanes', p_lane);
-  end if;
-  if p_lane like 'thread:%' then
-    perform lanekeeper.agent_lane_freed(p_lane);
-  end if;
-  return true;
-end $$;
-comment on function lanekeeper.release_agent_lock is 'The work of the contract''s function of this name.';
-
-create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
-returns boolean language plpgsql volatile security definer set search_path from current as $$
-begin
-  return lanekeeper.release_agent_lock(p_lane, p_locked_by, p_fencing_token);
-end $$;
-comment on function release_agent_lock is
-  'Release a lane and void its token. Only the live owner can; any other caller gets false and changes nothing. A '
-  'parked lane belongs to its waiting execution, so the claim that parked it cannot release it. While another '
-  'transaction uses the lane, such as a fenced write, it waits for about a second, then raises 55P03 and names the '
-  'blocker.';
-
-create or replace function is_agent_lock_held(p_lane text) returns boolean
-language sql volatile security definer set search_path from current as $$
-  select exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
-$$;
-comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
-
-create or replace function lanekeeper.fence_agent_lock(p_lane text, p_fencing_token bigint) returns void
-language plpgsql volatile
-set enable_seqscan = off
-set jit = off as $$
-declare
-  ends timestamptz;
-begin
-  select l.expires_at into ends from agent_locks l
-   where l.lane = p_lane and l.fencing_token = p_fencing_token for key share;
-  if not found or ends <= clock_timestamp() then
-    raise exception 'token % of lane % is stale: the lane was lost', p_fencing_token, quote_literal(p_lane)
-      using errcode = 'LK001', hint = 'Stop the work: another run may hold the lane.';
-  end if;
-end $$;
-comment on function lanekeeper.fence_agent_lock is 'The work of the contract''s function of this name.';
-
-create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint)
-returns void language plpgsql volatile security definer set search_path from current as $$
-begin
-  perform lanekeeper.fence_agent_lock(p_lane, p_fencing_token);
-end $$;
-comment on function fence_agent_lock is
-  'Guard a write: call it first in the transaction of the write. It raises LK001 unless the token is the live one of '
-  'the lane.';
-
-create or replace function lanekeeper.reown_agent_locks(p_execution_id uuid, p_owner text) returns int
-language plpgsql volatile as $$
-declare
-  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
-  now_ timestamptz := clock_timestamp();
-  n int;
-begin
-  update agent_locks l
-     set locked_by = p_owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), parked = false,
-         expires_at = now_ + make_interval(secs => l.ttl_seconds)
-   where l.lane = any (mine) and l.execution_id = p_execution_id and l.expires_at > now_;
-  get diagnostics n = row_count;
-  return n;
-end $$;
-
--- A thread may be lent by a parent that runs, to a child that it has just started. When the parent then waits for anything but that child, the
--- loan ends: the child acts under lanes of its own, as every child does that is not waited for.
-
-create or replace function lanekeeper.park_agent_locks(p_execution_id uuid, p_parked boolean) returns void
-language plpgsql volatile as $$
-declare
-  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
-  loan record;
-begin
-  if mine = '{}' then
-    return;
-  end if;
-  if p_parked then
-    for loan in
-      select distinct on (n.lane) n.lane, n.depth, n.ttl_seconds, x.claim
-        from agent_lock_loans n join agent_executions x on x.id = n.lender
-       where n.lender = p_execution_id and n.lane = any (mine) and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true
-       order by n.lane, n.depth
-    loop
-      delete from agent_lock_loans n where n.lane = loan.lane and n.depth >= loan.depth;
-      perform lanekeeper.hand_agent_lock(loan.lane, p_execution_id, loan.claim, lanekeeper.agent_lock_parks(loan.lane), loan.ttl_seconds);
-    end loop;
-  end if;
-  -- Parking changes the key: the claim that parked may write nothing more under its token.
-  update agent_locks l
-     set parked = p_parked,
-         locked_by = (select x.id || '#' || x.claim from agent_executions x where x.id = p_execution_id),
-         fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
-         expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00'
-                           else clock_timestamp() + make_interval(secs => l.ttl_seconds) end
-   where l.lane = any (mine) and l.execution_id = p_execution_id and lanekeeper.agent_lock_parks(l.lane) and l.parked <> p_parked
-     and l.expires_at > clock_timestamp();
-end $$;
-
-create or replace function lanekeeper.release_agent_locks(p_execution_id uuid) returns int
-language sql volatile as $$
-  select lanekeeper.free_agent_locks(p_execution_id, true)
-$$;
-
-create or replace function lanekeeper.sweep_agent_locks(p_idle interval default '1 day') returns int
-language plpgsql volatile as $$
-declare
-  back text;
-  n int;
-begin
-  if p_idle is null or p_idle < interval '0' then
-    raise exception 'lanes free for % cannot be swept: give an interval of 0 or more', coalesce(p_idle::text, 'null')
-      using errcode = '22023';
-  end if;
-  delete from agent_lock_waiters w where w.ctid = any (array(
-    select x.ctid from agent_lock_waiters x where x.expires_at < clock_timestamp() - interval '1 minute' for update skip locked));
-  for back in                                               -- lent ones that the borrower has let expire go back
-    select l.lane from agent_locks l
-     where l.expires_at <= clock_timestamp() and exists (select from agent_lock_loans k where k.lane = l.lane)
-     order by l.lane limit 1000 for update skip locked
-  loop
-    perform lanekeeper.return_agent_lock(back);
-  end loop;
-  with old as (
-    select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
-     where l.expires_at < clock_timestamp() - p_idle and not exists (select from agent_lock_loans k where k.lane = l.lane)
-     order by l.lane limit 1000 for update skip locked),
-  noted as (
-    insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
-    select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o where o.execution_id is not null
-    on conflict do nothing)
-  delete from agent_locks l using old where l.lane = old.lane;
-  get diagnostics n = row_count;
-  return n;
-end $$;
-comment on function lanekeeper.sweep_agent_locks is
-  'Forget lanes that have been free for a day; their tokens keep growing, because the clock does.';
-
-create or replace function lanekeeper.agent_lane_open(p_lane text) returns boolean
-language sql volatile as $$
-  select not is_agent_lock_held(p_lane) and lanekeeper.agent_lock_head(p_lane, clock_timestamp()) is null
-$$;
-comment on function lanekeeper.agent_lane_open is 'Whether nobody holds a lane and nobody stands in its queue.';
-
-create or replace function break_agent_lock(p_lane text, p_reason text) returns boolean
-language plpgsql volatile security definer set search_path from current as $$
-declare
-  held agent_locks;
-  e record;
-  trace text;
-begin
-  if p_reason is null or btrim(p_reason) = '' then
-    perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
-    raise exception 'breaking lane % needs a reason', quote_literal(p_lane) using errcode = '22023';
-  end if;
-  perform lanekeeper.lock_agent_lock_row(p_lane);
-  select l.* into held from agent_locks l where l.lane = p_lane for update;
-  if not found or held.expires_at <= clock_timestamp() then
-    perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
-    return false;
-  end if;
-  perform lanekeeper.note_agent_hold(p_lane, 'broken', 'admin');
-  update agent_locks l
-     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp(), parked = false,
+     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = least(l.expires_at, clock_timestamp()), parked = false,
          execution_id = null
    where l.lane = p_lane;
-  select x.trace_id, x.surface, x.agent, x.id into e from agent_executions x where x.id = held.execution_id;
-  trace := coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'),
-                    lanekeeper.agent_trace_id('op'));
-  insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane, finished_at, duration_ms)
-  values (trace, e.id, 'note', coalesce(e.agent, 'agent'), coalesce(e.surface, 'operate'), 'break_lane', 'success',
-          jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by,
-                             'fencing_token', held.fencing_token), p_lane, clock_timestamp(), 0);
-  delete from agent_lock_loans n where n.lane = p_lane;
-  perform pg_notify('agent_lanes', p_lane);                 -- who waits, and who held it
-  perform lanekeeper.agent_lane_freed(p_lane);
-  return true;
+  if exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
+     or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane) then
+    perform pg_notify('agent_lanes', p_lane);
+  end if;
+  perform pg_notify('agent_threads', m.thread_id) from agent_messages m
+    where p_lane like 'thread:%' and m.thread_id = substr(p_lane, 8) and m.status = 'queued' limit 1;
 end $$;
-comment on function break_agent_lock is
-  'Take a lane away from its holder, whose token is void from then on; recorded with the reason under the '
-  'holder''s trace. The holder is notified on agent_lanes. While a fenced write is under way it waits for about '
-  'a second, then raises 55P03 and says who is in the way.';
+comment on function lanekeeper.clear_agent_lock is
+  'Free a lane, whose row the caller has locked, and void its token. Notifies who waits for it, and who delivers the '
+  'queued messages of a thread.';
+
+-- The lanes of executions
 
 create or replace function lanekeeper.agent_lenders(p_borrower uuid, p_holder uuid, p_running boolean) returns uuid[]
 language plpgsql volatile as $$
@@ -563,113 +649,114 @@ begin
 end $$;
 comment on function lanekeeper.agent_lenders is
   'The line from a holder down to the parent of who wants to borrow, when every one on it waits for its child; '
-  'else null. With p_running also when one has started its child and not begun to wait yet, as it does next.';
+  'else null. With p_running also when one has started its child and not begun to wait yet, as it does next: a thread '
+  'is lent then, too.';
 
-create or replace function lanekeeper.agent_lends(p_borrower uuid, p_holder uuid, p_lane text) returns boolean
-language sql volatile as $$
-  select lanekeeper.agent_lenders(p_borrower, p_holder, p_lane like 'thread:%') is not null
-$$;
-comment on function lanekeeper.agent_lends is
-  'Whether an execution may borrow a lane from the one that holds it: every parent on the way waits for its '
-  'child. A thread is lent a little sooner, when the parent has started its child and not begun to wait yet.';
-
-create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int) returns uuid
-language plpgsql volatile as $$
-declare
-  held agent_locks;
-  line uuid[];
-  between_ uuid[];
-  deep int;
-  now_ timestamptz := clock_timestamp();
-begin
-  select l.* into held from agent_locks l where l.lane = p_lane;
-  if held.expires_at <= now_ or held.execution_id is null or held.execution_id = p_borrower then
-    return null;
-  end if;
-  line := lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
-  between_ := line[2 : cardinality(line) - 1];
-  if cardinality(between_) > 0 then
-    -- Neither the lane nor the borrower's row stands for these. One that is being changed stops waiting now, or begins.
-    if cardinality(between_) <> (select count(*) from (select from agent_executions x where x.id = any (between_)
-                                                       order by x.id for share skip locked) t) then
-      return null;
-    end if;
-    line := lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%');
-  end if;
-  if line is null then
-    return null;
-  end if;
-  select coalesce(max(n.depth), 0) into deep from agent_lock_loans n where n.lane = p_lane;
-  insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
-  select p_lane, deep + u.n, u.lender, coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
-    from unnest(line) with ordinality u (lender, n);
-  perform lanekeeper.note_agent_hold(p_lane, 'lent', p_borrower || '#' || p_claim);
-  update agent_locks l
-     set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false, locked_at = now_,
-         fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), ttl_seconds = p_ttl_seconds,
-         expires_at = now_ + make_interval(secs => p_ttl_seconds)
-   where l.lane = p_lane;
-  return held.execution_id;
-end $$;
-comment on function lanekeeper.lend_agent_lock is
-  'Lend a lane, whose row and whose borrower''s row the caller has locked, to an execution. Answers from whom, '
-  'null when it may not.';
-
-create or replace function lanekeeper.borrow_agent_lock(p_lane text, p_execution_id uuid, p_claim bigint, p_ttl_seconds int default 300)
+create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
-  from_ uuid;
+  owner text := p_borrower || '#' || p_claim;
+  held agent_locks;
+  line uuid[];
+  seen uuid[];
+  now_ timestamptz;
 begin
-  perform lanekeeper.agent_lock_check(p_lane, p_execution_id || '#' || p_claim, p_ttl_seconds);
-  perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;   -- executions before lanes
-  perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
-  perform 1 from agent_locks l where l.lane = p_lane for update;
-  if found then
-    from_ := lanekeeper.lend_agent_lock(p_lane, p_execution_id, p_claim, p_ttl_seconds);
+  perform lanekeeper.agent_lock_check(p_lane, owner, p_ttl_seconds);
+  perform 1 from agent_executions x where x.id = p_borrower and x.inherits for no key update;          -- executions before lanes
+  perform lanekeeper.fence_agent_execution(p_borrower, p_claim);
+  for look in 1 .. 2 loop
+    select l.* into held from agent_locks l where l.lane = p_lane;
+    line := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
+                 then lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%') end;
+    exit when line is null or look = 2;
+    -- Neither the lane nor the borrower's row stands for those between. One that is locked begins or ends to wait.
+    seen := array(select x.id from agent_executions x where x.id = any (line[2 : cardinality(line) - 1]) order by x.id for share skip locked);
+    exit when cardinality(seen) < cardinality(line) - 2;
+    seen := line;
+    perform 1 from agent_locks l where l.lane = p_lane for update;
+  end loop;
+  if line = seen then
+    now_ := clock_timestamp();                                                        -- after the locks
+    insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+    select p_lane, u.n + (select coalesce(max(n.depth), 0) from agent_lock_loans n where n.lane = p_lane), u.lender,
+           coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
+      from unnest(line) with ordinality u (lender, n);
+    perform lanekeeper.note_agent_hold(p_lane, 'lent', owner);
+    update agent_locks l
+       set locked_by = owner, execution_id = p_borrower, parked = false, locked_at = now_, ttl_seconds = p_ttl_seconds,
+           fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), expires_at = now_ + make_interval(secs => p_ttl_seconds)
+     where l.lane = p_lane;
+    lender := held.execution_id;
   end if;
-  return query select from_ is not null, l.fencing_token, l.expires_at, from_
+  return query select lender is not null, l.fencing_token, l.expires_at, lender
                  from (values (p_lane)) v (lane) left join agent_locks l on l.lane = v.lane;
 end $$;
-comment on function lanekeeper.borrow_agent_lock is
-  'Take a lane from a parent that waits for this execution, as a loan. No error when it may not, or nobody of '
-  'its line holds the lane: acquired is false.';
+comment on function lanekeeper.lend_agent_lock is
+  'Lend a lane to an execution whose parent holds it and waits for it. No error when it may not, or nobody of its '
+  'line holds the lane: acquired is false.';
 
-create or replace function lanekeeper.hand_agent_lock(p_lane text, p_to uuid, p_claim bigint, p_parked boolean, p_ttl_seconds int) returns void
+create or replace function lanekeeper.acquire_agent_execution_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
+returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid, soon boolean)
 language plpgsql volatile as $$
+#variable_conflict use_column
+declare
+  me uuid := lanekeeper.agent_lock_execution(p_locked_by);
+  heir boolean;
+  got agent_lock_answer;
 begin
-  perform lanekeeper.note_agent_hold(p_lane, 'given back', p_to || '#' || p_claim);
-  update agent_locks l
-     set locked_by = p_to || '#' || p_claim, execution_id = p_to, parked = p_parked, locked_at = clock_timestamp(),
-         ttl_seconds = p_ttl_seconds, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
-         expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00'
-                           else clock_timestamp() + make_interval(secs => p_ttl_seconds) end
-   where l.lane = p_lane;
+  -- Executions before lanes. Nothing is locked for one that may not borrow, or under a claim that is over.
+  perform 1 from agent_executions x
+    where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
+  heir := found;
+  got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
+  acquired := got.acquired; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := got.locked_by;
+  soon := not acquired and heir and (locked_by is null or lanekeeper.agent_lenders(me, lanekeeper.agent_lock_execution(locked_by), true) is not null);
+  if soon and locked_by is not null then
+    select n.acquired, n.fencing_token, n.expires_at, n.lender into got.acquired, got.fencing_token, got.expires_at, lender
+      from lanekeeper.lend_agent_lock(p_lane, me, substr(p_locked_by, 38)::bigint, p_ttl_seconds) n;
+    if got.acquired then
+      acquired := true; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := p_locked_by;
+      soon := false;
+    end if;
+  end if;
+  return next;
 end $$;
+comment on function lanekeeper.acquire_agent_execution_lock is
+  'acquire_agent_lock for an execution, to which a parent that waits for it lends the lane: then lender says who. soon: '
+  'it may not yet, but such a parent is about to wait; try again in a moment.';
 
-create or replace function lanekeeper.return_agent_lock(p_lane text) returns uuid
+create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null) returns uuid
 language plpgsql volatile as $$
 declare
   loan record;
-  above record;
 begin
-  for loan in select n.depth, n.lender, n.ttl_seconds from agent_lock_loans n where n.lane = p_lane order by n.depth desc loop
-    delete from agent_lock_loans n where n.lane = p_lane and n.depth = loan.depth;
-    -- Without a lock: a lender that is being parked, claimed or ended now finds the lane when we have let go of its row.
-    select x.id, x.claim, x.status into above from agent_executions x
-     where x.id = loan.lender and x.status in ('running', 'waiting');
-    if found then
-      perform lanekeeper.hand_agent_lock(p_lane, above.id, above.claim, above.status = 'waiting' and lanekeeper.agent_lock_parks(p_lane), loan.ttl_seconds);
-      perform lanekeeper.agent_lane_freed(p_lane);
-      return above.id;
-    end if;
-  end loop;
-  return null;
+  -- Without a lock: a lender that is being parked, claimed or ended now finds the lane when we have let go of its row.
+  select n.depth, n.ttl_seconds, x.id, x.id || '#' || x.claim as owner, x.status = 'waiting' and n.lane ~ '^(thread|automation|objective):' as parked
+    into loan from agent_lock_loans n join agent_executions x on x.id = n.lender
+   where n.lane = p_lane and (n.lender = p_lender or p_lender is null and x.status in ('running', 'waiting'))
+   order by case when p_lender is null then -n.depth else n.depth end limit 1;
+  if not found and p_lender is not null then
+    return null;
+  end if;
+  delete from agent_lock_loans n where n.lane = p_lane and n.depth >= coalesce(loan.depth, 0);
+  if loan.id is not null then
+    perform lanekeeper.note_agent_hold(p_lane, 'given back', loan.owner);
+    update agent_locks l
+       set locked_by = loan.owner, execution_id = loan.id, parked = loan.parked, locked_at = clock_timestamp(),
+           ttl_seconds = loan.ttl_seconds, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
+           expires_at = case when loan.parked then timestamptz '9000-01-01 00:00+00'
+                             else clock_timestamp() + make_interval(secs => loan.ttl_seconds) end
+     where l.lane = p_lane;
+    perform pg_notify('agent_threads', m.thread_id) from agent_messages m
+      where p_lane like 'thread:%' and m.thread_id = substr(p_lane, 8) and m.status = 'queued' limit 1;
+  end if;
+  return loan.id;
 end $$;
 comment on function lanekeeper.return_agent_lock is
-  'End the last loan of a lane, whose row the caller has locked: to the nearest lender that is alive. Null when '
-  'there is none.';
+  'End the last loan of a lane, whose row the caller has locked: it goes to the nearest lender that is alive, or to '
+  'p_lender. Null when there is none.';
 
 create or replace function lanekeeper.lock_agent_locks(p_execution_id uuid) returns text[]
 language plpgsql volatile as $$
@@ -683,81 +770,35 @@ begin
   return mine;
 end $$;
 comment on function lanekeeper.lock_agent_locks is
-  'Lock the lanes that an execution holds or has lent, after its own row has been changed. Whose they are is to '
-  'be read after this.';
+  'Lock the lanes that an execution holds or has lent, after its own row has been changed. Read after this whose they are.';
 
-create or replace function lanekeeper.recall_agent_loans(p_lender uuid) returns int
+create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
 language plpgsql volatile as $$
 declare
-  mine text[] := lanekeeper.lock_agent_locks(p_lender);
-  loan record;
-  claim_ bigint;
-  n int := 0;
+  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
+  now_ timestamptz := clock_timestamp();                                              -- after the locks
 begin
   if mine = '{}' then
-    return 0;
+    return;
   end if;
-  select x.claim into claim_ from agent_executions x where x.id = p_lender;
-  for loan in select distinct on (l.lane) l.lane, l.depth, l.ttl_seconds from agent_lock_loans l
-               where l.lender = p_lender and l.lane = any (mine) order by l.lane, l.depth loop
-    delete from agent_lock_loans l where l.lane = loan.lane and l.depth >= loan.depth;
-    perform lanekeeper.hand_agent_lock(loan.lane, p_lender, claim_, false, loan.ttl_seconds);
-    perform lanekeeper.agent_lane_freed(loan.lane);
-    n := n + 1;
-  end loop;
-  return n;
-end $$;
-comment on function lanekeeper.recall_agent_loans is 'Take back what an execution has lent, because it does not wait any more.';
-
-create or replace function lanekeeper.take_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
-returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid, soon boolean)
-language plpgsql volatile as $$
-#variable_conflict use_column
-declare
-  me uuid := lanekeeper.agent_lock_execution(p_locked_by);
-  heir boolean;
-  got record;
-  of uuid;
-begin
-  -- Executions before lanes. Nothing is locked for one that may not borrow, or under a claim that is over.
-  perform 1 from agent_executions x
-    where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
-  heir := found;
-  soon := false;
-  select a.* into got from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
-  acquired := got.acquired; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := got.locked_by;
-  if not acquired and heir then
-    of := lanekeeper.agent_lock_execution(locked_by);
-    soon := lanekeeper.agent_lenders(me, of, true) is not null or locked_by is null;
-    if lanekeeper.agent_lends(me, of, p_lane) then
-      perform 1 from agent_locks l where l.lane = p_lane for update;
-      lender := lanekeeper.lend_agent_lock(p_lane, me, substr(p_locked_by, 38)::bigint, p_ttl_seconds);
-      if lender is not null then
-        select l.fencing_token, l.expires_at, l.locked_by into fencing_token, expires_at, locked_by
-          from agent_locks l where l.lane = p_lane;
-        acquired := true;
-        soon := false;
-      end if;
-    end if;
+  if p_parked then
+    perform lanekeeper.return_agent_lock(t.lane, p_execution_id) from (
+      select distinct n.lane from agent_lock_loans n join agent_executions x on x.id = n.lender
+       where n.lender = p_execution_id and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true order by 1) t;
   end if;
-  return next;
+  update agent_locks l
+     set parked = p_parked, locked_by = x.id || '#' || x.claim, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_),
+         expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00' else now_ + make_interval(secs => l.ttl_seconds) end
+    from agent_executions x
+   where x.id = p_execution_id and l.execution_id = x.id and l.lane = any (mine) and l.expires_at > now_
+     and (not p_parked or not l.parked and l.lane ~ '^(thread|automation|objective):');
 end $$;
-comment on function lanekeeper.take_agent_lock is
-  'acquire_agent_lock for an execution, which borrows the lane where a parent that waits for it holds it: then '
-  'lender says from whom. soon: it may not yet, but such a parent is about to wait; try again in a moment.';
+comment on function lanekeeper.claim_agent_locks is
+  'Give the lanes of an execution to its present claim, under new tokens: an earlier claim may write nothing more. '
+  'p_parked: it has begun to wait. What it has lent comes back, but for the child that it waits for, and threads, '
+  'automations and objectives do not expire meanwhile.';
 
-create or replace function lanekeeper.agent_lane_freed(p_lane text) returns void
-language plpgsql volatile as $$
-begin
-  if p_lane like 'thread:%' and exists (
-       select from agent_messages m where m.thread_id = substr(p_lane, 8) and m.status = 'queued') then
-    perform pg_notify('agent_threads', substr(p_lane, 8));
-  end if;
-end $$;
-comment on function lanekeeper.agent_lane_freed is
-  'Tell who delivers messages that a thread with queued ones has changed hands.';
-
-create or replace function lanekeeper.free_agent_locks(p_execution_id uuid, p_threads boolean) returns int
+create or replace function lanekeeper.release_agent_execution_locks(p_execution_id uuid, p_ended boolean default true) returns int
 language plpgsql volatile as $$
 declare
   mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
@@ -772,478 +813,20 @@ begin
       left join lateral (select min(k.depth) as depth from agent_lock_loans k
                           where k.lane = l.lane and k.lender = p_execution_id) cut on true
      where l.lane = any (mine) and (l.execution_id = p_execution_id or cut.depth is not null)
-       and (p_threads or l.lane not like 'thread:%')
+       and (p_ended or l.lane not like 'thread:%')
      order by l.lane
   loop
     n := n + 1;
     delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;    -- what it had lent comes back first
-    continue when lanekeeper.return_agent_lock(freed.lane) is not null;
-    perform lanekeeper.note_agent_hold(freed.lane, case when p_threads then 'ended' else 'handed back' end);
-    update agent_locks l
-       set locked_by = '', fencing_token = l.fencing_token + 1, parked = false, execution_id = null,
-           expires_at = least(l.expires_at, clock_timestamp())
-     where l.lane = freed.lane;
-    if lanekeeper.agent_lock_wanted(freed.lane) then
-      perform pg_notify('agent_lanes', freed.lane);
+    if lanekeeper.return_agent_lock(freed.lane) is null then
+      perform lanekeeper.clear_agent_lock(freed.lane, case when p_ended then 'ended' else 'handed back' end);
     end if;
-    perform lanekeeper.agent_lane_freed(freed.lane);
   end loop;
   return n;
 end $$;
-
-create or replace function lanekeeper.agent_lock_fits(p_lane text, p_locked_by text) returns boolean
-language sql immutable parallel safe as $$
-  select (length(p_lane) between 1 and 255 and length(p_locked_by) between 1 and 255
-          and (p_lane || p_locked_by ~ '^[!-~]+$' or lanekeeper.agent_name_fault(p_lane) is null and lanekeeper.agent_name_fault(p_locked_by) is null)) is true
-$$;
-comment on function lanekeeper.agent_lock_fits is 'Whether the names of a lane and of an owner are valid: see agent_name_fault.';
-
-create or replace function lanekeeper.ask_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  now_   timestamptz;
-  at_    tid;
-  token  bigint;
-  holder text;
-  ends   timestamptz;
-  head   text;
-  got    agent_lock_answer;
-begin
-  select l.ctid into at_ from agent_locks l
-   where l.lane = p_lane and l.locked_by = '' and l.expires_at <= clock_timestamp()
-     and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-     and p_locked_by ~ '^[!-~]+$' and length(p_locked_by) < 256 and p_ttl_seconds between 1 and 2592000
-     for update skip locked;
-  if at_ is not null then
-    now_ := clock_timestamp();                                                        -- after the lock
-    update agent_locks l
-       set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
-           expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-           execution_id = lanekeeper.agent_lock_execution(p_locked_by)
-     where l.ctid = at_ and l.expires_at <= now_                                      -- ours, so it stays where it is
-    returning true, l.fencing_token, l.expires_at, p_locked_by, '', now_ into got;
-    if got.acquired then
-      return got;
-    end if;
-  elsif not lanekeeper.agent_lock_fits(p_lane, p_locked_by) or (p_ttl_seconds between 1 and 2592000) is not true then
-    perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);                     -- says what is wrong
-  end if;
-
-  select l.fencing_token, l.locked_by, l.expires_at into token, holder, ends from agent_locks l where l.lane = p_lane;
-  if not found then
-    -- The very first hold of this lane: no row to lock yet, so racers are told apart by an advisory lock.
-    if not pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) then
-      return row(false, null, null, null, null, null)::agent_lock_answer;
-    end if;
-    now_ := clock_timestamp();
-    insert into agent_locks as l (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
-    values (p_lane, p_locked_by, lanekeeper.agent_lock_token(0, now_), now_, now_ + make_interval(secs => p_ttl_seconds),
-            p_ttl_seconds, lanekeeper.agent_lock_execution(p_locked_by))
-    on conflict (lane) do nothing
-    returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
-    return case when got.acquired then got else row(false, null, null, null, null, null)::agent_lock_answer end;
-  end if;
-  now_ := clock_timestamp();
-  if ends > now_ then
-    if holder <> p_locked_by then
-      return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- busy: a read, no write
-    end if;
-    -- Ours already. A refresh leaves the key alone, so writes under this token do not hold it up.
-    select l.fencing_token, l.locked_by, l.expires_at into token, holder, ends
-      from agent_locks l where l.lane = p_lane for no key update skip locked;
-    if not found then
-      return row(false, null, null, null, null, null)::agent_lock_answer;
-    end if;
-    now_ := clock_timestamp();                                                        -- after the lock
-    if ends > now_ and holder <> p_locked_by then
-      return row(false, token, ends, holder, null, null)::agent_lock_answer;
-    elsif ends > now_ then
-      update agent_locks l
-         set expires_at = case when l.parked then l.expires_at else now_ + make_interval(secs => p_ttl_seconds) end,
-             ttl_seconds = p_ttl_seconds
-       where l.lane = p_lane
-      returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
-      return got;
-    end if;
-  else
-    head := lanekeeper.agent_lock_head(p_lane, now_);
-    if head <> p_locked_by then
-      return row(false, token, ends, head, null, null)::agent_lock_answer;            -- promised to who waits
-    end if;
-  end if;
-
-  -- Free or expired, and promised to nobody else: the full lock, for which nobody is waited for.
-  select l.ctid, l.fencing_token, l.locked_by, l.expires_at into at_, token, holder, ends
-    from agent_locks l where l.lane = p_lane for update skip locked;
-  if not found then
-    return row(false, null, null, null, null, null)::agent_lock_answer;               -- being changed right now
-  end if;
-  now_ := clock_timestamp();                                                          -- after the lock
-  if ends > now_ then
-    return row(false, token, ends, holder, null, null)::agent_lock_answer;            -- taken meanwhile
-  end if;
-  head := lanekeeper.agent_lock_head(p_lane, now_);
-  if head <> p_locked_by then
-    return row(false, token, ends, head, null, null)::agent_lock_answer;              -- somebody came just now
-  end if;
-  if holder <> '' and lanekeeper.return_agent_lock(p_lane) is not null then
-    -- The borrower let it expire, and who lent it is alive: it has gone back.
-    select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got
-      from agent_locks l where l.lane = p_lane;
-    return got;
-  end if;
-  if holder <> '' and lanekeeper.agent_lock_execution(holder) is not null then
-    perform lanekeeper.note_agent_hold(p_lane, 'expired', p_locked_by);
-  end if;
-  if head = p_locked_by then
-    delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
-  end if;
-  update agent_locks l
-     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
-         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-         execution_id = lanekeeper.agent_lock_execution(p_locked_by)
-   where l.ctid = at_
-  returning true, l.fencing_token, l.expires_at, p_locked_by, holder, ends into got;
-  return got;
-end $$;
-comment on function lanekeeper.ask_agent_lock is
-  'acquire_agent_lock, with whose expired lease was taken over and since when it was over; cheaper to call from '
-  'plpgsql.';
-
-create or replace function lanekeeper.acquire_many_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
-returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
-language plpgsql volatile
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
-declare
-  free_ text[];
-  now_  timestamptz;
-  a     agent_lock_answer;
-begin
-  if (cardinality(p_owners), cardinality(p_ttls)) is distinct from (cardinality(p_lanes), cardinality(p_lanes)) then
-    raise exception 'taking % lanes needs as many owners and ttls', coalesce(cardinality(p_lanes), 0) using errcode = '22023';
-  end if;
-  for i in 1 .. cardinality(p_lanes) loop
-    continue when p_owners[i] ~ '^[!-~]+$' and length(p_owners[i]) < 256 and p_ttls[i] between 1 and 2592000;
-    perform lanekeeper.agent_lock_check(p_lanes[i], p_owners[i], p_ttls[i]);                     -- says what is wrong, if anything is
-  end loop;
-  -- Those that are free and wanted by nobody, whom to ask or to tell.
-  select coalesce(array_agg(t.lane), '{}') into free_ from (
-    select l.lane from agent_locks l
-     where l.lane = any (p_lanes) and l.locked_by = '' and l.expires_at <= clock_timestamp()
-       and not exists (select from agent_lock_waiters w where w.lane = l.lane and w.expires_at > clock_timestamp())
-     order by l.lane for update of l skip locked) t;
-  now_ := clock_timestamp();
-  if free_ <> '{}' then
-    return query
-    update agent_locks l
-       set locked_by = w.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
-           expires_at = now_ + make_interval(secs => w.ttl), ttl_seconds = w.ttl, parked = false,
-           execution_id = lanekeeper.agent_lock_execution(w.owner)
-      from (select distinct on (u.lane) u.lane, u.owner, u.ttl, u.n
-              from unnest(p_lanes, p_owners, p_ttls) with ordinality u (lane, owner, ttl, n) order by u.lane, u.n) w
-     where l.lane = any (free_) and l.lane = w.lane and l.expires_at <= now_
-    returning w.n, true, l.fencing_token, l.expires_at, l.locked_by, '', now_;
-  end if;
-  for i in 1 .. cardinality(p_lanes) loop
-    continue when p_lanes[i] = any (free_) and array_position(p_lanes, p_lanes[i]) = i;
-    a := lanekeeper.ask_agent_lock(p_lanes[i], p_owners[i], p_ttls[i]);
-    n := i;
-    acquired := a.acquired;
-    fencing_token := a.fencing_token;
-    expires_at := a.expires_at;
-    locked_by := a.locked_by;
-    was_holder := a.was_holder;
-    was_until := a.was_until;
-    return next;
-  end loop;
-end $$;
-comment on function lanekeeper.acquire_many_agent_locks is
-  'acquire_agent_lock for each of many lanes, in one commit; n counts them from 1. Never waits, and each try '
-  'succeeds or fails for itself, but a bad name or ttl among them is an error for all. Ask for one without an '
-  'answer by itself.';
-
-create or replace function lanekeeper.queue_for_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int, p_handed boolean)
-returns agent_lock_answer language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  got  agent_lock_answer;
-  mark timestamptz;
-begin
-  if p_patience_seconds is null or p_patience_seconds <= 0 or p_patience_seconds > 2592000 then
-    raise exception 'a place kept for % seconds in the queue of lane % is not valid: give 1 to 2592000 (30 days)',
-      coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
-  end if;
-  got := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
-  if not got.acquired then
-    -- Stand in the queue, and look once more: a release that committed before is seen by this second try. A waiter that died keeps
-    -- nobody from a free lane for longer than a minute.
-    mark := clock_timestamp() + make_interval(secs => least(p_patience_seconds, 60));
-    update agent_lock_waiters w set expires_at = mark, handed_seconds = case when p_handed then p_ttl_seconds else 0 end
-     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
-    if not found and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by) then
-      insert into agent_lock_waiters as w (lane, owner, expires_at, handed_seconds)
-      values (p_lane, p_locked_by, mark, case when p_handed then p_ttl_seconds else 0 end)
-      on conflict (lane, owner) do update set expires_at = excluded.expires_at, handed_seconds = excluded.handed_seconds;
-    end if;                                                 -- one that is locked is being handed the lane in an open transaction
-    got := lanekeeper.ask_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
-  end if;
-  if got.acquired then
-    delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
-  elsif got.locked_by is null then                                                    -- being changed right now; it may be ours
-    delete from agent_lock_waiters w
-     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked)
-       and exists (select from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp());
-  end if;
-  return got;
-end $$;
-comment on function lanekeeper.queue_for_agent_lock is
-  'await_agent_lock with whose expired lease was taken over. p_handed: a release may hand the lane over, with a '
-  'notification on agent_lanes that says lane, owner, token and end (microseconds), parted by tabs; renew it '
-  'then. Leave with quit_agent_lock_queue.';
-
-create or replace function lanekeeper.pass_agent_lock(p_lane text) returns text
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  heir   record;
-  now_   timestamptz;
-  passed text;
-begin
-  select w.owner, w.handed_seconds into heir
-    from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp() order by w.ticket limit 1;
-  if not found or heir.handed_seconds = 0 then
-    return null;
-  end if;
-  -- Nobody is waited for, and nobody overtaken: one who looks or leaves just now is not handed the lane, and stays the first.
-  delete from agent_lock_waiters w
-   where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = heir.owner for update skip locked);
-  if not found then
-    return null;
-  end if;
-  now_ := clock_timestamp();                                                          -- after the locks
-  update agent_locks l
-     set locked_by = heir.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
-         expires_at = now_ + make_interval(secs => least(heir.handed_seconds, 10)), ttl_seconds = heir.handed_seconds,
-         parked = false, execution_id = lanekeeper.agent_lock_execution(heir.owner)
-   where l.lane = p_lane
-  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
-  perform pg_notify('agent_lanes', passed);
-  return passed;
-end $$;
-comment on function lanekeeper.pass_agent_lock is
-  'Hand a lane, whose live holder calls and has locked its row, to who waits first. Null when there is nobody '
-  'who may be handed it.';
-
-create or replace function lanekeeper.free_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint) returns text
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  at_    tid;
-  ends   timestamptz;
-  wanted boolean;
-  now_   timestamptz;
-  passed text;
-begin
-  for try in 1 .. 2 loop
-    select l.ctid, l.expires_at,
-           exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-           or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
-      into at_, ends, wanted
-      from agent_locks l
-     where l.lane = p_lane and l.fencing_token = p_fencing_token and l.locked_by = p_locked_by and l.expires_at > clock_timestamp()
-       and not l.parked and l.execution_id is null and l.lane not like 'thread:%'
-       for update skip locked;
-    exit when at_ is not null or try = 2;
-    if not exists (select from agent_locks l
-                    where l.lane = p_lane and l.fencing_token = p_fencing_token and l.locked_by = p_locked_by
-                      and l.expires_at > clock_timestamp() and not l.parked and l.execution_id is null and l.lane not like 'thread:%') then
-      return case when lanekeeper.release_agent_lock(p_lane, p_locked_by, p_fencing_token) then '' end;
-    end if;
-    perform lanekeeper.lock_agent_lock_row(p_lane);                                              -- by a write under its token, most likely
-  end loop;
-  now_ := clock_timestamp();                                                          -- after the lock
-  if at_ is null or ends <= now_ then
-    return null;
-  end if;
-  if wanted then
-    passed := lanekeeper.pass_agent_lock(p_lane);
-    if passed <> '' then
-      return passed;
-    end if;
-    perform pg_notify('agent_lanes', p_lane);
-  end if;
-  update agent_locks l
-     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = now_
-   where l.ctid = at_;
-  return '';
-end $$;
-comment on function lanekeeper.free_agent_lock is
-  'release_agent_lock that hands the lane to who waits first. Null when it was not released; to whom it went, '
-  'as notified; an empty text when to nobody. Raises 55P03 as that does. Who has nothing else in the '
-  'transaction need not wait for the commit of a release to nobody (synchronous_commit = off): a server that '
-  'crashes within a second of it may then hold the lane until its lease ends.';
-
-create or replace function lanekeeper.free_many_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[]) returns table (n bigint, passed text)
-language plpgsql volatile
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
-declare
-  mine   text[];
-  now_   timestamptz;
-  done   int;
-  freed  record;
-begin
-  select coalesce(array_agg(t.lane), '{}') into mine from (
-    select l.lane from agent_locks l
-      join unnest(p_lanes, p_owners, p_tokens) w (lane, owner, token)
-        on l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token
-     where l.lane = any (p_lanes) and l.expires_at > clock_timestamp() and not l.parked and l.execution_id is null
-       and l.lane not like 'thread:%'
-     order by l.lane for update of l skip locked) t;
-  now_ := clock_timestamp();                                                          -- after the lock
-  return query
-  update agent_locks l
-     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = now_
-    from unnest(p_lanes, p_owners, p_tokens) with ordinality w (lane, owner, token, n)
-   where l.lane = any (mine) and l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token and l.expires_at > now_
-     and not exists (select from agent_lock_waiters q where q.lane = l.lane and q.expires_at > now_)
-     and not exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = l.lane)
-  returning w.n, '';
-  get diagnostics done = row_count;
-  if done < cardinality(mine) then
-    -- Those that somebody waits for, one by one. We have their rows, so nothing is waited for here either.
-    for freed in
-      select w.n, l.lane, l.locked_by, l.fencing_token
-        from agent_locks l join unnest(p_lanes, p_owners, p_tokens) with ordinality w (lane, owner, token, n)
-          on l.lane = w.lane and l.locked_by = w.owner and l.fencing_token = w.token
-       where l.lane = any (mine)
-    loop
-      passed := lanekeeper.free_agent_lock(freed.lane, freed.locked_by, freed.fencing_token);
-      if passed is not null then
-        n := freed.n;
-        return next;
-      end if;
-    end loop;
-  end if;
-end $$;
-comment on function lanekeeper.free_many_agent_locks is
-  'free_agent_lock for each of many lanes of jobs, in one commit: answers the numbers, from 1, of those that '
-  'were released, and to whom. Never waits. Any other is untouched: release it by itself, it may be somebody '
-  'else''s, an execution''s, or in use by a fenced write.';
-
-create or replace function lanekeeper.quit_agent_lock_queue(p_lane text, p_locked_by text) returns text
-language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
-declare
-  token bigint;
-begin
-  begin
-    delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by; -- waits for a hand-over to this place
-  exception when lock_not_available then
-    raise exception 'the place of % in the queue of lane % is in use by %', quote_literal(p_locked_by), quote_literal(p_lane),
-        lanekeeper.agent_lock_blockers((select w.xmax from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by))
-      using errcode = '55P03', hint = 'Nothing has changed: the place ends by itself, and a lane that is handed over within ten seconds.';
-  end;
-  select l.fencing_token into token from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by;
-  return case when token is not null then lanekeeper.free_agent_lock(p_lane, p_locked_by, token) end;
-end $$;
-comment on function lanekeeper.quit_agent_lock_queue is
-  'Leave the queue of a lane, and free the lane, as free_agent_lock does, if it was handed over just then.';
-
-create or replace function lanekeeper.agent_lock_blockers(p_xmax xid) returns text
-language plpgsql volatile as $$
-declare
-  holders xid[] := array[p_xmax];
-  blockers text;
-begin
-  if not exists (select from pg_locks k where k.locktype = 'transactionid' and k.transactionid = p_xmax and k.granted) then
-    begin
-      holders := array(select m.xid from pg_get_multixact_members(p_xmax) m);         -- several have locked the row
-    exception when others then
-      holders := '{}';                                                                -- it was one, which has ended
-    end;
-  end if;
-  select string_agg(t.who, '; ') into blockers from (
-    select coalesce(
-             (select format('prepared transaction %L since %s UTC', p.gid, to_char(p.prepared at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
-                from pg_prepared_xacts p
-               where k.pid is null and p.transaction in (
-                 select o.transactionid from pg_locks o where o.locktype = 'transactionid' and o.virtualtransaction = k.virtualtransaction)
-               limit 1),
-             (select format('pid %s (%s) in a transaction since %s', a.pid, coalesce(nullif(left(a.application_name, 64), ''), 'no name'),
-                            coalesce(to_char(a.xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC', 'some time'))
-                from pg_stat_activity a where a.pid = k.pid),
-             format('pid %s', k.pid)) as who
-      from pg_locks k
-     where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted and k.pid is distinct from pg_backend_pid()
-     order by k.pid limit 5) t;
-  return coalesce(blockers, 'a transaction that has ended just now');
-end $$;
-comment on function lanekeeper.agent_lock_blockers is
-  'Which open transactions have locked a row, by its xmax: pid, application and since when, or the name of a '
-  'prepared transaction.';
-
-create or replace function lanekeeper.lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
-language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
-begin
-  if p_renewal then
-    perform 1 from agent_locks l where l.lane = p_lane for no key update;
-  else
-    perform 1 from agent_locks l where l.lane = p_lane for update;
-  end if;
-exception when lock_not_available then
-  raise exception 'lane % is in use by %', quote_literal(p_lane),
-      lanekeeper.agent_lock_blockers((select l.xmax from agent_locks l where l.lane = p_lane))
-    using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
-end $$;
-comment on function lanekeeper.lock_agent_lock_row is
-  'Lock the row of a lane that another transaction uses. Waits for about a second, then raises 55P03 and says '
-  'who is in the way.';
-
-create or replace function lanekeeper.agent_lock_wanted(p_lane text) returns boolean
-language sql volatile as $$
-  select exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-      or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane)
-$$;
-comment on function lanekeeper.agent_lock_wanted is
-  'Whether somebody stands in the queue of a lane, or an execution waits for it: then a release notifies.';
-
-create or replace function lanekeeper.expire_agent_locks(p_after text, p_limit int, p_overdue interval default '10 seconds')
-returns table (after_lane text, lane text, locked_by text, execution_id uuid, ended_for double precision)
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-#variable_conflict use_column
-declare
-  held  text[];
-  lane_ text;
-  l     agent_locks;
-begin
-  delete from agent_lock_waiters w where w.ctid = any (array(
-    select x.ctid from agent_lock_waiters x where x.expires_at < clock_timestamp() - interval '1 minute' for update skip locked));
-  -- So many of those that are held, in the order of their names: an index by the end of the lease would be written by each renewal.
-  held := array(select k.lane from agent_locks k where k.locked_by <> '' and k.lane > p_after order by k.lane limit p_limit);
-  after_lane := case when cardinality(held) = p_limit then held[p_limit] else '' end;
-  return next;
-  foreach lane_ in array held loop
-    select k.* into l from agent_locks k
-     where k.lane = lane_ and k.locked_by <> '' and k.expires_at <= clock_timestamp() - p_overdue and not k.parked
-       and k.lane not like 'thread:%' and not exists (select from agent_lock_loans n where n.lane = k.lane)
-       for update of k skip locked;
-    continue when not found or l.expires_at > clock_timestamp() - p_overdue;          -- after the lock
-    if l.execution_id is not null then
-      perform lanekeeper.note_agent_hold(lane_, 'expired');
-    end if;
-    update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, execution_id = null where k.lane = lane_;
-    if lanekeeper.agent_lock_wanted(lane_) then
-      perform pg_notify('agent_lanes', lane_);
-    end if;
-    lane := l.lane;
-    locked_by := l.locked_by;
-    execution_id := l.execution_id;
-    ended_for := extract(epoch from clock_timestamp() - l.expires_at);
-    return next;
-  end loop;
-end $$;
-comment on function lanekeeper.expire_agent_locks is
-  'Clear the lanes whose lease ended p_overdue ago, among the p_limit held ones that come after a name. The '
-  'first row only says after which name to go on; an empty text when all were looked at. clean_agent_threads '
-  'clears threads; sweep_agent_locks returns what is lent.';
+comment on function lanekeeper.release_agent_execution_locks is
+  'Release the lanes of an execution that has ended, or else is handed back unfinished: then it keeps its threads. '
+  'Answers how many they were.';
 
 -- What a client has locked in an open transaction delays what concerns it, and nothing else.
 --

@@ -342,7 +342,7 @@ begin
     return;
   end if;
   if e.claim > 1 then
-    perform lanekeeper.reown_agent_locks(e.id, e.id || '#' || e.claim);
+    perform lanekeeper.claim_agent_locks(e.id);
     perform lanekeeper.recover_agent_activity(e.id, e.claim);
   end if;
   return next e;
@@ -485,8 +485,8 @@ begin
    where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
   if found then
     perform lanekeeper.note_agent_claim(e, 'handed back');
-    perform lanekeeper.free_agent_locks(p_id, false);
-    perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || (p_claim + 1));
+    perform lanekeeper.release_agent_execution_locks(p_id, false);
+    perform lanekeeper.claim_agent_locks(p_id);
   end if;
 end $$;
 comment on function lanekeeper.give_up_agent_claim is
@@ -618,7 +618,7 @@ begin
       select (select x.waiting_key from agent_executions x
                where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key > w.lane order by x.waiting_key limit 1)
         from wanted w where w.lane is not null),
-    open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lane_open(w.lane))
+    open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lock_holder(w.lane) is null)
     select x.id, x.wait_number from agent_executions x join open o on x.waiting_key = o.lane
      where x.status = 'waiting' and x.waiting_for = 'lane' limit p_limit for no key update of x skip locked
   loop
@@ -791,7 +791,7 @@ begin
   update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1, updated_at = clock_timestamp()
    where x.id = p_id;
   if e.claim > 0 then
-    perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || (e.claim + 1));
+    perform lanekeeper.claim_agent_locks(p_id);
     perform lanekeeper.recover_agent_activity(p_id, e.claim + 1);
   end if;
   return query select w.lock_id, w.expires_at, e.claim + 1, 'running'::text, p_owner, null::text;
@@ -1054,7 +1054,7 @@ create or replace function lanekeeper.recover_agent_claim(p_id uuid, p_claim big
 language plpgsql volatile as $$
 begin
   perform lanekeeper.fence_agent_execution(p_id, p_claim);
-  perform lanekeeper.reown_agent_locks(p_id, p_id || '#' || p_claim);
+  perform lanekeeper.claim_agent_locks(p_id);
   perform lanekeeper.recover_agent_activity(p_id, p_claim);
 end $$;
 comment on function lanekeeper.recover_agent_claim is
@@ -1303,7 +1303,7 @@ begin
   if e.surface <> 'webhook' then
     perform lanekeeper.emit_agent_execution_end(e);
   end if;
-  freed := lanekeeper.release_agent_locks(e.id);
+  freed := lanekeeper.release_agent_execution_locks(e.id);
   perform lanekeeper.close_agent_activity(e.id, e.status);
   update agent_approvals a set status = 'expired', reason = 'its execution has ended'
    where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
@@ -1606,7 +1606,7 @@ begin
      order by l.lane
   loop
     begin
-      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token) then
+      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token, false) = '' then
         perform pg_notify('agent_lanes', h.lane);
       end if;
     exception when lock_not_available then

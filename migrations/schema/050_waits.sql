@@ -99,7 +99,7 @@ begin
     return null;
   elsif p_kind = 'lane' then
     return (select jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false)
-             where lanekeeper.agent_lane_open(p_key)
+             where lanekeeper.agent_lock_holder(p_key) is null
                 or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));    -- it is its own
   elsif p_kind in ('document', 'signature', 'test')
         and exists (select from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind) then
@@ -194,7 +194,7 @@ begin
    where x.id = p_id and x.claim = p_claim;
   update agent_executions x set awaited = true               -- also when it waits again, after a time that was too short
    where p_kind = 'agent' and x.id = target and x.parent_id = p_id and not x.awaited and x.completed_at is null;
-  perform lanekeeper.park_agent_locks(p_id, true);
+  perform lanekeeper.claim_agent_locks(p_id, true);
   return null;
 end $$;
 comment on function lanekeeper.wait_agent_execution is
@@ -261,13 +261,13 @@ begin
     update agent_executions x set inherits = false, awaited = false
      where x.id = lanekeeper.agent_uuid(e.waiting_key) and x.parent_id = p_id and (x.inherits or x.awaited) and x.completed_at is null
     returning x.id into child;
-    perform lanekeeper.recall_agent_loans(p_id);
+    perform lanekeeper.return_agent_lock(l.lane, p_id) from unnest(lanekeeper.lock_agent_locks(p_id)) l (lane);
     if child is not null then                               -- its time has passed
       perform lanekeeper.recall_agent_thread(p_id, child);
     end if;
   end if;
   if exists (select from agent_locks l where l.execution_id = p_id) then
-    perform lanekeeper.park_agent_locks(p_id, false);
+    perform lanekeeper.claim_agent_locks(p_id);
   end if;
   return true;
 end $$;
@@ -306,7 +306,7 @@ begin
   if lanes <> '{}' then
     perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;    -- in one order, whosever they are
     foreach id_ in array p_ids loop
-      perform lanekeeper.park_agent_locks(id_, false);
+      perform lanekeeper.claim_agent_locks(id_);
     end loop;
   end if;
 end $$;

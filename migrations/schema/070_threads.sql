@@ -382,13 +382,13 @@ begin
     mine := true;
     update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_ and not held.parked;
   elsif live and p_execution_id is not null then
-    select b.acquired, b.lender into mine, lender from lanekeeper.borrow_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
+    select b.acquired, b.lender into mine, lender from lanekeeper.lend_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
-    if p_execution_id is null then mine := lanekeeper.agent_lane_open(lane_);
+    if p_execution_id is null then mine := lanekeeper.agent_lock_holder(lane_) is null;
     else
       stale_holder := nullif(held.locked_by, '');
       stale_ms := case when stale_holder <> '' then extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000 end;
-      select a.acquired, a.lender into mine, lender from lanekeeper.take_agent_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
+      select a.acquired, a.lender into mine, lender from lanekeeper.acquire_agent_execution_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       acquired := mine and lender is null;
     end if;
   end if;
@@ -402,8 +402,7 @@ begin
     select m.seq into seq from agent_messages m where m.id = message_id;
   end if;
   queued := seq is null;
-  holder := case when queued then coalesce((select l.locked_by from agent_locks l where l.lane = lane_ and l.expires_at > clock_timestamp()),
-                                           lanekeeper.agent_lock_head(lane_, clock_timestamp())) end;
+  holder := case when queued then lanekeeper.agent_lock_holder(lane_) end;
   return next;
 end $$;
 comment on function lanekeeper.send_agent_message is
@@ -437,7 +436,7 @@ language sql volatile as $$
     lanekeeper.agent_thread_own(p_thread, p_holder),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
-        and lanekeeper.agent_lends(x.id, p_holder, 'thread:' || p_thread) order by m.id limit 1))
+        and lanekeeper.agent_lenders(x.id, p_holder, true) is not null order by m.id limit 1))
   end
 $$;
 comment on function lanekeeper.agent_thread_next is
@@ -499,11 +498,11 @@ begin
   if p_live and p_holder = p_who.id then
     return true;
   elsif p_who.id is null or p_who.completed_at is not null then
-    return p_live or lanekeeper.agent_lane_open(lane_);      -- of a thread that is held, its message leaves in the holder's name
+    return p_live or lanekeeper.agent_lock_holder(lane_) is null;      -- of a thread that is held, its message leaves in the holder's name
   elsif p_live and p_who.status = 'running' and not exists (
        select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
     return false;                                            -- it borrows when somebody runs it
-  elsif not (case when p_live then (select b.acquired from lanekeeper.borrow_agent_lock(lane_, p_who.id, p_who.claim, idle) b)
+  elsif not (case when p_live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, p_who.id, p_who.claim, idle) b)
                   else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, idle) a) end) then
     return false;
   end if;
@@ -586,7 +585,8 @@ begin
       if watched > clock_timestamp() then
         perform pg_notify('agent_messages', p_thread);
       end if;
-      perform lanekeeper.agent_lane_freed('thread:' || p_thread); -- a flush may have given way to this
+      perform pg_notify('agent_threads', p_thread) from agent_messages m     -- a flush may have given way to this
+        where m.thread_id = p_thread and m.status = 'queued' limit 1;
     end if;
     return query select message, place, came.event_id, came.execution_id;
   end loop;
@@ -668,13 +668,7 @@ begin
     execution_id := l.execution_id;
     idle_seconds := extract(epoch from clock_timestamp() - l.expires_at + make_interval(secs => l.ttl_seconds));
     if lanekeeper.return_agent_lock(l.lane) is null then
-      perform lanekeeper.note_agent_hold(l.lane, 'expired');
-      update agent_locks k set locked_by = '', fencing_token = k.fencing_token + 1, parked = false, execution_id = null,
-             expires_at = least(k.expires_at, clock_timestamp()) where k.lane = l.lane;
-      if lanekeeper.agent_lock_wanted(l.lane) then
-        perform pg_notify('agent_lanes', l.lane);
-      end if;
-      perform lanekeeper.agent_lane_freed(l.lane);
+      perform lanekeeper.clear_agent_lock(l.lane, 'expired');
     end if;
     return next;
   end loop;
@@ -707,7 +701,6 @@ create or replace function lanekeeper.recall_agent_thread(p_parent uuid, p_child
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   l record;
-  claim_ bigint;
 begin
   for l in                                                   -- of the child, or lent by it
     select a.lane, a.ttl_seconds from agent_locks a
@@ -718,10 +711,9 @@ begin
             or exists (select from agent_messages m where m.execution_id = p_parent and m.thread_id = substr(a.lane, 8)))
      order by a.lane for update of a
   loop
-    select x.claim into claim_ from agent_executions x where x.id = p_parent;
     delete from agent_lock_loans n where n.lane = l.lane;
-    perform lanekeeper.hand_agent_lock(l.lane, p_parent, claim_, false, l.ttl_seconds);
-    perform lanekeeper.agent_lane_freed(l.lane);
+    insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values (l.lane, 1, p_parent, p_child, l.ttl_seconds);
+    perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as if it had been lent
   end loop;
 end $$;
 comment on function lanekeeper.recall_agent_thread is

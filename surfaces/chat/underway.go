@@ -202,10 +202,9 @@ func (t *turn) claimLane(ctx context.Context, ghost string) error {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
 				select lanekeeper.fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
-				       lanekeeper.reown_agent_locks(@id, @owner)`,
+				       lanekeeper.claim_agent_locks(@id)`,
 				postgres.Strict{
 					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,
-					"owner": lanes.ClaimOwner(t.exec.ID, t.exec.Claim).String(),
 				})
 			return err
 		})
