@@ -22,7 +22,7 @@
 // or queues the message; what is queued leaves first-in-first-out when the lane frees, and the lane is the execution's whose message left.
 // A lane without a send for ten minutes (settable per thread) is anybody's, unless its holder waits durably. What the other side says
 // goes through [Receive] to who waits for it. [Post] is for those who hold the lane by other means, and does not check it. A
-// [Courier] sends the queues and carries the messages of the channels webhook and log, at least once and under one id.
+// [Dispatcher] sends the queues and delivers the messages of the channels webhook and log, at least once and under one id.
 //
 // Everything else takes a postgres.DB, so the caller decides what commits together.
 package threads

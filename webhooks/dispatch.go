@@ -101,7 +101,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 
 // send makes the request.
 func (d *Dispatcher) send(ctx context.Context, m message) verdict {
-	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Letter{
+	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Request{
 		ID: m.ID, TraceID: m.TraceID, URL: m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.SentAt,
 	})
 	v := verdict{status: got.Status, err: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}

@@ -29,8 +29,8 @@ type Poster struct {
 	Getenv func(string) string
 }
 
-// Letter is one request to a target.
-type Letter struct {
+// Request is one request to a target.
+type Request struct {
 	ID      string // the webhook-id, the same for every attempt
 	TraceID string
 	URL     string
@@ -39,8 +39,8 @@ type Letter struct {
 	SentAt  time.Time
 }
 
-// Receipt is how a request ended. Only 2xx is a success, and has no Error.
-type Receipt struct {
+// Response is how a request ended. Only 2xx is a success, and has no Error.
+type Response struct {
 	Status int    // of HTTP; 0 without an answer
 	Answer string // the beginning of its body
 	Error  string // without the address: its query may be a secret
@@ -50,20 +50,20 @@ type Receipt struct {
 }
 
 // Post makes one request, of at most 15 seconds. Pause is how long the target asked to be left alone, at most a day.
-func (p Poster) Post(ctx context.Context, l Letter) Receipt {
+func (p Poster) Post(ctx context.Context, l Request) Response {
 	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
 	defer cancel()
 	secrets, err := Secrets(l.Secrets, p.Getenv)
 	if err != nil {
-		return Receipt{Error: err.Error(), Class: "secret"}
+		return Response{Error: err.Error(), Class: "secret"}
 	}
 	headers, err := signature.Sign(secrets, l.ID, l.SentAt, []byte(l.Payload))
 	if err != nil {
-		return Receipt{Error: err.Error(), Class: "secret"}
+		return Response{Error: err.Error(), Class: "secret"}
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, l.URL, strings.NewReader(l.Payload))
 	if err != nil {
-		return Receipt{Error: err.Error(), Class: "refused"}
+		return Response{Error: err.Error(), Class: "refused"}
 	}
 	request.Header = headers
 	request.Header.Set("Content-Type", "application/json")
@@ -84,11 +84,11 @@ func (p Poster) Post(ctx context.Context, l Letter) Receipt {
 }
 
 // unsent is the receipt of a request without an answer.
-func unsent(err error) Receipt {
+func unsent(err error) Response {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
 	}
-	r := Receipt{Error: err.Error(), Class: "network"}
+	r := Response{Error: err.Error(), Class: "network"}
 	if ce, ok := errors.AsType[*skills.CallError](err); ok {
 		r.Class = ce.Class
 	}
@@ -96,8 +96,8 @@ func unsent(err error) Receipt {
 }
 
 // judged reads the answer.
-func judged(response *http.Response, said string) Receipt {
-	r := Receipt{Status: response.StatusCode, Answer: said}
+func judged(response *http.Response, said string) Response {
+	r := Response{Status: response.StatusCode, Answer: said}
 	if r.Status >= 200 && r.Status < 300 {
 		return r
 	}

@@ -27,7 +27,7 @@ type surfaces struct {
 	webhook  *webhook.Surface
 	runner   *runner.Runner
 	outgoing *webhooks.Dispatcher
-	courier  *threads.Courier
+	threads  *threads.Dispatcher
 	offered  *mcp.Server
 }
 
@@ -65,7 +65,7 @@ func (a *app) addSurfaces() (err error) {
 	a.outgoing = &webhooks.Dispatcher{
 		Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv,
 	}
-	a.courier = &threads.Courier{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
+	a.threads = &threads.Dispatcher{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
 	a.offered = &mcp.Server{
 		Pool: a.adminPool(), Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
 	}
@@ -76,5 +76,5 @@ func (a *app) addSurfaces() (err error) {
 
 // beside lists what works beside the engine for as long as the process serves.
 func (s *surfaces) beside() []func(ctx context.Context) error {
-	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run, s.courier.Run}
+	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run, s.threads.Run}
 }

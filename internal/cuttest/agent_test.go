@@ -60,7 +60,7 @@ type agent struct {
 	chat     *chat.Chat
 	runner   *runner.Runner
 	outgoing *webhooks.Dispatcher
-	courier  *threads.Courier
+	threads  *threads.Dispatcher
 	handler  http.Handler
 	settings
 }
@@ -119,7 +119,7 @@ func (a *agent) addSurfaces(private []string) error {
 		return err
 	}
 	a.outgoing = &webhooks.Dispatcher{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener}
-	a.courier = &threads.Courier{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener}
+	a.threads = &threads.Dispatcher{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener}
 	beat := &heartbeat.Heartbeat{
 		Pool: a.pool, Loop: a.loop, Logger: a.log,
 		Heal: selfheal.Policy{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour},
@@ -157,7 +157,7 @@ func (a *agent) run(ctx context.Context) error {
 	below.Go(func() error { return a.listener.Run(living) })
 	below.Go(func() error { return a.keeper.Run(living) })
 	above, ctx := errgroup.WithContext(ctx)
-	for _, part := range []func(ctx context.Context) error{a.engine.Run, a.chat.Run, a.outgoing.Run, a.courier.Run, a.count} {
+	for _, part := range []func(ctx context.Context) error{a.engine.Run, a.chat.Run, a.outgoing.Run, a.threads.Run, a.count} {
 		above.Go(func() error { return part(ctx) })
 	}
 	if a.automations > 0 {

@@ -633,7 +633,7 @@ begin
   end loop;
   -- Threads whose holder has gone, and what is queued in those that are free.
   begin
-    perform lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the courier is sooner, and logs it
+    perform lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the dispatcher of threads is sooner, and logs it
   exception when lock_not_available then
     held := held + 1;
   end;

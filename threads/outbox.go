@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// parcel is one attempt to carry a message.
-type parcel struct {
+// outboxMessage is one attempt to deliver a message.
+type outboxMessage struct {
 	ID       string
 	ThreadID string
 	Seq      int64
@@ -34,9 +34,9 @@ type parcel struct {
 const dueAtOnce = 200
 
 // takeDue begins up to limit attempts, none to the targets in full. A message that is taken is not due again before
-// hold has passed, so nobody else carries it meanwhile. The statement's time stands for the clock: it lets the index
+// hold has passed, so nobody else delivers it meanwhile. The statement's time stands for the clock: it lets the index
 // be used.
-func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]parcel, error) {
+func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]outboxMessage, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
 		  select m.id, m.target, m.channel, m.next_attempt_at from agent_messages m
@@ -68,14 +68,14 @@ func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold
 	if err != nil {
 		return nil, fmt.Errorf("take outgoing messages: %w", err)
 	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[parcel])
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[outboxMessage])
 	if err != nil {
 		return nil, fmt.Errorf("take outgoing messages: %w", err)
 	}
 	return got, nil
 }
 
-// untilDue is how long until something is to be carried, by the database's clock; outbox.MaxPause when nothing waits.
+// untilDue is how long until something is to be delivered, by the database's clock; outbox.MaxPause when nothing waits.
 func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
@@ -98,7 +98,7 @@ type verdict struct {
 
 // settle records how an attempt ended, in one transaction; then the next message of the thread that goes the same way may
 // go. recorded is false for an attempt that was outlived by its hold: it has no effect.
-func settle(ctx context.Context, db postgres.DB, p parcel, v verdict) (recorded bool, err error) {
+func settle(ctx context.Context, db postgres.DB, p outboxMessage, v verdict) (recorded bool, err error) {
 	b := &pgx.Batch{}
 	// The thread is locked first: a new message sees this one settled, or is seen here.
 	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": p.ThreadID})

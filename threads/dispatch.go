@@ -22,14 +22,14 @@ const (
 	lookEvery   = 5 * time.Second // where no notification comes
 )
 
-// Courier sends what is queued when a thread changes hands, frees threads whose holder is gone, and carries the
+// Dispatcher sends what is queued when a thread changes hands, frees threads whose holder is gone, and delivers the
 // messages of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
 //
 // A message is posted as Standard Webhooks says, under its own id for every attempt, to a target that the workspace
 // declares; the body is {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id,
 // participant}}. Messages of one thread to one target go one after the other: the next when the one before is
 // delivered or failed. A process that dies between the post and its record lets the message be posted again.
-type Courier struct {
+type Dispatcher struct {
 	Pool *pgxpool.Pool
 	// Client makes the connections; it comes from skills.NewGuardedClient.
 	Client   *http.Client
@@ -39,31 +39,31 @@ type Courier struct {
 	// Schedule is how long after each failed attempt the next one is made, up to a fifth longer; when it is used up,
 	// the message has failed and the next one of its thread goes. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
 	Schedule []time.Duration
-	// Hold is how long an attempt has, before another courier makes the next; default 1 min.
+	// Hold is how long an attempt has, before another process makes the next; default 1 min.
 	Hold time.Duration
 }
 
 // Run works until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is
 // waited for.
-func (c *Courier) Run(ctx context.Context) error {
-	if c.Schedule == nil {
-		c.Schedule = []time.Duration{2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute, 20 * time.Minute, time.Hour}
+func (d *Dispatcher) Run(ctx context.Context) error {
+	if d.Schedule == nil {
+		d.Schedule = []time.Duration{2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute, 20 * time.Minute, time.Hour}
 	}
-	if c.Hold == 0 {
-		c.Hold = defaultHold
+	if d.Hold == 0 {
+		d.Hold = defaultHold
 	}
-	out := outbox.Dispatcher[parcel]{
-		Logger: c.Logger, Attempt: c.carry,
-		Target: func(p parcel) string { return p.Target },
-		Claim: func(ctx context.Context, limit int, full []string) ([]parcel, error) {
-			return takeDue(ctx, c.Pool, limit, full, c.Hold)
+	out := outbox.Dispatcher[outboxMessage]{
+		Logger: d.Logger, Attempt: d.deliver,
+		Target: func(p outboxMessage) string { return p.Target },
+		Claim: func(ctx context.Context, limit int, full []string) ([]outboxMessage, error) {
+			return takeDue(ctx, d.Pool, limit, full, d.Hold)
 		},
-		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return untilDue(ctx, c.Pool, full) },
+		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return untilDue(ctx, d.Pool, full) },
 	}
 	var handed <-chan string
-	if c.Listener != nil {
-		threads, stopThreads := c.Listener.Subscribe("agent_threads")
-		messages, stopMessages := c.Listener.Subscribe("agent_outbox")
+	if d.Listener != nil {
+		threads, stopThreads := d.Listener.Subscribe("agent_threads")
+		messages, stopMessages := d.Listener.Subscribe("agent_outbox")
 		defer stopThreads()
 		defer stopMessages()
 		handed, out.Wake = threads, messages
@@ -71,108 +71,108 @@ func (c *Courier) Run(ctx context.Context) error {
 	var sending sync.WaitGroup
 	defer sending.Wait()
 	sending.Go(func() { out.Run(ctx) })
-	c.flushThreads(ctx, handed)
+	d.flushThreads(ctx, handed)
 	return nil
 }
 
 // flushThreads sends the queued messages of threads that have changed hands, until ctx ends.
-func (c *Courier) flushThreads(ctx context.Context, handed <-chan string) {
+func (d *Dispatcher) flushThreads(ctx context.Context, handed <-chan string) {
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
-	c.lookAround(ctx)
+	d.lookAround(ctx)
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case thread := <-handed:
 			if thread == "" {
-				c.lookAround(ctx)
+				d.lookAround(ctx)
 			} else {
-				c.flush(ctx, thread)
+				d.flush(ctx, thread)
 			}
 		case <-look.C:
-			c.lookAround(ctx)
+			d.lookAround(ctx)
 		}
 	}
 }
 
 // lookAround does what notifications may have missed.
-func (c *Courier) lookAround(ctx context.Context) {
-	if _, err := clean(ctx, c.Pool, c.Logger, unwanted); err != nil && ctx.Err() == nil {
-		c.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
+func (d *Dispatcher) lookAround(ctx context.Context) {
+	if _, err := clean(ctx, d.Pool, d.Logger, unwanted); err != nil && ctx.Err() == nil {
+		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
-	c.flush(ctx, "")
+	d.flush(ctx, "")
 }
 
 // flush sends what is queued in a thread that has changed hands; in all, where it is not known which.
-func (c *Courier) flush(ctx context.Context, thread string) {
+func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	var n int
 	var err error
 	if thread == "" {
-		n, err = flushAll(ctx, c.Pool)
+		n, err = flushAll(ctx, d.Pool)
 	} else {
-		c.cleanStale(ctx, thread)
-		n, err = Flush(ctx, c.Pool, thread)
+		d.cleanStale(ctx, thread)
+		n, err = Flush(ctx, d.Pool, thread)
 	}
 	if err != nil && ctx.Err() == nil {
-		c.Logger.WarnContext(ctx, "queued messages not sent yet", "thread_id", thread, "error", err)
+		d.Logger.WarnContext(ctx, "queued messages not sent yet", "thread_id", thread, "error", err)
 	} else if n > 0 {
-		c.Logger.InfoContext(ctx, "queued messages sent", "thread_id", thread, "count", n)
+		d.Logger.InfoContext(ctx, "queued messages sent", "thread_id", thread, "count", n)
 	}
 }
 
 // cleanStale frees and logs threads whose holder is gone, if one is, before who is next takes it over.
-func (c *Courier) cleanStale(ctx context.Context, thread string) {
+func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
 	var stale bool
-	err := c.Pool.QueryRow(ctx, `
+	err := d.Pool.QueryRow(ctx, `
 		select exists (select from agent_locks l where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
 		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
-		_, err = clean(ctx, c.Pool, c.Logger, unwanted)
+		_, err = clean(ctx, d.Pool, d.Logger, unwanted)
 	}
 	if err != nil && ctx.Err() == nil {
-		c.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
+		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 }
 
-// carry makes one attempt and records how it ended.
-func (c *Courier) carry(ctx context.Context, p parcel) {
-	ctx, cancel := context.WithTimeout(ctx, max(c.Hold-5*time.Second, c.Hold/2))
+// deliver makes one attempt and records how it ended.
+func (d *Dispatcher) deliver(ctx context.Context, p outboxMessage) {
+	ctx, cancel := context.WithTimeout(ctx, max(d.Hold-5*time.Second, d.Hold/2))
 	defer cancel()
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(p.TraceID), Surface: trace.Flow})
 	about := []any{"message_id", p.ID, "thread_id", p.ThreadID, "seq", p.Seq, "attempt", p.Attempt}
 	v := verdict{status: Delivered}
 	if p.Channel == ChannelLog {
-		c.Logger.InfoContext(ctx, "message", append(about, "content", p.Content)...)
+		d.Logger.InfoContext(ctx, "message", append(about, "content", p.Content)...)
 	} else {
-		v = c.post(ctx, p)
-		c.Logger.InfoContext(ctx, "message carried", append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
+		v = d.post(ctx, p)
+		d.Logger.InfoContext(ctx, "message attempted", append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
 	}
-	if _, err := settle(ctx, c.Pool, p, v); err != nil {
-		c.Logger.WarnContext(ctx, "outgoing message not settled, it will be carried again", append(about, "error", err)...)
+	if _, err := settle(ctx, d.Pool, p, v); err != nil {
+		d.Logger.WarnContext(ctx, "outgoing message not settled, it will be delivered again", append(about, "error", err)...)
 	}
 }
 
 // post makes a request and judges it.
-func (c *Courier) post(ctx context.Context, p parcel) verdict {
-	var got webhooks.Receipt
+func (d *Dispatcher) post(ctx context.Context, p outboxMessage) verdict {
+	var got webhooks.Response
 	switch {
 	case p.URL == nil:
 		got.Error, got.Class = "there is no outgoing webhook target "+p.Target+": declare it in the workspace", "refused"
 	case !*p.Enabled:
 		got.Error, got.Class = "the target "+p.Target+" is out of service: "+*p.Reason, "refused"
 	default:
-		got = webhooks.Poster{Client: c.Client, Getenv: c.Getenv}.Post(ctx, webhooks.Letter{
+		got = webhooks.Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, webhooks.Request{
 			ID: p.ID, TraceID: p.TraceID, URL: *p.URL, Secrets: p.Secrets, Payload: p.Payload, SentAt: p.Now,
 		})
 	}
 	v := verdict{status: Delivered, err: redact.Text(got.Error, 1000)}
 	switch {
 	case got.Error == "":
-	case got.Gone || p.Attempt > len(c.Schedule):
+	case got.Gone || p.Attempt > len(d.Schedule):
 		v.status = Failed
 	default:
-		wait := c.Schedule[p.Attempt-1]
+		wait := d.Schedule[p.Attempt-1]
 		v.status, v.retry = Sending, max(outbox.Jitter(wait), got.Pause)
 	}
 	if p.TraceID != "" {
@@ -180,11 +180,11 @@ func (c *Courier) post(ctx context.Context, p parcel) verdict {
 		if got.Error != "" {
 			out.Status = activity.Error
 		}
-		if _, err := activity.Note(ctx, c.Pool, activity.Entry{
+		if _, err := activity.Note(ctx, d.Pool, activity.Entry{
 			Skill: "message_send", Kind: activity.KindCall, Purpose: "thread.message", IdempotencyKey: p.ID,
 			Input: map[string]any{"target": p.Target, "message_id": p.ID, "thread_id": p.ThreadID, "attempt": p.Attempt},
 		}, out); err != nil {
-			c.Logger.WarnContext(ctx, "outgoing message not logged", "message_id", p.ID, "error", err)
+			d.Logger.WarnContext(ctx, "outgoing message not logged", "message_id", p.ID, "error", err)
 		}
 	}
 	return v

@@ -100,7 +100,7 @@ func (l *target) contents() (all []string) {
 }
 
 // carries runs a courier until the test ends, or until stop is called.
-func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Courier)) (log *journal, stop func()) {
+func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher)) (log *journal, stop func()) {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
 	if err != nil {
@@ -112,7 +112,7 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Courier))
 	}
 	log = &journal{}
 	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
-	c := &threads.Courier{
+	c := &threads.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(log, nil)), Listener: notes,
 		Getenv:   func(name string) string { return map[string]string{"SECRET": whsec}[name] },
 		Schedule: []time.Duration{time.Millisecond, time.Millisecond, time.Millisecond},
