@@ -10,31 +10,16 @@ import (
 )
 
 // Sums over the log do not read the log. Count adds what ended to the tables agent_activity_counts and
-// agent_activity_durations, each row once; migration 0018 says why that is so. A reader adds the rows that
+// agent_activity_durations, each row once. A reader adds the rows that
 // are not counted yet, those of the last half minute and those that run, so its figures are those of the
 // log at that moment, as the views agent_spend and agent_skill_calls would have them. Only percentiles are
 // approximate, to 2.5 per cent.
 
-const (
-	// countMost is how many rows one pass counts. It takes a fraction of a second.
-	countMost = 20_000
-	// tailMost is how many rows that are not counted yet a reader adds.
-	tailMost = 20_000
-)
+// tailMost is how many rows that are not counted yet a reader adds.
+const tailMost = 20_000
 
 // ByHour is a period of Counted sums.
 const ByHour Period = "hour" // one line per hour (UTC)
-
-// Count counts rows of the log that have ended, at most 20,000 or so, and reports whether there are others
-// that can be counted at once. It writes nothing where there is nothing to count, or where another process
-// is at it. A pass is one transaction, and blocks nobody who writes to the log.
-func Count(ctx context.Context, db postgres.DB) (more bool, err error) {
-	err = db.QueryRow(ctx, `select c.more from lanekeeper.count_agent_activity(@most) c`, postgres.Strict{"most": countMost}).Scan(&more)
-	if err != nil {
-		return false, fmt.Errorf("count activities: %w", err)
-	}
-	return more, nil
-}
 
 // Dimension says what spend is attributed to.
 type Dimension string

@@ -1,6 +1,6 @@
 -- How calls ended, by what is counted and by the rows that are not counted yet, in one snapshot.
 with tail as materialized (
-  select u.* from lanekeeper.uncounted_agent_activity(@most) u),
+  select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (
   select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
 ended as (

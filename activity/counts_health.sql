@@ -1,7 +1,7 @@
 -- How each skill fares. What counts is said by agent_skill_calls. The streak is walked, newest first, for the skills that
 -- have failed at all: back to the last success, and no further than @walk rows.
 with tail as materialized (
-  select u.* from lanekeeper.uncounted_agent_activity(@most) u),
+  select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (
   select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
 live as (
@@ -30,7 +30,7 @@ lasted as materialized (
                    cross join lateral (select d.skill, d.bucket, d.calls from agent_activity_durations d
                                         where d.day = g.day::date and (@skill::text = '' or d.skill = @skill) offset 0) d
                   union all
-                  select l.skill, lanekeeper.agent_duration_bucket(l.duration_ms), 1 from live l where l.duration_ms is not null) y
+                  select l.skill, l.bucket, 1 from live l where l.bucket is not null) y
            group by 1, 2) x
    group by x.skill),
 listed as (

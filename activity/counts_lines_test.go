@@ -226,37 +226,37 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 		t.Fatal(err)
 	}
 	day := time.Now().Add(-24 * time.Hour)
-	for name, query := range map[string]func(postgres.DB) error{
-		"count": func(db postgres.DB) error {
+	for name, query := range map[string]func(postgres.Beginner) error{
+		"count": func(db postgres.Beginner) error {
 			_, err := activity.Count(t.Context(), db)
 			return err
 		},
-		"spend": func(db postgres.DB) error {
+		"spend": func(db postgres.Beginner) error {
 			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day.AddDate(0, 0, -29), By: activity.BySkill})
 			return err
 		},
-		"slowest": func(db postgres.DB) error {
+		"slowest": func(db postgres.Beginner) error {
 			_, _, err := activity.Slowest(t.Context(), db, activity.ReportFilter{})
 			return err
 		},
-		"failing": func(db postgres.DB) error {
+		"failing": func(db postgres.Beginner) error {
 			_, _, err := activity.Failing(t.Context(), db, activity.ReportFilter{})
 			return err
 		},
-		"health": func(db postgres.DB) error {
+		"health": func(db postgres.Beginner) error {
 			_, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
 			return err
 		},
-		"calls": func(db postgres.DB) error {
+		"calls": func(db postgres.Beginner) error {
 			_, err := activity.CountedCalls(t.Context(), db, "skill_3", day, activity.ByDay)
 			return err
 		},
-		"the view of health": func(db postgres.DB) error {
+		"the view of health": func(db postgres.Beginner) error {
 			_, err := db.Exec(t.Context(), `select from agent_skill_health`)
 			return err
 		},
-		"health of many calls": func(db postgres.DB) error {
-			_, err := db.Exec(t.Context(), `select from lanekeeper.agent_skill_figures(0)`)
+		"health of many calls": func(db postgres.Beginner) error {
+			_, err := db.Exec(t.Context(), `select from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0)`)
 			return err
 		},
 	} {

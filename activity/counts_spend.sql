@@ -1,6 +1,6 @@
 -- What is counted, and the rows that are not counted yet, in one snapshot: as charged to skills (kind charge), or by purpose (kind model).
 with tail as materialized (
-  select u.* from lanekeeper.uncounted_agent_activity(@most) u),
+  select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (
   select min(t.id::text collate "C")::uuid as id from tail t where t.beyond),
 counts as (
@@ -17,16 +17,15 @@ spent as (
          c.unknown_usd
     from counts c
   union all
-  select l.hour, h.skill, l.surface, l.model, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens,
+  select l.hour, lanekeeper.agent_count_key(h.skill), l.surface, l.model, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens,
          h.unknown_usd
     from tail l
-   cross join lateral (select m.led_to, m.unknown_tokens, m.unknown_usd from agent_activity_measured m where m.id = l.id offset 0) a
    cross join lateral (
-     select l.skill, 1 as calls, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd
+     select l.skill, 1 as calls, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, l.unknown_tokens, l.unknown_usd
       where @kind = 'model'
      union all
      select c.* from lanekeeper.agent_charges(
-       a.led_to, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, a.unknown_tokens, a.unknown_usd) c
+       l.led_to, l.prompt_tokens, l.completion_tokens, l.tokens, l.cost_usd, l.unknown_tokens, l.unknown_usd) c
       where @kind = 'charge') h
    where not l.beyond and l.kind = 'model' and l.hour >= @since::timestamptz),
 lines as (

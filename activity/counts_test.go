@@ -35,13 +35,13 @@ func hurry(t *testing.T, db postgres.DB) {
 }
 
 // pass counts at most so many rows, with the lag that goes with hurry.
-func pass(ctx context.Context, db postgres.DB, most int) error {
-	_, err := db.Exec(ctx, `select lanekeeper.count_agent_activity($1, '60 milliseconds')`, most)
+func pass(ctx context.Context, db postgres.Beginner, most int) error {
+	_, _, err := activity.CountPass(ctx, db, most, 60*time.Millisecond)
 	return err
 }
 
 // counted waits until nothing that has ended is left to count.
-func counted(t *testing.T, db postgres.DB, most int) {
+func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
 	var last string
 	if err := db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last); err != nil {
@@ -103,9 +103,9 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
-		       array[lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens'), lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens'),
-		             lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens'), (a.cost_usd * 1000000)::bigint,
-		             lanekeeper.agent_count_tokens(a.token_usage ->> 'unknown_tokens'), (lanekeeper.agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
+		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'), lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
+		             lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
+		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), (lanekeeper.agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err

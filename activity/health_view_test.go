@@ -105,7 +105,7 @@ func TestTheViewOfHealthSaysWhatTheRowsSay(t *testing.T) {
 			sums := healthBy(t, db, `
 				select s.name as skill, coalesce(f.calls, 0) as calls, round((f.calls - f.failed)::numeric / nullif(f.calls, 0), 3)::text as success_rate,
 				       coalesce(f.streak, 0) as streak, null::float8 as p50_ms, null::float8 as p95_ms
-				  from agent_skills s left join lanekeeper.agent_skill_figures($1) f on f.skill = s.name order by s.name`, read)
+				  from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', $1) f on f.skill = s.name order by s.name`, read)
 			for i := range want {
 				want[i].P50MS, want[i].P95MS = nil, nil
 			}
@@ -123,7 +123,7 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 	rows, err := db.Query(t.Context(), `
 		select f.skill, f.p50_ms, f.p95_ms, percentile_cont(0.5) within group (order by c.duration_ms),
 		       percentile_cont(0.95) within group (order by c.duration_ms)
-		  from lanekeeper.agent_skill_figures(0) f
+		  from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0) f
 		  left join agent_skill_calls c on c.skill_name = f.skill
 		   and c.created_at >= date_trunc('day', (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
 		 group by f.skill, f.p50_ms, f.p95_ms`)

@@ -12,9 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The reports read what everybody can read in SQL: the views agent_spend, agent_spend_by_purpose,
-// agent_slowest_skills and agent_failing_skills, or the functions behind them for another time than the last 7 days.
-// No figure is defined here.
+// The reports read what everybody can read in SQL: the views agent_spend and agent_spend_by_purpose, and the function
+// behind the views agent_slowest_skills and agent_failing_skills, for another time than the last 7 days. No figure is
+// defined here.
 
 // Period says how spend is grouped in time.
 type Period string
@@ -105,8 +105,8 @@ type Slow struct {
 func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
 	return reported[Slow](ctx, db, f, `
 		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
-		  from lanekeeper.agent_slowest_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
-		 where @skill::text = '' or s.skill = @skill
+		  from lanekeeper.read_agent_skill_figures(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		 where s.p95_ms is not null and (@skill::text = '' or s.skill = @skill)
 		 order by s.p95_ms desc, s.skill
 		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list the slowest skills")
 }
@@ -132,11 +132,18 @@ type Failure struct {
 // one, are not the skill's failure.
 func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
 	list, next, err := reported[Failure](ctx, db, f, `
-		select s.skill, s.calls, s.errors, s.rate, s.streak, s.p50_ms, s.p95_ms, s.last_error, coalesce(s.last_error_class, '') as last_class,
-		       s.last_failed_at as last_failed, coalesce(s.last_trace_id, '') as last_trace, s.state
-		  from lanekeeper.agent_failing_skills_since(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
-		 where @skill::text = '' or s.skill = @skill
-		 order by s.errors desc, s.skill
+		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, h.streak, coalesce(f.p50_ms, 0) as p50_ms,
+		       coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, coalesce(l.error_class, '') as last_class,
+		       l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace, h.state
+		  from (select coalesce(@since::timestamptz, clock_timestamp() - interval '7 days') as at) since
+		 cross join lateral lanekeeper.read_agent_skill_figures(since.at) f
+		  join agent_skill_health h on h.skill = f.skill
+		  left join lateral (
+		       select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
+		        where k.skill_name between f.skill and f.skill and k.status = 'error' and k.id >= lanekeeper.agent_uuid7_floor(since.at)
+		        order by k.skill_name desc, k.id desc limit 1) l on true
+		 where f.failed > 0 and (@skill::text = '' or f.skill = @skill)
+		 order by f.failed desc, f.skill
 		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": moment(f.Since), "skill": f.Skill}, "list failing skills")
 	for i := range list {
 		list[i].LastFailed = utc(list[i].LastFailed)

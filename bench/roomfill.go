@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -55,9 +56,9 @@ func (b *room) count(ctx context.Context) error {
 	}
 	began, rows := time.Now(), 0
 	for {
-		var counted int
-		if err := b.pool.QueryRow(ctx, "select counted from lanekeeper.count_agent_activity(50000, '1 millisecond')").Scan(&counted); err != nil {
-			return fmt.Errorf("count the log: %w", err)
+		counted, _, err := activity.CountPass(ctx, b.pool, 50_000, time.Millisecond)
+		if err != nil {
+			return err
 		}
 		rows += counted
 		// A pass that says up to where the next one counts does not say that there is one to be.

@@ -254,7 +254,7 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendWanted)
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
-		       lanekeeper.agent_count_tokens(x.token_usage ->> 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
+		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
 		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a

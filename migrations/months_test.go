@@ -37,7 +37,7 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
 		tx := bare(t, zone)
 		for month := range 14 {
-			exec(t, tx, `select lanekeeper.cover_agent_activity($1, 3)`, time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
+			exec(t, tx, `select lanekeeper.ensure_agent_activity_partitions(3, $1)`, time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
 		}
 		if got := get[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)

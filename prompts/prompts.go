@@ -155,7 +155,9 @@ func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string)
 	p.missing, p.problem = 0, nil
 	b.Queue(`
 		select missing, problem from lanekeeper.record_agent_prompt(
-		  @execution_id, @claim, @step, @tools, @messages, @options, @digests, @bodies, @truncated)`,
+		  (select o.activity_id from agent_activity_open o
+		    where o.execution_id = @execution_id::uuid and o.claim = @claim and o.step = @step),
+		  @tools, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
 			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages,
 			"options": p.options,
@@ -172,7 +174,7 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 		a.messages = nil
 	}
 	b.Queue(`
-		select lanekeeper.amend_agent_prompt(@activity_id, @messages, @options, @digests, @bodies, @truncated)`,
+		select problem from lanekeeper.record_agent_prompt(@activity_id, null, @messages, @options, @digests, @bodies, @truncated, true)`,
 		postgres.Strict{
 			"activity_id": activityID, "messages": a.messages, "options": optionsOf(sent),
 			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,

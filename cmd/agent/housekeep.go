@@ -36,7 +36,7 @@ func (a *app) housekeep(ctx context.Context) error {
 
 // count keeps the counts of the activity log up to date, until ctx ends. Any number of processes may do it.
 // A backlog is worked off in small passes, with as much rest between as they took.
-func count(ctx context.Context, db postgres.DB, every time.Duration, log *slog.Logger) error {
+func count(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
 	for {

@@ -61,26 +61,17 @@ $$;
 comment on function lanekeeper.agent_uuid7_floor is
   'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
 
-create or replace function lanekeeper.agent_trace_id(p_prefix text) returns text
-language plpgsql volatile parallel safe as $$
-declare
-  alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
-  bits bytea := substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
-             || substring(uuid_send(gen_random_uuid()) from 1 for 5)
-             || substring(uuid_send(gen_random_uuid()) from 1 for 5);
-  word text := '';
-  value int;
-begin
-  for i in 0..25 loop
-    value := 0;
-    for j in 0..4 loop
-      value := value * 2 + case when i * 5 + j < 2 then 0
-        else (get_byte(bits, (i * 5 + j - 2) / 8) >> (7 - (i * 5 + j - 2) % 8)) & 1 end;
-    end loop;
-    word := word || substr(alphabet, value + 1, 1);
-  end loop;
-  return p_prefix || '_' || word;
-end $$;
+create or replace function lanekeeper.agent_ulid(p_bits bytea) returns text language sql immutable parallel safe as $$
+  select string_agg(substr('0123456789ABCDEFGHJKMNPQRSTVWXYZ', substring(b'00' || b.bits from n for 5)::bit(5)::int + 1, 1), '' order by n)
+    from (select ('x' || encode(p_bits, 'hex'))::bit(128) as bits) b, generate_series(1, 126, 5) n
+$$;
+comment on function lanekeeper.agent_ulid is '16 bytes as a ULID.';
+
+create or replace function lanekeeper.agent_trace_id(p_prefix text) returns text language sql volatile parallel safe as $$
+  select p_prefix || '_' || lanekeeper.agent_ulid(
+    substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
+    || substring(uuid_send(gen_random_uuid()) from 1 for 5) || substring(uuid_send(gen_random_uuid()) from 1 for 5))
+$$;
 comment on function lanekeeper.agent_trace_id is 'A new trace id, prefix and ULID, for work that begins in SQL.';
 
 create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
@@ -88,19 +79,21 @@ create or replace function lanekeeper.agent_uuid(p_text text) returns uuid langu
 $$;
 
 create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
-  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e15)::bigint else 0 end
+  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
   'A count of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
 
-create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language sql immutable as $$
-  select case when s is null then 'an unknown time' when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms'
+-- In plpgsql, because a plan of it is kept: as SQL it is planned for each statement that calls it.
+create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language plpgsql immutable strict as $$
+declare
+  s constant numeric := case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end;
+begin
+  return case when s is null then 'an unknown time' when s < 0.0005 then '0 ms' when s < 1 then round(s * 1000) || ' ms'
               when s < 60 then round(s, 1) || ' s' when s < 3600 then floor(s / 60) || ' min ' || floor(s % 60) || ' s'
               when s < 86400 then floor(s / 3600) || ' h ' || floor(s % 3600 / 60) || ' min'
-              else floor(s / 86400) || ' d ' || floor(s % 86400 / 3600) || ' h' end
-    from (select case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end as s) t
-   where p_from is not null and p_to is not null
-$$;
+              else floor(s / 86400) || ' d ' || floor(s % 86400 / 3600) || ' h' end;
+end $$;
 comment on function lanekeeper.agent_words is
   'The time between two moments as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
 

@@ -272,240 +272,13 @@ insert into agent_span_export default values;
 
 -- Code
 
-create or replace function lanekeeper.ensure_agent_activity_partitions(p_months int default 3) returns int
-language sql volatile as $$ select lanekeeper.cover_agent_activity(clock_timestamp(), p_months) $$;
-comment on function lanekeeper.ensure_agent_activity_partitions is
-  'Make the monthly partitions from last month to p_months ahead. Safe to call at any time, by many.';
+drop function if exists lanekeeper.ensure_agent_activity_partitions(int);   -- its arguments were others
+drop function if exists lanekeeper.record_agent_prompt(uuid, bigint, text, bytea, bytea[], jsonb, bytea[], text[], boolean[]);
 
-create or replace function lanekeeper.recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
-language plpgsql volatile as $$
-begin
-  perform lanekeeper.settle_agent_budget(p_execution_id, r.step)
-     from (select x.step from agent_budget_reservations x
-            where x.execution_id = p_execution_id and (x.claim < p_claim) is not false order by x.step) r;
-  with gone as (
-    delete from agent_activity_open o
-     where o.execution_id = p_execution_id and o.kind in ('call', 'model') and o.claim < p_claim
-    returning o.activity_id)
-  update agent_activity a
-     set status = 'unknown', finished_at = clock_timestamp(), error_class = 'interrupted',
-         error_message = 'the process was lost during the call; nobody knows whether it took effect',
-         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
-    from gone where a.id = gone.activity_id and a.status = 'running';
-  update agent_activity_open o set claim = p_claim where o.execution_id = p_execution_id and o.claim < p_claim;
-end $$;
-comment on function lanekeeper.recover_agent_activity is
-  'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases '
-  'stay open: the next claim goes on with them.';
-
-create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void
-language plpgsql volatile as $$
-begin
-  if not exists (select from agent_activity_open o where o.execution_id = p_execution_id) then
-    return;                                                  -- the rule, and cheaper than to look through the months of the log
-  end if;
-  with gone as (
-    delete from agent_activity_open o where o.execution_id = p_execution_id returning o.activity_id, o.kind)
-  update agent_activity a
-     set status = case when gone.kind = 'phase' then 'error' else 'unknown' end,
-         finished_at = clock_timestamp(), error_class = p_ended,
-         error_message = case when gone.kind = 'phase' then 'the execution ended ' || p_ended || ' in this phase'
-                              else 'the execution ended ' || p_ended || ' during the call; nobody knows whether it took effect' end,
-         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
-    from gone where a.id = gone.activity_id and a.status = 'running';
-end $$;
-
-create or replace function lanekeeper.agent_activity_late() returns trigger language plpgsql as $$
-begin
-  insert into agent_activity_uncounted values (new.id) on conflict do nothing;
-  return null;
-end $$;
-
-create or replace function lanekeeper.agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
-  select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
-$$;
-comment on function lanekeeper.agent_count_key is 'A text that fits into an index. A model may call its tools what it likes.';
-
-create or replace function lanekeeper.agent_count_tokens(p_text text) returns bigint language sql immutable parallel safe as $$
-  select case when p_text ~ '^-?[0-9]{1,12}$' then p_text::bigint else 0 end
-$$;
-comment on function lanekeeper.agent_count_tokens is
-  'A number of tokens; 0 when it is none, so that a bad row does not stop the count of others.';
-
-create or replace function lanekeeper.agent_duration_bucket(p_ms bigint) returns int language sql immutable parallel safe as $$
-  select case when p_ms < 1 then -1 else floor(ln(p_ms::float8) / ln(1.05::float8))::int end
-$$;
-
-create or replace function lanekeeper.count_agent_activity(
-  p_most int default 20000, p_lag interval default '20 seconds', out counted int, out more boolean)
-language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_custom_plan as $$
-declare
-  s agent_activity_counted;
-  -- From when the transaction began: that is before it has an xid, whatever was done in it.
-  horizon uuid := lanekeeper.agent_uuid7_floor(now() - p_lag);
-  bound uuid;
-  seen int;
-  furthest uuid;
-begin
-  if not coalesce(p_most > 0 and p_lag > interval '0', false) then
-    raise exception 'a pass counts at least one row, and lags behind the clock' using errcode = '22023';
-  end if;
-  counted := 0;
-  more := false;
-  -- Idle is the common case, and costs no write.
-  select x.* into s from agent_activity_counted x;
-  if s.candidate is null and not exists (select from agent_activity a where a.id >= s.counted_upto and a.id < horizon)
-     and not exists (select from agent_activity_uncounted u
-                      where u.activity_id < s.counted_upto
-                        and not exists (select from agent_activity_open o where o.activity_id = u.activity_id)) then
-    return;
-  end if;
-  select x.* into s from agent_activity_counted x for update skip locked;
-  if not found then
-    return;
-  end if;
-  bound := s.counted_upto;
-  if s.candidate_xid >= pg_snapshot_xmax(pg_current_snapshot()) then
-    s.candidate := null;                    -- of another server: the database was restored from a dump
-  elsif s.candidate_xid <= pg_snapshot_xmin(pg_current_snapshot()) then
-    select a.id into bound from agent_activity a
-     where a.id >= s.counted_upto and a.id < s.candidate order by a.id offset p_most limit 1;
-    bound := coalesce(bound, s.candidate);
-  end if;
-  with fresh as materialized (
-    select m.* from agent_activity_measured m
-     where m.id >= s.counted_upto and m.id < bound
-       and not exists (select from agent_activity_uncounted u where u.activity_id = m.id)),
-  looked as materialized (
-    select u.activity_id from agent_activity_uncounted u
-     where u.activity_id < s.counted_upto and u.activity_id > s.looked
-       and not exists (select from agent_activity_open o where o.activity_id = u.activity_id)
-     order by u.activity_id limit p_most),
-  found as materialized (
-    select l.activity_id, m.* from looked l left join agent_activity_measured m on m.id = l.activity_id),
-  settled as (
-    delete from agent_activity_uncounted u using found f
-     where u.activity_id = f.activity_id and f.status is distinct from 'running'),   -- ended, or gone
-  postponed as (
-    insert into agent_activity_uncounted select f.id from fresh f where f.status = 'running' on conflict do nothing),
-  ended as materialized (
-    select f.* from fresh f where f.status <> 'running'
-    union all
-    select f.id, f.skill_name, f.created_at, f.status, f.hour, f.kind, f.skill, f.surface, f.model, f.telling, f.prompt_tokens, f.completion_tokens,
-           f.tokens, f.cost_usd, f.duration_ms, f.trace_id, f.led_to, f.unknown_tokens, f.unknown_usd
-      from found f where f.status <> 'running'),
-  hours as materialized (
-    select e.hour, e.kind, e.skill, e.surface, e.model, count(*) as calls, count(*) filter (where e.status = 'success') as successes,
-           count(*) filter (where e.status = 'error') as errors, count(*) filter (where e.status = 'pending_approval') as pending_approval,
-           count(*) filter (where e.status = 'skipped') as skipped, count(*) filter (where e.status = 'unknown') as unknown,
-           count(*) filter (where e.telling) as worked, count(*) filter (where e.telling and e.status = 'error') as failed,
-           sum(e.prompt_tokens) as prompt_tokens, sum(e.completion_tokens) as completion_tokens, sum(e.tokens) as tokens,
-           sum(e.cost_usd) as cost_usd, coalesce(sum(e.duration_ms), 0) as duration_ms,
-           coalesce(max(lanekeeper.agent_slowest_key(e.duration_ms, e.trace_id) collate "C") filter (where e.telling), '') as slowest,
-           sum(e.unknown_tokens) as unknown_tokens, sum(e.unknown_usd) as unknown_usd
-      from ended e group by 1, 2, 3, 4, 5
-    union all
-    -- What model calls cost, once more, by the skills that they led to.
-    select e.hour, 'charge', c.skill, e.surface, e.model, sum(c.calls), 0, 0, 0, 0, 0, 0, 0, sum(c.prompt_tokens), sum(c.completion_tokens),
-           sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd)
-      from ended e
-     cross join lateral lanekeeper.agent_charges(e.led_to, e.prompt_tokens, e.completion_tokens, e.tokens, e.cost_usd, e.unknown_tokens, e.unknown_usd) c
-     where e.kind = 'model' group by 1, 2, 3, 4, 5),
-  added as (
-    insert into agent_activity_counts as c
-           (span, start, kind, skill, surface, model, calls, successes, errors, pending_approval, skipped, unknown, worked, failed,
-            prompt_tokens, completion_tokens, tokens, cost_usd, duration_ms, slowest, unknown_tokens, unknown_usd)
-    select 'hour', h.* from hours h
-    union all
-    select 'day', date_trunc('day', h.hour at time zone 'UTC') at time zone 'UTC', h.kind, h.skill, h.surface, h.model, sum(h.calls),
-           sum(h.successes), sum(h.errors), sum(h.pending_approval), sum(h.skipped), sum(h.unknown), sum(h.worked), sum(h.failed),
-           sum(h.prompt_tokens), sum(h.completion_tokens), sum(h.tokens), sum(h.cost_usd), sum(h.duration_ms),
-           max(h.slowest collate "C"), sum(h.unknown_tokens), sum(h.unknown_usd)
-      from hours h group by 2, 3, 4, 5, 6
-    on conflict (span, start, kind, skill, surface, model) do update
-       set calls = c.calls + excluded.calls, successes = c.successes + excluded.successes, errors = c.errors + excluded.errors,
-           pending_approval = c.pending_approval + excluded.pending_approval, skipped = c.skipped + excluded.skipped,
-           unknown = c.unknown + excluded.unknown, worked = c.worked + excluded.worked, failed = c.failed + excluded.failed,
-           prompt_tokens = c.prompt_tokens + excluded.prompt_tokens,
-           completion_tokens = c.completion_tokens + excluded.completion_tokens, tokens = c.tokens + excluded.tokens,
-           cost_usd = c.cost_usd + excluded.cost_usd, duration_ms = c.duration_ms + excluded.duration_ms,
-           slowest = greatest(c.slowest collate "C", excluded.slowest collate "C"),
-           unknown_tokens = c.unknown_tokens + excluded.unknown_tokens, unknown_usd = c.unknown_usd + excluded.unknown_usd),
-  lasted as (
-    insert into agent_activity_durations as d (day, skill, bucket, calls)
-    select (e.hour at time zone 'UTC')::date, e.skill, lanekeeper.agent_duration_bucket(e.duration_ms), count(*)
-      from ended e where e.telling and e.duration_ms is not null group by 1, 2, 3
-    on conflict (day, skill, bucket) do update set calls = d.calls + excluded.calls)
-  select (select count(*) from ended), (select count(*) from looked), (select max(l.activity_id::text collate "C")::uuid from looked l)
-    into counted, seen, furthest;
-  more := bound < s.candidate and bound > s.counted_upto or seen = p_most;
-  if bound = s.candidate then
-    s.candidate := null;
-  end if;
-  if s.candidate is null and exists (select from agent_activity a where a.id >= bound and a.id < horizon) then
-    s.candidate := horizon;
-    s.candidate_xid := pg_current_xact_id();
-  end if;
-  update agent_activity_counted
-     set counted_upto = bound, candidate = s.candidate,
-         candidate_xid = case when s.candidate is not null then s.candidate_xid end,
-         looked = case when seen = p_most then furthest else '00000000-0000-0000-0000-000000000000' end;
-end $$;
-comment on function lanekeeper.count_agent_activity is
-  'Count at most p_most rows of the log, and as many that are counted by themselves; more says that others can '
-  'be counted at once. Does nothing while another pass is at work. p_lag is not below the 5 seconds of the '
-  'trigger agent_activity_late.';
-
-create or replace function lanekeeper.uncounted_agent_activity(p_most int)
-returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
-               prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint, beyond boolean)
-language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
-  -- Ids from counted_upto on are all rows of the log from there on; below it they are listed one by one.
-  with counted as materialized (
-    select c.counted_upto from agent_activity_counted c),
-  fresh as materialized (
-    select m.* from agent_activity_measured m
-     where m.id >= (select c.counted_upto from counted c) order by m.id limit p_most + 1),
-  late as materialized (
-    select m.*
-      from (select u.activity_id from agent_activity_uncounted u
-             where u.activity_id < (select c.counted_upto from counted c) order by u.activity_id limit p_most + 1) u
-      join agent_activity_measured m on m.id = u.activity_id),
-  left_out as materialized (
-    select min(x.id::text collate "C")::uuid as id
-      from ((select f.id from fresh f order by f.id offset p_most) union all (select l.id from late l order by l.id offset p_most)) x)
-  select r.id, r.status, r.hour, r.kind, r.skill, r.surface, r.model, r.telling, r.prompt_tokens, r.completion_tokens, r.tokens,
-         r.cost_usd, r.duration_ms, coalesce(r.id >= o.id, false)
-    from (select f.* from fresh f union all select l.* from late l) r cross join left_out o
-$$;
-comment on function lanekeeper.uncounted_agent_activity is
-  'What the counts lack, in the snapshot of who asks: at most p_most of the newest rows and as many of those '
-  'counted by themselves. When there are more, those that are beyond the first that is left out are marked: '
-  'sums are complete up to there.';
-
--- agent_skill_health without the log: it read every call of seven days, which took a minute at 10,000,000 rows. Skills that are called
--- seldom are still read, so what is asked about a few calls is answered as ever; of the others it adds up what is counted.
-
-create or replace function lanekeeper.agent_bucket_duration(p_bucket int) returns float8 language sql immutable parallel safe as $$
-  select case when p_bucket < 0 then 0 else power(1.05::float8, p_bucket + 0.5::float8) end
-$$;
-comment on function lanekeeper.agent_bucket_duration is 'The middle of a bucket of agent_activity_durations, in milliseconds.';
-
-create or replace function lanekeeper.agent_skill_figures(p_read int default 10000)
-returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8)
-language sql stable security definer set search_path from current as $$
-  select f.skill, f.calls, f.failed, f.streak, f.p50_ms, f.p95_ms from lanekeeper.agent_skill_figures_since(clock_timestamp() - interval '7 days', p_read) f
-$$;
-comment on function lanekeeper.agent_skill_figures is
-  'The last 7 days of each skill that was called. Skills are read call by call as long as those that are called '
-  'least have p_read rows of the log together; beyond, they are added up of what is counted, and p50 and p95 '
-  'are right to 2.5 per cent, over whole days (UTC).';
-
--- The months of the activity log begin and end in UTC, whatever the time zone of the session. They were reckoned from the first of this month back
--- by a month of the session, so that where clocks change, or stand behind UTC, a month began an hour or some days before or after the last one
--- ended: another could not be attached, and in the end no row was taken. What is missing is found now by what is there, not by name.
-
-create or replace function lanekeeper.cover_agent_activity(p_at timestamptz, p_months int) returns int
+-- The months begin and end in UTC, whatever the time zone of the session. Missing ones are found by the ranges of the
+-- partitions, not by their names.
+create or replace function lanekeeper.ensure_agent_activity_partitions(
+  p_months int default 3, p_at timestamptz default clock_timestamp()) returns int
 language plpgsql volatile as $$
 declare
   piece record;
@@ -531,16 +304,204 @@ begin
       exit when to_regclass(name) is null;
       name := piece.name || '_' || i;
     end loop;
-    -- Made beside the table and then attached: `partition of` would wait for every reader of the log, and hold up every writer
-    -- meanwhile.
+    -- Made first and then attached: `partition of` would wait for every reader of the log, and hold up every writer.
     execute format('create table %I (like agent_activity including all) with (fillfactor = 80)', name);
     execute format('alter table agent_activity attach partition %I for values from (%L) to (%L)', name, piece.lower_id, piece.upper_id);
     n := n + 1;
   end loop;
   return n;
 end $$;
-comment on function lanekeeper.cover_agent_activity is
-  'Make the partitions of the activity log that are missing from the month before p_at to p_months after it.';
+comment on function lanekeeper.ensure_agent_activity_partitions is
+  'Make the monthly partitions that are missing, from the month before p_at to p_months after it. Many may call it at '
+  'once.';
+
+create or replace function lanekeeper.recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
+language plpgsql volatile as $$
+begin
+  perform lanekeeper.settle_agent_budget(p_execution_id, r.step)
+     from (select x.step from agent_budget_reservations x
+            where x.execution_id = p_execution_id and (x.claim < p_claim) is not false order by x.step) r;
+  with gone as (
+    delete from agent_activity_open o
+     where o.execution_id = p_execution_id and o.kind in ('call', 'model') and o.claim < p_claim
+    returning o.activity_id)
+  update agent_activity a
+     set status = 'unknown', finished_at = clock_timestamp(), error_class = 'interrupted',
+         error_message = 'the process was lost during the call; nobody knows whether it took effect',
+         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
+    from gone where a.id = gone.activity_id and a.status = 'running';
+  update agent_activity_open o set claim = p_claim where o.execution_id = p_execution_id and o.claim < p_claim;
+end $$;
+comment on function lanekeeper.recover_agent_activity is
+  'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases stay '
+  'open: the next claim goes on with them.';
+
+create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void
+language plpgsql volatile as $$
+begin
+  if not exists (select from agent_activity_open o where o.execution_id = p_execution_id) then
+    return;                                                  -- the rule, and cheaper than to look through the months of the log
+  end if;
+  with gone as (
+    delete from agent_activity_open o where o.execution_id = p_execution_id returning o.activity_id, o.kind)
+  update agent_activity a
+     set status = case when gone.kind = 'phase' then 'error' else 'unknown' end,
+         finished_at = clock_timestamp(), error_class = p_ended,
+         error_message = case when gone.kind = 'phase' then 'the execution ended ' || p_ended || ' in this phase'
+                              else 'the execution ended ' || p_ended || ' during the call; nobody knows whether it took effect' end,
+         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
+    from gone where a.id = gone.activity_id and a.status = 'running';
+end $$;
+comment on function lanekeeper.close_agent_activity is
+  'Close what is still open in the log of an execution that ended.';
+
+create or replace function lanekeeper.agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
+  select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
+$$;
+comment on function lanekeeper.agent_count_key is
+  'A text that fits into an index. A model may call its tools what it likes.';
+
+create or replace function lanekeeper.agent_charges(
+  p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
+returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric,
+               unknown_tokens bigint, unknown_usd numeric)
+language sql immutable parallel safe as $$
+  select '', 1::bigint, p_prompt, p_completion, p_tokens, p_cost, p_unknown, p_unknown_usd
+   where p_led_to = '{}' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
+  union all
+  select c.skill, (c.place = 1)::int::bigint,
+         (div(p_prompt * c.upto, c.total) - div(p_prompt * (c.upto - c.n), c.total))::bigint,
+         (div(p_completion * c.upto, c.total) - div(p_completion * (c.upto - c.n), c.total))::bigint,
+         (div(p_tokens * c.upto, c.total) - div(p_tokens * (c.upto - c.n), c.total))::bigint,
+         round(p_cost * c.upto / c.total, 6) - round(p_cost * (c.upto - c.n) / c.total, 6),
+         (div(p_unknown * c.upto, c.total) - div(p_unknown * (c.upto - c.n), c.total))::bigint,
+         case when c.upto < c.total then round(p_unknown_usd * c.upto / c.total, 6) else p_unknown_usd end
+           - case when c.upto > c.n then round(p_unknown_usd * (c.upto - c.n) / c.total, 6) else 0 end
+    from (select l.skill, l.n, sum(l.n) over (order by l.skill collate "C") as upto, sum(l.n) over () as total,
+                 row_number() over (order by l.n desc, l.skill collate "C") as place
+            from (select k.key as skill, least((k.value #>> '{}')::numeric, 1e6) as n
+                    from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k where jsonb_typeof(k.value) = 'number') l
+           where l.n > 0) c
+$$;
+comment on function lanekeeper.agent_charges is
+  'What a model call is charged to: the skills that it led to, each with its share, or none. The shares add up to the '
+  'whole.';
+
+create or replace function lanekeeper.read_agent_activity_tail(p_most int)
+returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
+               prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint, led_to jsonb,
+               unknown_tokens bigint, unknown_usd numeric, slowest text, bucket int, beyond boolean)
+language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
+  -- Ids from counted_upto on are all rows of the log from there on; below it they are listed one by one.
+  with counted as materialized (
+    select c.counted_upto from agent_activity_counted c),
+  fresh as materialized (
+    select m.* from agent_activity_measured m
+     where m.id >= (select c.counted_upto from counted c) order by m.id limit p_most + 1),
+  late as materialized (
+    select m.*
+      from (select u.activity_id from agent_activity_uncounted u
+             where u.activity_id < (select c.counted_upto from counted c) order by u.activity_id limit p_most + 1) u
+      join agent_activity_measured m on m.id = u.activity_id),
+  left_out as materialized (
+    select min(x.id::text collate "C")::uuid as id
+      from ((select f.id from fresh f order by f.id offset p_most) union all (select l.id from late l order by l.id offset p_most)) x)
+  select r.id, r.status, r.hour, r.kind, r.skill, r.surface, r.model, r.telling, r.prompt_tokens, r.completion_tokens, r.tokens,
+         r.cost_usd, r.duration_ms, r.led_to, r.unknown_tokens, r.unknown_usd, r.slowest, r.bucket, coalesce(r.id >= o.id, false)
+    from (select f.* from fresh f union all select l.* from late l) r cross join left_out o
+$$;
+comment on function lanekeeper.read_agent_activity_tail is
+  'The rows of the log that the counts lack, in the snapshot of the caller: at most p_most of the newest, and as many '
+  'listed one by one. beyond marks rows after the first that is left out: sums are complete up to there.';
+
+create or replace function lanekeeper.agent_skill_durations(p_since timestamptz, p_skills text[])
+returns table (skill text, p50_ms float8, p95_ms float8)
+language sql stable set enable_seqscan = off set jit = off as $$
+  with ladder as (
+    select y.skill, case when y.bucket < 0 then 0 else power(1.05::float8, y.bucket + 0.5::float8) end as ms,    -- the middle of a bucket
+           sum(sum(y.calls)) over (partition by y.skill order by y.bucket) as upto, sum(sum(y.calls)) over (partition by y.skill) - 1 as last
+      from (select d.skill, d.bucket, d.calls from agent_activity_durations d
+             where d.day >= (p_since at time zone 'UTC')::date and d.skill = any (p_skills)
+            union all
+            select u.skill, u.bucket, 1 from lanekeeper.read_agent_activity_tail(2000000000) u
+             where cardinality(p_skills) > 0 and u.skill = any (p_skills) and u.telling and u.bucket is not null
+               and (u.hour at time zone 'UTC')::date >= (p_since at time zone 'UTC')::date) y
+     group by y.skill, y.bucket),
+  ranks as (                                                                     -- as percentile_cont: between two neighbours
+    select l.skill, p.share, (p.share * l.last - floor(p.share * l.last))::float8 as part,
+           min(l.ms) filter (where l.upto > floor(p.share * l.last)) as low, min(l.ms) filter (where l.upto > ceil(p.share * l.last)) as high
+      from ladder l cross join (values (0.5), (0.95)) p (share) group by l.skill, l.last, p.share)
+  select r.skill, max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.5),
+         max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.95)
+    from ranks r group by r.skill
+$$;
+comment on function lanekeeper.agent_skill_durations is
+  'The 50th and 95th percentile of how long calls of skills took since the day (UTC) of a moment, right to 2.5 per '
+  'cent.';
+
+create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
+returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
+language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
+  with began as materialized (
+    -- From hour and day on, whole ones are added up. The first hour may begin before p_since.
+    select n.since, n.hour, lanekeeper.agent_uuid7_floor(n.since) as since_id, lanekeeper.agent_uuid7_floor(n.hour) as hour_id,
+           (date_trunc('day', (n.hour - interval '1 microsecond') at time zone 'UTC') + interval '1 day') at time zone 'UTC' as day
+      from (select x.since, date_trunc('hour', x.since at time zone 'UTC') at time zone 'UTC' as hour
+              from (select greatest(p_since, 'epoch') as since) x) n),
+  sums as materialized (
+    select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed, max(x.slowest collate "C") as slowest
+      from (select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
+             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge')
+            union all
+            select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
+             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge')
+            union all
+            select u.skill, 1, u.telling::int, (u.telling and u.status = 'error')::int, u.slowest from lanekeeper.read_agent_activity_tail(2000000000) u
+             where u.kind <> 'model' and u.hour >= (select b.hour from began b)) x
+     group by x.skill),
+  ranked as materialized (
+    select s.name, s.enabled_at, u.worked, u.failed, u.slowest, sum(u.calls) over (order by u.calls, s.name) <= p_read as few
+      from sums u join agent_skills s on s.name = u.skill),
+  -- Of few calls: the rows.
+  little as (
+    select r.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, x.slowest
+      from ranked r
+     cross join began b
+     cross join lateral (
+           select count(*) as calls, count(*) filter (where c.status = 'error') as failed,
+                  count(*) filter (where c.status = 'error' and c.created_at > greatest(c.last_ok, r.enabled_at)) as streak,
+                  percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
+                  percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms, max(c.slowest collate "C") as slowest
+             from (select m.status, m.created_at, m.duration_ms, m.slowest, max(m.created_at) filter (where m.status = 'success') over () as last_ok
+                     from agent_activity_measured m
+                    where m.skill_name = r.name and m.telling and m.id >= b.since_id and m.created_at >= b.since) c) x
+     where r.few),
+  -- Of many: the counts, without the part of the first hour before p_since. A streak is read back to the last success.
+  many as materialized (
+    select r.name, r.worked - e.worked as worked, r.failed - e.failed as failed, k.streak, r.slowest
+      from (select r.*, b.*, greatest(b.since_id, lanekeeper.agent_uuid7_floor(r.enabled_at)) as live_id from ranked r cross join began b where not r.few) r
+     cross join lateral (
+           select count(*) as worked, count(*) filter (where c.status = 'error') as failed from agent_skill_calls c
+            where c.skill_name = r.name and c.id >= r.hour_id and c.id < r.since_id) e
+      left join lateral (
+           select c.id from agent_skill_calls c
+            where c.skill_name between r.name and r.name and c.status = 'success' and c.id >= r.live_id and r.failed > e.failed
+            order by c.skill_name desc, c.id desc limit 1) ok on true
+     cross join lateral (
+           select count(*) as streak from agent_skill_calls c
+            where c.skill_name = r.name and c.status = 'error' and c.id >= coalesce(ok.id, r.live_id) and r.failed > e.failed
+              and c.created_at >= r.since and c.created_at > r.enabled_at) k)
+  select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint, substr(x.slowest, 14)
+    from (select l.* from little l
+          union all
+          select m.name, m.worked, m.failed, m.streak, d.p50_ms, d.p95_ms, m.slowest
+            from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x
+$$;
+comment on function lanekeeper.read_agent_skill_figures is
+  'How each skill that was called fared since a moment: calls that count, failures, failures in a row up to now, '
+  'durations, the slowest call. Skills are read call by call as long as those that are called least have p_read rows '
+  'of the log together. Beyond, counts are added up, and p50 and p95 are right to 2.5 per cent, over whole days '
+  '(UTC). Before the hour counts that are kept (35 days), it begins at the next midnight (UTC).';
 
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
 language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
@@ -583,246 +544,16 @@ comment on function record_stale_agent_write is
   'Each of the first five of a lock has a row, and the fifth counts the rest. False: unknown execution. LK001 rolls '
   'its transaction back, so call this in the next one. p_output is kept as it is: leave secrets out.';
 
-create or replace function lanekeeper.agent_slowest_key(p_ms bigint, p_trace_id text) returns text language sql immutable parallel safe as $$
-  select lpad(greatest(0, least(p_ms, 1000000000000))::text, 13, '0') || left(p_trace_id, 300)
-$$;
-comment on function lanekeeper.agent_slowest_key is
-  'A duration and a trace as text whose greatest, in the collation "C", is the slowest.';
-
-create or replace function lanekeeper.agent_charges(p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
-returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, unknown_tokens bigint, unknown_usd numeric)
-language sql immutable parallel safe as $$
-  select '', 1::bigint, p_prompt, p_completion, p_tokens, p_cost, p_unknown, p_unknown_usd where p_led_to = '{}' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
-  union all
-  select lanekeeper.agent_count_key(c.skill), (c.place = 1)::int::bigint, (div(p_prompt * c.upto, c.total) - div(p_prompt * (c.upto - c.n), c.total))::bigint,
-         (div(p_completion * c.upto, c.total) - div(p_completion * (c.upto - c.n), c.total))::bigint,
-         (div(p_tokens * c.upto, c.total) - div(p_tokens * (c.upto - c.n), c.total))::bigint,
-         round(p_cost * c.upto / c.total, 6) - round(p_cost * (c.upto - c.n) / c.total, 6),
-         (div(p_unknown * c.upto, c.total) - div(p_unknown * (c.upto - c.n), c.total))::bigint,
-         case when c.upto < c.total then round(p_unknown_usd * c.upto / c.total, 6) else p_unknown_usd end
-           - case when c.upto > c.n then round(p_unknown_usd * (c.upto - c.n) / c.total, 6) else 0 end
-    from (select l.skill, l.n, sum(l.n) over (order by l.skill collate "C") as upto, sum(l.n) over () as total,
-                 row_number() over (order by l.n desc, l.skill collate "C") as place
-            from (select k.key as skill, least((k.value #>> '{}')::numeric, 1e6) as n
-                    from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k where jsonb_typeof(k.value) = 'number') l
-           where l.n > 0) c
-$$;
-comment on function lanekeeper.agent_charges is
-  'What a model call is charged to: the skills that it led to, each with its share, or none. The shares add up '
-  'to the whole.';
-
-create or replace function lanekeeper.uncounted_agent_charges(p_most int)
-returns table (id uuid, hour timestamptz, skill text, surface text, model text, calls bigint, prompt_tokens bigint, completion_tokens bigint,
-               tokens bigint, cost_usd numeric, unknown_tokens bigint, unknown_usd numeric, beyond boolean)
-language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
-  select u.id, u.hour, c.skill, u.surface, u.model, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens,
-         c.unknown_usd, u.beyond
-    from lanekeeper.uncounted_agent_activity(p_most) u
-    join agent_activity_measured m on m.id = u.id
-   cross join lateral lanekeeper.agent_charges(m.led_to, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd) c
-   where u.kind = 'model'
-$$;
-comment on function lanekeeper.uncounted_agent_charges is
-  'What the counts lack of what model calls are charged to; arguments and beyond as in '
-  'uncounted_agent_activity.';
-
-create or replace function lanekeeper.agent_skill_figures_since(p_since timestamptz, p_read int default 10000)
-returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
-language sql stable set enable_seqscan = off set jit = off as $$
-  with began as materialized (
-    -- hour and day: from when on whole ones are added up. The first hour began before the time did that is asked for.
-    select n.since, n.hour, (date_trunc('day', (n.hour - interval '1 microsecond') at time zone 'UTC') + interval '1 day') at time zone 'UTC' as day
-      from (select x.since, date_trunc('hour', x.since at time zone 'UTC') at time zone 'UTC' as hour
-              from (select greatest(p_since, 'epoch') as since) x) n),
-  tail as materialized (
-    select u.id, u.skill, u.hour, u.telling, u.status, u.duration_ms from lanekeeper.uncounted_agent_activity(2000000000) u
-     where u.kind <> 'model' and (u.hour at time zone 'UTC')::date >= (select (b.since at time zone 'UTC')::date from began b)),
-  sums as materialized (
-    select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed
-      from (select c.skill, c.calls, c.worked, c.failed from agent_activity_counts c
-             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge')
-            union all
-            select c.skill, c.calls, c.worked, c.failed from agent_activity_counts c
-             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge')
-            union all
-            select t.skill, 1, t.telling::int, (t.telling and t.status = 'error')::int from tail t
-             where t.hour >= (select b.hour from began b)) x
-     group by x.skill),
-  ranked as materialized (
-    select s.name, s.enabled_at, u.calls, u.worked, u.failed, sum(u.calls) over (order by u.calls, s.name) <= p_read as few
-      from sums u join agent_skills s on s.name = u.skill),
-  -- Of few calls: the rows.
-  little as (
-    select r.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, x.slowest
-      from ranked r
-     cross join lateral (
-           select count(*) as calls, count(*) filter (where c.status = 'error') as failed,
-                  count(*) filter (where c.status = 'error' and c.created_at > greatest(c.last_ok, r.enabled_at)) as streak,
-                  percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
-                  percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms,
-                  max(lanekeeper.agent_slowest_key(c.duration_ms, c.trace_id) collate "C") as slowest
-             from (select k.status, k.created_at, k.duration_ms, k.trace_id, max(k.created_at) filter (where k.status = 'success') over () as last_ok
-                     from agent_skill_calls k
-                    where k.skill_name = r.name and k.id >= (select lanekeeper.agent_uuid7_floor(b.since) from began b)
-                      and k.created_at >= (select b.since from began b)) c) x
-     where r.few),
-  -- Of many: what is counted, without what came in the first hour before the time that is asked for.
-  many as materialized (
-    select r.name, r.enabled_at, r.worked - e.worked as worked, r.failed - e.failed as failed
-      from ranked r
-     cross join lateral (
-           select count(*) as worked, count(*) filter (where k.status = 'error') as failed from agent_skill_calls k
-            where k.skill_name = r.name and k.id >= (select lanekeeper.agent_uuid7_floor(b.hour) from began b)
-              and k.id < (select lanekeeper.agent_uuid7_floor(b.since) from began b)) e
-     where not r.few),
-  -- A streak begins in the last hour that has a success, in that of the beginning, or in that in which the skill was enabled.
-  streaks as materialized (
-    select m.name, m.enabled_at, greatest(ok.hour, live.hour, date_trunc('hour', greatest(b.since, m.enabled_at) at time zone 'UTC') at time zone 'UTC') as hour
-      from many m
-     cross join began b
-      left join lateral (
-           select c.start as hour from agent_activity_counts c
-            where c.skill = m.name and c.span = 'hour' and c.start >= b.hour and c.kind = 'call' and c.worked > c.failed
-            order by c.start desc limit 1) ok on true
-      left join lateral (
-           select max(t.hour) as hour from tail t where t.skill = m.name and t.hour >= b.hour and t.telling and t.status = 'success') live on true
-     where m.failed > 0),
-  failures as (
-    select s.name, later.failed + live.failed + within.failed as failed
-      from streaks s
-     cross join lateral (
-           select coalesce(sum(c.failed), 0)::bigint as failed from agent_activity_counts c
-            where c.skill = s.name and c.span = 'hour' and c.start > s.hour and c.kind = 'call') later
-     cross join lateral (
-           select count(*) as failed from tail t where t.skill = s.name and t.hour > s.hour and t.telling and t.status = 'error') live
-      left join lateral (
-           select k.id from agent_skill_calls k
-            where k.skill_name between s.name and s.name and k.status = 'success'
-              and k.id >= lanekeeper.agent_uuid7_floor(s.hour) and k.id < lanekeeper.agent_uuid7_floor(s.hour + interval '1 hour')
-            order by k.skill_name desc, k.id desc limit 1) ok on true
-     cross join lateral (
-           select count(*) as failed from agent_skill_calls k
-            where k.skill_name = s.name and k.status = 'error' and k.id >= coalesce(ok.id, lanekeeper.agent_uuid7_floor(s.hour))
-              and k.id < lanekeeper.agent_uuid7_floor(s.hour + interval '1 hour')
-              and k.created_at > s.enabled_at and k.created_at >= (select b.since from began b)) within),
-  slowest as (
-    select x.skill, max(x.slowest collate "C") as slowest
-      from (select c.skill, c.slowest from agent_activity_counts c
-             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind = 'call'
-            union all
-            select c.skill, c.slowest from agent_activity_counts c
-             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind = 'call'
-            union all
-            select t.skill, lanekeeper.agent_slowest_key(t.duration_ms, a.trace_id)
-              from (select t.*, row_number() over (partition by t.skill order by t.duration_ms desc) as place
-                      from tail t where t.telling and t.duration_ms is not null) t
-              join agent_activity a on a.id = t.id
-             where t.place = 1) x
-     where x.skill in (select m.name from many m) group by x.skill),
-  lasted as (
-    select y.skill, y.bucket, sum(y.calls) as calls
-      from (select d.skill, d.bucket, d.calls from agent_activity_durations d
-             where d.day >= (select (b.since at time zone 'UTC')::date from began b) and d.skill in (select m.name from many m)
-            union all
-            select t.skill, lanekeeper.agent_duration_bucket(t.duration_ms), 1 from tail t
-             where t.telling and t.duration_ms is not null and t.skill in (select m.name from many m)) y
-     group by y.skill, y.bucket),
-  ladder as (
-    select l.skill, l.bucket, sum(l.calls) over (partition by l.skill order by l.bucket)::float8 as upto,
-           sum(l.calls) over (partition by l.skill)::float8 - 1 as last
-      from lasted l),
-  steps as (
-    select l.skill, 0.5 * l.last as half, 0.95 * l.last as most,
-           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.5 * l.last))) as half_low,
-           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.5 * l.last))) as half_high,
-           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > floor(0.95 * l.last))) as most_low,
-           lanekeeper.agent_bucket_duration(min(l.bucket) filter (where l.upto > ceil(0.95 * l.last))) as most_high
-      from ladder l group by l.skill, l.last)
-  select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint, substr(x.slowest, 14)
-    from (select l.* from little l
-          union all
-          select m.name, m.worked, m.failed, coalesce(f.failed, 0),
-                 s.half_low + (s.half_high - s.half_low) * (s.half - floor(s.half)), s.most_low + (s.most_high - s.most_low) * (s.most - floor(s.most)),
-                 w.slowest
-            from many m left join failures f on f.name = m.name left join steps s on s.skill = m.name left join slowest w on w.skill = m.name) x
-$$;
-comment on function lanekeeper.agent_skill_figures_since is
-  'What agent_skill_figures says, since a moment: calls, failures, failures in a row up to now, durations. '
-  'Before the hour counts that are kept (35 days), it begins at the next midnight (UTC).';
-
-create or replace function lanekeeper.agent_slowest_skills_since(p_since timestamptz)
-returns table (skill text, calls bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
-language sql stable security definer set search_path from current as $$
-  select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
-    from lanekeeper.agent_skill_figures_since(p_since) f where f.p95_ms is not null order by f.p95_ms desc, f.skill
-$$;
-comment on function lanekeeper.agent_slowest_skills_since is
-  'How long the calls of each skill take, since a moment, the slowest first: of the skills there are, the calls '
-  'that agent_skill_calls has. Where there are very many, p50 and p95 are right to 2.5 per cent, over whole '
-  'days (UTC).';
-
-create or replace function lanekeeper.agent_failing_skills_since(p_since timestamptz)
-returns table (skill text, calls bigint, errors bigint, rate float8, streak bigint, p50_ms float8, p95_ms float8, last_error text, last_error_class text,
-               last_failed_at timestamptz, last_trace_id text, state text)
-language sql stable security definer set search_path from current as $$
-  with failed as materialized (
-    select f.* from lanekeeper.agent_skill_figures_since(p_since) f where f.failed > 0),
-  health as materialized (
-    select h.skill, h.streak, h.state from agent_skill_health h where h.skill in (select f.skill from failed f)),
-  -- The hour of the last failure: of the counts, or of what is not counted yet.
-  tail as materialized (
-    select u.skill, max(u.hour) as hour from lanekeeper.uncounted_agent_activity(2000000000) u where u.telling and u.status = 'error' group by u.skill)
-  select f.skill, f.calls, f.failed, f.failed::float8 / f.calls, coalesce(h.streak, 0), coalesce(f.p50_ms, 0), coalesce(f.p95_ms, 0),
-         coalesce(l.error_message, ''), l.error_class, l.created_at, l.trace_id, h.state
-    from failed f
-    left join health h on h.skill = f.skill
-    left join tail t on t.skill = f.skill
-    left join lateral (
-         select c.start as hour from agent_activity_counts c
-          where c.skill = f.skill and c.span = 'hour' and c.kind = 'call' and c.failed > 0 order by c.start desc limit 1) c on true
-    left join lateral (
-         select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
-          where k.skill_name between f.skill and f.skill and k.status = 'error' and k.id >= lanekeeper.agent_uuid7_floor(greatest(t.hour, c.hour))
-          order by k.skill_name desc, k.id desc limit 1) l on true
-   order by f.failed desc, f.skill
-$$;
-comment on function lanekeeper.agent_failing_skills_since is
-  'The skills that failed since a moment, those that failed most first: how often, why the last time, and what '
-  'agent_skill_health says of them now (streak, state).';
-
--- As before, and documents.
-create or replace function lanekeeper.agent_audit_object(p_input jsonb) returns text language sql immutable parallel safe as $$
-  select coalesce(string_agg(left(v.word || ' ' || v.name, 200), ', ' order by v.place), '')
-    from (values
-      (1, 'decision:', p_input ->> 'decision'), (2, 'approval', p_input ->> 'approval_id'), (3, 'skill', p_input ->> 'skill'),
-      (4, 'automation', p_input ->> 'automation'), (5, 'objective', p_input ->> 'objective'), (6, 'step', p_input ->> 'step'),
-      (7, 'conflict', p_input ->> 'conflict'), (8, 'event', p_input ->> 'event'),
-      (9, case when p_input ? 'category' then 'memory' else 'key' end, concat_ws(' / ', p_input ->> 'category', p_input ->> 'key')),
-      (10, 'lane', p_input ->> 'lane'), (11, 'execution', p_input ->> 'execution'), (12, 'flow', p_input ->> 'flow'),
-      (13, 'endpoint', p_input ->> 'endpoint'), (14, 'target', p_input ->> 'target'), (15, 'delivery', p_input ->> 'delivery_id'),
-      (16, 'message', p_input ->> 'webhook_id'), (17, 'thread', p_input ->> 'thread_id'), (18, 'access', p_input ->> 'access_id'),
-      (19, 'run', p_input ->> 'run'), (20, 'MCP server', p_input ->> 'server'), (21, 'tool', p_input ->> 'tool'),
-      (26, 'document', p_input ->> 'document'), (22, 'session', p_input ->> 'session'), (23, 'command', p_input ->> 'command'),
-      (24, 'rows:', coalesce(p_input ->> 'kinds', p_input ->> 'keep')),
-      (25, 'changed:', case when jsonb_typeof(p_input -> 'changed') = 'array'
-                            then (select string_agg(c, ', ') from jsonb_array_elements_text(p_input -> 'changed') c) end)) v (place, word, name)
-   where v.name <> ''
-$$;
-comment on function lanekeeper.agent_audit_object is
-  'What an act was done to, from the input of its row: each thing with its kind.';
-
 create or replace function lanekeeper.record_agent_prompt(
-  p_execution_id uuid, p_claim bigint, p_step text, p_tools bytea, p_messages bytea[], p_options jsonb,
-  p_digests bytea[], p_bodies text[], p_truncated boolean[], out missing int, out problem text)
+  p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
+  p_amend boolean default false, out missing int, out problem text)
 language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 declare
   today constant date := (now() at time zone 'UTC')::date;
   parts constant bytea[] := array(select distinct p.digest from unnest(p_messages || p_tools) p (digest) where p.digest is not null);
-  call uuid := (select o.activity_id from agent_activity_open o
-                 where o.execution_id = p_execution_id and o.claim = p_claim and o.step = p_step);
 begin
   missing := 0;
-  if call is null then
+  if p_activity_id is null then
     problem := 'the model call has no open row';
     return;
   end if;
@@ -835,46 +566,22 @@ begin
   select n.digest, n.body, n.truncated, today from unnest(p_digests, p_bodies, p_truncated) n (digest, body, truncated)
    order by n.digest
   on conflict do nothing;
-  insert into agent_prompts (activity_id, tools, messages, options) values (call, p_tools, p_messages, p_options)
-  on conflict do nothing;
+  if p_amend then
+    update agent_prompts p set options = p_options, messages = coalesce(p_messages, p.messages) where p.activity_id = p_activity_id;
+  else
+    insert into agent_prompts (activity_id, tools, messages, options) values (p_activity_id, p_tools, p_messages, p_options)
+    on conflict do nothing;
+  end if;
   missing := cardinality(parts) - (select count(*) from agent_prompt_parts p where p.digest = any (parts));
 exception when others then
   missing := 0;
   problem := sqlerrm;
 end $$;
 comment on function lanekeeper.record_agent_prompt is
-  'Record the prompt of the model call that is open for a step, with the parts that may be new. It belongs into '
-  'the transaction that opened the call, and never fails it: problem says why nothing was recorded, missing how '
-  'many parts are not there.';
-
--- A prompt as it went out. What a server refuses is sent in another form, and the bound of an answer's tokens is granted after
--- the call's row was opened. So the end of a call amends what its beginning recorded.
-
-create or replace function lanekeeper.amend_agent_prompt(
-  p_activity_id uuid, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
-  out problem text)
-language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
-declare
-  today constant date := (now() at time zone 'UTC')::date;
-begin
-  if p_messages is not null then
-    update agent_prompt_parts p set used_on = today
-      from (select h.digest from agent_prompt_parts h
-             where h.digest = any (p_messages) and h.used_on < today order by h.digest for update) u
-     where p.digest = u.digest;
-    insert into agent_prompt_parts (digest, body, truncated, used_on)
-    select n.digest, n.body, n.truncated, today from unnest(p_digests, p_bodies, p_truncated) n (digest, body, truncated)
-     order by n.digest
-    on conflict do nothing;
-  end if;
-  update agent_prompts p set options = p_options, messages = coalesce(p_messages, p.messages)
-   where p.activity_id = p_activity_id;
-exception when others then
-  problem := sqlerrm;
-end $$;
-comment on function lanekeeper.amend_agent_prompt is
-  'Record how the prompt of a model call went out: its options, and its messages where they are not null. It '
-  'belongs into the transaction that ends the call, and never fails it: problem says why nothing was amended.';
+  'Record the prompt of a model call, with the parts that may be new, in the transaction that opens the call. '
+  'p_amend: record how it went out, in the transaction that ends the call: its options, and its messages where they '
+  'are not null. It never fails its transaction: problem says why nothing was recorded, missing how many parts are '
+  'not there.';
 
 create or replace function lanekeeper.agent_activity_fence() returns trigger language plpgsql as $$
 begin
@@ -886,6 +593,13 @@ comment on function lanekeeper.agent_activity_fence is
 
 create or replace trigger agent_activity_fence before insert on agent_activity
   for each row when (new.claim is not null) execute function lanekeeper.agent_activity_fence();
+
+create or replace function lanekeeper.agent_activity_late() returns trigger language plpgsql as $$
+begin
+  insert into agent_activity_uncounted values (new.id) on conflict do nothing;
+  return null;
+end $$;
+comment on function lanekeeper.agent_activity_late is 'List a row with an old id, which the count may have passed.';
 
 -- After the insert: by then its transaction has an xid. The comparison is all that an ordinary insert pays.
 create or replace trigger agent_activity_late after insert on agent_activity

@@ -158,10 +158,10 @@ begin
   update agent_activity a
      set cost_usd = a.cost_usd + r.cost_usd,
          token_usage = a.token_usage || jsonb_build_object(
-           'prompt_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens') + r.tokens - r.granted,
-           'completion_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens') + r.granted,
-           'total_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens') + r.tokens,
-           'unknown_tokens', lanekeeper.agent_count_tokens(a.token_usage ->> 'unknown_tokens') + r.tokens,
+           'prompt_tokens', lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') + r.tokens - r.granted,
+           'completion_tokens', lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') + r.granted,
+           'total_tokens', lanekeeper.agent_tokens(a.token_usage, 'total_tokens') + r.tokens,
+           'unknown_tokens', lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') + r.tokens,
            'unknown_usd', lanekeeper.agent_usd(a.token_usage, 'unknown_usd') + r.cost_usd)
    where a.id = r.activity_id;
 end $$;

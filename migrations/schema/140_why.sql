@@ -5,7 +5,8 @@
 create type agent_reason as (
   at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb
 );
-comment on type agent_reason is 'One cause: at that time, from_ref caused to_ref. what is the sentence, detail its data.';
+comment on type agent_reason is
+  'One cause: at that time, from_ref caused to_ref. what is the sentence, detail its data.';
 
 create table agent_links (
   cause  text not null,
@@ -23,7 +24,6 @@ comment on column agent_links.effect is 'A reference: event ID, execution ID, ru
 comment on column agent_links.at is 'When it happened.';
 
 -- Code
-
 create or replace function lanekeeper.link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
   insert into agent_links (cause, kind, effect)
   select 'event ' || p_event, 'woke', 'execution ' || x from unnest(p_executions) x where p_event is not null
@@ -61,173 +61,215 @@ begin
 end $$;
 comment on function lanekeeper.note_agent_claim is 'Note that a claim ended without a wait or an end.';
 
---
--- Every read goes by an index, whatever the statistics say (a limit of 1 keeps the planner from reading all of a table that is small
--- today), and every list has a bound, which is told where it is reached. The settings
--- of why() hold for the functions that it calls; none of them is meant to be called otherwise.
+-- Every read goes by an index, whatever the statistics say: a limit of 1 keeps the planner from reading all of a table
+-- that is small today. Every list has a bound. The settings of why() hold for the views and functions that it reads.
 
-create or replace function lanekeeper.agent_trace_forms(p_trace text) returns text[]
-language plpgsql immutable as $$
-declare
-  alphabet constant text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
-  surfaces constant text[] := array['hb', 'op', 'ch', 'wh', 'fl'];
-  said constant text := btrim(coalesce(p_trace, ''));
-  bits bytea;
-  word text := '';
-  value int;
-begin
-  if said ~* '^[0-9a-f]{32}$' then
-    bits := decode(said, 'hex');
-    for i in 0..25 loop
-      value := 0;
-      for j in 0..4 loop
-        value := value * 2 + case when i * 5 + j < 2 then 0
-          else (get_byte(bits, (i * 5 + j - 2) / 8) >> (7 - (i * 5 + j - 2) % 8)) & 1 end;
-      end loop;
-      word := word || substr(alphabet, value + 1, 1);
-    end loop;
-  elsif said ~* '^[0-9a-z]{26}$' then
-    word := upper(said);
-  elsif said ~* '^(hb|op|ch|wh|fl)_[0-9a-z]{26}$' then
-    return array[lower(left(said, 3)) || upper(substr(said, 4))];
-  else
-    return array[said];
-  end if;
-  return array(select s || '_' || word from unnest(surfaces) s);
-end $$;
-comment on function lanekeeper.agent_trace_forms is
-  'The ids that a trace may be stored under: one for a whole id, one for each surface for a ULID alone or the '
-  '32 hex digits of tracing tools.';
-
-create or replace function lanekeeper.agent_cause_of_execution(p_id uuid) returns agent_reason
-language plpgsql stable security definer set search_path from current as $$
-declare
-  x agent_executions;
-  p record;
-  me constant text := 'execution ' || p_id;
-begin
-  select e.* into x from agent_executions e where e.id = p_id;
-  if x.id is null then
-    return null;
-  elsif x.forked_from is not null then
-    select e.trace_id, e.flow, e.status into p from agent_executions e where e.id = x.forked_from;
-    return (x.created_at, 'fork', format('%s was forked from one that is %s%s', x.flow, coalesce(p.status, 'no longer kept'),
-              ', at step ' || x.forked_step), 'execution ' || x.forked_from, me, p.trace_id, x.forked_from,
-            jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', p.status, 'flow', x.flow)))::agent_reason;
-  elsif x.parent_id is not null then
-    select e.trace_id, e.flow into p from agent_executions e where e.id = x.parent_id;
-    return (x.created_at, 'child', format('%s started %s', coalesce(p.flow, 'an execution that is no longer kept'), x.flow),
-            'execution ' || x.parent_id, me, p.trace_id, x.parent_id, jsonb_build_object('flow', x.flow, 'awaited', x.awaited))::agent_reason;
-  elsif x.flow = 'automation' and lanekeeper.agent_uuid(x.input ->> 'run_id') is not null then
-    select a.name, a.max_attempts, l.attempt into p
-      from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-      left join lateral (
-        select count(*) as attempt from agent_links o, agent_links m
-         where m.effect = me and m.kind = 'ran' and o.cause = m.cause and o.kind = 'ran' and o.at <= m.at) l on true
-     where r.id = lanekeeper.agent_uuid(x.input ->> 'run_id');
-    return (x.created_at, 'automation', format('automation %s ran%s', coalesce(p.name, '(no longer kept)'),
-              case when p.attempt > 1 then format(', attempt %s of %s', p.attempt, p.max_attempts) else '' end), 'run ' || (x.input ->> 'run_id'), me, null, null,
-            jsonb_strip_nulls(jsonb_build_object('automation', p.name, 'attempt', nullif(p.attempt, 0), 'of', p.max_attempts)))::agent_reason;
-  elsif x.flow = 'webhook' and lanekeeper.agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null and split_part(x.dedupe_key, ' ', 1) = 'webhook' then
-    select d.endpoint, d.delivery_id, d.received_at, d.attempts, d.repeats into p
-      from agent_webhook_deliveries d where d.id = lanekeeper.agent_uuid(split_part(x.dedupe_key, ' ', 2));
-    return (coalesce(p.received_at, x.created_at), 'webhook', format('delivery %s came to endpoint %s%s', coalesce(p.delivery_id, '(no longer kept)'), p.endpoint,
-              case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin had it handled again' else '' end),
-            'delivery ' || split_part(x.dedupe_key, ' ', 2), me, null, null,
-            jsonb_build_object('endpoint', p.endpoint, 'delivery_id', p.delivery_id, 'attempts', p.attempts, 'repeats', p.repeats,
-                               'replay', split_part(x.dedupe_key, ' ', 3)))::agent_reason;
-  end if;
-  select s.name, substr(x.dedupe_key, length(s.name) + 2) as due into p from agent_schedules s
-   where s.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and s.flow = x.flow and s.name <> x.dedupe_key;
-  if found then
-    return (x.created_at, 'schedule', format('schedule %s was due at %s', p.name, p.due), 'schedule ' || p.name, me, null, null,
-            jsonb_build_object('due', p.due))::agent_reason;
-  end if;
-  return case when x.surface = 'chat'
-    then (x.created_at, 'message', format('somebody wrote in thread %s', x.thread_id), 'thread ' || coalesce(x.thread_id, ''), me, null, null, '{}')::agent_reason
-    when x.surface = 'operate' then (x.created_at, 'admin', 'an admin asked for it', 'admin', me, null, null, '{}')::agent_reason
-    else (x.created_at, 'outside', format('%s was started from outside: the API, the command line or code', x.flow), 'outside', me, null, null,
-          jsonb_strip_nulls(jsonb_build_object('key', x.dedupe_key)))::agent_reason end;
-end $$;
-
-create or replace function lanekeeper.agent_cause_of_run(p_id uuid) returns agent_reason
-language plpgsql stable as $$
-declare
-  r record;
-  v record;
-  asker record;
-  me constant text := 'run ' || p_id;
-begin
-  select n.cause, n.event_id, n.created_at, n.scheduled_for, n.trace_id, a.name into r
-    from agent_automation_runs n join agent_automations a on a.id = n.automation_id where n.id = p_id;
-  if not found then
-    return null;
-  elsif r.cause = 'event' then
-    select e.event, e.key into v from agent_events e where e.id = r.event_id;
-    return (r.created_at, 'event', format('event %s %s started automation %s', v.event, v.key, r.name), 'event ' || r.event_id, me, null, null,
-            jsonb_build_object('event', v.event, 'key', v.key, 'automation', r.name))::agent_reason;
-  elsif r.cause = 'cron' then
-    return (r.created_at, 'schedule', format('automation %s was due at %s', r.name, to_char(r.scheduled_for at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')),
-            'schedule of ' || r.name, me, null, null, jsonb_build_object('automation', r.name, 'due', r.scheduled_for))::agent_reason;
-  elsif r.cause = 'signal' then
-    return (r.created_at, 'signal', format('the signal of automation %s became true', r.name), 'signal of ' || r.name, me, null, null,
-            jsonb_build_object('automation', r.name))::agent_reason;
-  end if;
-  select x.id, x.trace_id, x.flow into asker from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.cause, 11))
-   where l.effect = me and l.kind = 'started' limit 1;
-  if found then
-    return (r.created_at, 'asked', format('%s had automation %s run', asker.flow, r.name), 'execution ' || asker.id, me, asker.trace_id, asker.id,
-            jsonb_build_object('automation', r.name))::agent_reason;
-  end if;
-  return (r.created_at, 'admin', format('an admin had automation %s run', r.name), 'admin', me, null, null,
-          jsonb_build_object('automation', r.name))::agent_reason;
-end $$;
-
-create or replace function lanekeeper.agent_cause_of_event(p_id uuid) returns agent_reason
-language plpgsql stable as $$
-declare
-  v record;
-  x record;
-  raiser text;
-  me constant text := 'event ' || p_id;
-begin
-  select e.event, e.key, e.external_id, e.execution_id, e.created_at, lanekeeper.agent_uuid(e.data ->> 'message_id') as message into v
-    from agent_events e where e.id = p_id;
-  if not found then
-    return null;
-  elsif v.execution_id is not null then
-    select e.trace_id, e.flow, e.status into x from agent_executions e where e.id = v.execution_id;
-    return (v.created_at, 'end', format('%s ended %s', coalesce(x.flow, 'an execution that is no longer kept'), x.status), 'execution ' || v.execution_id, me,
-            x.trace_id, v.execution_id, jsonb_build_object('event', v.event, 'status', x.status))::agent_reason;
-  end if;
-  select l.cause into raiser from agent_links l where l.effect = me and l.kind = 'raised' limit 1;
-  if raiser like 'execution %' then
-    select e.id, e.trace_id, e.flow into x from agent_executions e where e.id = lanekeeper.agent_uuid(substr(raiser, 11));
-    return (v.created_at, 'raised', format('%s raised event %s %s', coalesce(x.flow, 'an execution that is no longer kept'), v.event, v.key), raiser, me,
-            x.trace_id, x.id, jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
-  elsif raiser is not null then
-    return (v.created_at, 'raised', format('%s raised event %s %s', raiser, v.event, v.key), raiser, me, substr(raiser, 7), null,
-            jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
-  elsif v.external_id like 'approval %' then
-    return (v.created_at, 'approval', format('an approval was decided'), v.external_id, me, null, null, '{}')::agent_reason;
-  elsif v.message is not null then
-    return (v.created_at, 'message', format('somebody wrote in thread %s', v.key), 'thread ' || v.key, me, null, null, '{}')::agent_reason;
-  end if;
-  return (v.created_at, 'outside', format('event %s %s came from outside', v.event, v.key), 'outside', me, null, null,
-          jsonb_build_object('event', v.event, 'key', v.key))::agent_reason;
-end $$;
+create or replace view lanekeeper.agent_causes as
+  select 'execution' as subject, x.id, case
+    when x.forked_from is not null then
+      (x.created_at, 'fork', format('%s was forked from one that is %s%s', x.flow, coalesce(o.status, 'no longer kept'), ', at step ' || x.forked_step),
+       'execution ' || x.forked_from, 'execution ' || x.id, o.trace_id, x.forked_from,
+       jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', o.status, 'flow', x.flow)))::agent_reason
+    when x.parent_id is not null then
+      (x.created_at, 'child', format('%s started %s', coalesce(o.flow, 'an execution that is no longer kept'), x.flow),
+       'execution ' || x.parent_id, 'execution ' || x.id, o.trace_id, x.parent_id, jsonb_build_object('flow', x.flow, 'awaited', x.awaited))::agent_reason
+    when lanekeeper.agent_uuid(k.run) is not null then
+      (x.created_at, 'automation', format('automation %s ran%s', coalesce(r.name, '(no longer kept)'),
+         case when r.attempt > 1 then format(', attempt %s of %s', r.attempt, r.max_attempts) else '' end),
+       'run ' || k.run, 'execution ' || x.id, null, null,
+       jsonb_strip_nulls(jsonb_build_object('automation', r.name, 'attempt', nullif(r.attempt, 0), 'of', r.max_attempts)))::agent_reason
+    when k.delivery is not null then
+      (coalesce(d.received_at, x.created_at), 'webhook',
+       format('delivery %s came to endpoint %s%s', coalesce(d.delivery_id, '(no longer kept)'), d.endpoint,
+         case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin had it handled again' else '' end),
+       'delivery ' || k.delivery, 'execution ' || x.id, null, null,
+       jsonb_build_object('endpoint', d.endpoint, 'delivery_id', d.delivery_id, 'attempts', d.attempts, 'repeats', d.repeats,
+                          'replay', split_part(x.dedupe_key, ' ', 3)))::agent_reason
+    when s.name is not null then
+      (x.created_at, 'schedule', format('schedule %s was due at %s', s.name, s.due), 'schedule ' || s.name, 'execution ' || x.id, null, null,
+       jsonb_build_object('due', s.due))::agent_reason
+    when x.surface = 'chat' then
+      (x.created_at, 'message', format('somebody wrote in thread %s', x.thread_id), 'thread ' || coalesce(x.thread_id, ''), 'execution ' || x.id,
+       null, null, '{}')::agent_reason
+    when x.surface = 'operate' then (x.created_at, 'admin', 'an admin asked for it', 'admin', 'execution ' || x.id, null, null, '{}')::agent_reason
+    else (x.created_at, 'outside', format('%s was started from outside: the API, the command line or code', x.flow), 'outside', 'execution ' || x.id,
+          null, null, jsonb_strip_nulls(jsonb_build_object('key', x.dedupe_key)))::agent_reason end as cause
+    from agent_executions x
+   cross join lateral (
+     select case when x.flow = 'automation' then x.input ->> 'run_id' end as run,
+            case when x.flow = 'webhook' and x.dedupe_key like 'webhook %' and lanekeeper.agent_uuid(split_part(x.dedupe_key, ' ', 2)) is not null
+                 then split_part(x.dedupe_key, ' ', 2) end as delivery offset 0) k
+    left join agent_executions o on o.id = coalesce(x.forked_from, x.parent_id)
+    left join lateral (
+      select a.name, a.max_attempts, (
+             select count(*) from agent_links f, agent_links m
+              where m.effect = 'execution ' || x.id and m.kind = 'ran' and f.cause = m.cause and f.kind = 'ran' and f.at <= m.at) as attempt
+        from agent_automation_runs n join agent_automations a on a.id = n.automation_id where n.id = lanekeeper.agent_uuid(k.run) offset 0) r on true
+    left join agent_webhook_deliveries d on d.id = lanekeeper.agent_uuid(k.delivery)
+    left join lateral (
+      select c.name, substr(x.dedupe_key, length(c.name) + 2) as due from agent_schedules c
+       where c.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and c.flow = x.flow and c.name <> x.dedupe_key
+      offset 0) s on true
+  union all
+  select 'run', n.id, case n.cause
+    when 'event' then (n.created_at, 'event', format('event %s %s started automation %s', v.event, v.key, a.name), 'event ' || n.event_id,
+                       'run ' || n.id, null, null, jsonb_build_object('event', v.event, 'key', v.key, 'automation', a.name))::agent_reason
+    when 'cron' then (n.created_at, 'schedule', format('automation %s was due at %s', a.name,
+                        to_char(n.scheduled_for at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), 'schedule of ' || a.name,
+                      'run ' || n.id, null, null, jsonb_build_object('automation', a.name, 'due', n.scheduled_for))::agent_reason
+    when 'signal' then (n.created_at, 'signal', format('the signal of automation %s became true', a.name), 'signal of ' || a.name,
+                        'run ' || n.id, null, null, jsonb_build_object('automation', a.name))::agent_reason
+    else (n.created_at, case when x.id is null then 'admin' else 'asked' end, format('%s had automation %s run', coalesce(x.flow, 'an admin'), a.name),
+          coalesce('execution ' || x.id, 'admin'), 'run ' || n.id, x.trace_id, x.id, jsonb_build_object('automation', a.name))::agent_reason end
+    from agent_automation_runs n
+    join agent_automations a on a.id = n.automation_id
+    left join agent_events v on v.id = n.event_id
+    left join lateral (
+      select e.id, e.trace_id, e.flow from agent_links l join agent_executions e on e.id = lanekeeper.agent_uuid(substr(l.cause, 11))
+       where l.effect = 'run ' || n.id and l.kind = 'started' and n.cause not in ('event', 'cron', 'signal') limit 1) x on true
+  union all
+  select 'event', v.id, case
+    when v.execution_id is not null then
+      (v.created_at, 'end', format('%s ended %s', coalesce(x.flow, 'an execution that is no longer kept'), x.status), 'execution ' || v.execution_id,
+       'event ' || v.id, x.trace_id, v.execution_id, jsonb_build_object('event', v.event, 'status', x.status))::agent_reason
+    when l.cause is not null then
+      (v.created_at, 'raised', format('%s raised event %s %s', case when l.cause not like 'execution %' then l.cause
+         else coalesce(x.flow, 'an execution that is no longer kept') end, v.event, v.key), l.cause, 'event ' || v.id,
+       case when l.cause like 'execution %' then x.trace_id else substr(l.cause, 7) end, x.id,
+       jsonb_build_object('event', v.event, 'key', v.key))::agent_reason
+    when v.external_id like 'approval %' then
+      (v.created_at, 'approval', 'an approval was decided', v.external_id, 'event ' || v.id, null, null, '{}')::agent_reason
+    when lanekeeper.agent_uuid(v.data ->> 'message_id') is not null then
+      (v.created_at, 'message', format('somebody wrote in thread %s', v.key), 'thread ' || v.key, 'event ' || v.id, null, null, '{}')::agent_reason
+    else (v.created_at, 'outside', format('event %s %s came from outside', v.event, v.key), 'outside', 'event ' || v.id, null, null,
+          jsonb_build_object('event', v.event, 'key', v.key))::agent_reason end
+    from agent_events v
+    left join lateral (select r.cause from agent_links r where r.effect = 'event ' || v.id and r.kind = 'raised' and v.execution_id is null limit 1) l on true
+    left join agent_executions x
+      on x.id = coalesce(v.execution_id, case when l.cause like 'execution %' then lanekeeper.agent_uuid(substr(l.cause, 11)) end);
+comment on view lanekeeper.agent_causes is
+  'What caused each execution, run of an automation and event. Restrict it by subject and id.';
 
 create or replace function lanekeeper.agent_cause(p_ref text) returns agent_reason
 language plpgsql stable as $$
 declare
-  id constant uuid := lanekeeper.agent_uuid(split_part(p_ref, ' ', 2));
+  id_ constant uuid := lanekeeper.agent_uuid(split_part(p_ref, ' ', 2));
 begin
-  return case split_part(p_ref, ' ', 1)
-    when 'execution' then lanekeeper.agent_cause_of_execution(id) when 'run' then lanekeeper.agent_cause_of_run(id) when 'event' then lanekeeper.agent_cause_of_event(id) end;
+  if p_ref like 'execution %' then
+    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'execution' and c.id = id_);
+  elsif p_ref like 'run %' then
+    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'run' and c.id = id_);
+  elsif p_ref like 'event %' then
+    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'event' and c.id = id_);
+  end if;
+  return null;
 end $$;
 comment on function lanekeeper.agent_cause is
-  'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is '
-  'behind it.';
+  'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is behind '
+  'it.';
+
+create or replace view lanekeeper.agent_why_of_runs as
+  -- What it is, and where it has come to.
+  select x.id as run, 2 as rank, 'did' as part, x.created_at as place_at, '' as place, 0 as n,
+         x.created_at as at, case when p.id is null then 'run' else 'child' end as kind,
+         x.flow || case x.status
+           when 'pending' then ' waits to be started'
+           when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
+           when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
+                                      lanekeeper.agent_words(x.updated_at, clock_timestamp()))
+           else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
+         || case when x.status = 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
+                 when x.status = 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
+                 when x.status in ('failed', 'timeout') then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
+                 else '' end as what,
+         coalesce('execution ' || p.id, '') as from_ref, 'execution ' || x.id as to_ref, x.trace_id, x.id as execution_id,
+         jsonb_strip_nulls(jsonb_build_object('flow', x.flow, 'status', x.status, 'agent', x.agent, 'surface', x.surface, 'claim', x.claim,
+           'waits', x.wait_number, 'thread', x.thread_id, 'completed_at', x.completed_at)) as detail
+    from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = x.trace_id
+  union all
+  -- Automations that it carried out beside what it is for, as the heartbeat does.
+  select x.id, 2, 'did', l.at, '', 0, l.at, 'ran', format('%s carried out a run: %s', x.flow, coalesce(c.what, 'its automation is no longer kept')),
+         l.cause, l.effect, coalesce((lanekeeper.agent_cause(c.from_ref)).trace_id, x.trace_id), x.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref))
+    from agent_executions x
+    join agent_links l on l.effect = 'execution ' || x.id and l.kind = 'ran'
+   cross join lateral (select r.what, r.from_ref from lanekeeper.agent_cause(l.cause) r offset 0) c
+   where x.flow <> 'automation'
+  union all
+  -- What it waited for, and who had the lane meanwhile that it waited for.
+  select x.id, 3, 'waits', w.since, w.step, r.n, r.at, r.kind, r.what, r.from_ref, 'execution ' || x.id, r.trace_id, r.execution_id,
+         jsonb_strip_nulls(r.detail)
+    from agent_executions x
+   cross join lateral (
+      select k.kind, k.key, k.since, k.until, k.step, lanekeeper.agent_uuid(k.output ->> 'event_id') as event,
+             coalesce(k.output ->> 'timed_out' = 'true', false) as late
+        from (select c.waited_for as kind, c.waited_key as key, c.waited_since as since, c.created_at as until, c.step, c.output
+                from agent_checkpoints c where c.execution_id = x.id limit 5000) k where k.kind is not null
+      union all
+      select x.waiting_for, x.waiting_key, x.updated_at, null, x.waiting_step, null, false where (x.status = 'waiting') is true) w
+    left join lateral (
+      select e.what, e.trace_id, e.from_ref from lanekeeper.agent_cause('event ' || w.event) e
+       where w.event is not null and w.kind not in ('agent', 'approval')
+      union all
+      select e.flow, e.trace_id, null from agent_executions e where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
+      union all
+      select format('%s it', case when a.decided_by = '' then 'nobody decided' else a.decided_by || ' ' || a.status end), null, null
+        from agent_approvals a where w.kind = 'approval' and w.until is not null and a.id = lanekeeper.agent_uuid(w.key)) c on true
+   cross join lateral (
+      select 0 as n, w.since as at, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end as kind,
+             x.flow || case when w.until is null then format(' has waited %s for ', lanekeeper.agent_words(w.since, clock_timestamp()))
+                            else format(' waited %s for ', lanekeeper.agent_words(w.since, w.until)) end
+               || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
+                    when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
+                    else 'a ' || w.kind end
+               || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end as what,
+             case when w.until is null then '' when w.late or w.kind = 'delay' then 'timer' when w.kind = 'agent' then 'execution ' || w.key
+                  when w.kind in ('approval', 'lane') then w.kind || ' ' || w.key else 'event ' || w.event end as from_ref,
+             coalesce(c.trace_id, x.trace_id) as trace_id, x.id as execution_id,
+             jsonb_build_object('for', w.kind, 'key', w.key, 'step', w.step, 'until', w.until, 'raised_by', c.from_ref) as detail
+      union all
+      (select 1 + row_number() over (order by h.held_from), h.held_from, 'blocked',
+              format('%s had lane %s meanwhile%s', coalesce(e.flow, 'an execution that is no longer kept'), w.key,
+                case when h.held_until is null then ', and has it' else ', for ' || lanekeeper.agent_words(h.held_from, h.held_until) end),
+              'execution ' || h.execution_id, e.trace_id, h.execution_id,
+              jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)
+         -- Holds of a lane follow one another: those that end after the wait began are read until one began after it.
+         from ((select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
+                 where w.kind = 'lane' and k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
+               union all
+               select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end from agent_locks l
+                where w.kind = 'lane' and l.lane = w.key and l.execution_id is not null) h
+         left join agent_executions e on e.id = h.execution_id
+        where h.execution_id <> x.id and h.held_from < coalesce(w.until, 'infinity') and coalesce(h.held_until, 'infinity') > w.since
+        order by h.held_from limit 20)) r
+  union all
+  -- The lanes that it had.
+  select x.id, 4, 'lanes', h.held_from, '', 0, h.held_from, k.word,
+         format('%s %s lane %s %s', x.flow, k.word, h.lane, case when h.ended is null then 'since ' else 'for ' end
+           || lanekeeper.agent_words(h.held_from, coalesce(h.held_until, clock_timestamp()))
+           || case h.ended when 'ended' then ', until it ended' when 'lent' then ', then lent it' when 'given back' then ', then gave it back'
+                when 'handed back' then ', until its process shut down' when 'expired' then ', then its lease expired'
+                when 'broken' then ', then an admin broke it' else '' end),
+         'execution ' || x.id, 'lane ' || h.lane, x.trace_id, x.id,
+         jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
+    from agent_executions x
+   cross join lateral (
+      select l.lane, l.fencing_token, l.held_from, l.held_until, l.ended, l.successor from agent_lane_holds l where l.execution_id = x.id
+      union all
+      select l.lane, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, ''
+        from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
+       where l.execution_id = x.id) h
+   cross join lateral (select case when h.held_until is null then 'holds' else 'held' end as word) k
+  union all
+  -- The workers that it lost.
+  select x.id, 5, 'trouble', c.at, '', 0, c.at, 'lost',
+         format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text), c.claim,
+           case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which got nowhere' else ', whose lease expired' end,
+           case when x.claim > c.claim + 1 then '; it went on elsewhere' when x.status in ('pending', 'running') then '; it is ready to go on' else '' end),
+         'worker ' || c.worker, 'execution ' || x.id, x.trace_id, x.id, jsonb_build_object('claim', c.claim, 'how', c.how, 'worker', c.worker_name)
+    from agent_executions x join agent_claims_lost c on c.execution_id = x.id;
+comment on view lanekeeper.agent_why_of_runs is
+  'What why() tells of executions by themselves: what they did, their waits, lanes and lost workers. Restrict it by '
+  'run.';
 
 create or replace function lanekeeper.agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
@@ -236,7 +278,7 @@ declare
   ref text;
   c agent_reason;
   chain agent_reason[];
-  told text[] := '{}';
+  shown text[] := '{}';
   inside boolean;
   hops constant int := 32;
 begin
@@ -254,17 +296,17 @@ begin
         chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
         exit;
       end if;
-      -- What the trace caused itself is told among what came of it.
+      -- What the trace caused itself is an effect of it.
       inside := c.trace_id = p_trace;
-      exit when inside or c.to_ref = any (told);
+      exit when inside or c.to_ref = any (shown);
       chain := c || chain;
       ref := c.from_ref;
     end loop;
     continue when inside;
     return query select e.* from unnest(chain) e;
-    told := told || array(select e.to_ref from unnest(chain) e);
+    shown := shown || array(select e.to_ref from unnest(chain) e);
   end loop;
-  -- Leave for a call that another execution had asked for.
+  -- Approvals of a call that another execution had asked for.
   return query
   select l.at, 'allowed', format('an approval allowed %s a call, asked for by %s', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
          coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by)
@@ -275,145 +317,8 @@ begin
    where l.effect = any (select 'execution ' || r from unnest(p_runs) r) and l.kind = 'allowed'
    order by l.at, l.cause limit p_most;
 end $$;
+comment on function lanekeeper.agent_why_because is 'The causes of a trace, the first one first.';
 
-create or replace function lanekeeper.agent_why_runs(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable as $$
-declare
-  l record;
-  c agent_reason;
-begin
-  return query
-  select x.created_at, case when p.id is null then 'run' else 'child' end,
-         x.flow || case x.status
-           when 'pending' then ' waits to be started'
-           when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
-           when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
-                                      lanekeeper.agent_words(x.updated_at, clock_timestamp()))
-           else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
-         || case x.status
-           when 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
-           when 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
-           when 'failed' then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
-           when 'timeout' then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
-           else '' end,
-         case when p.id is null then '' else 'execution ' || p.id end, 'execution ' || x.id, x.trace_id, x.id,
-         jsonb_strip_nulls(jsonb_build_object('flow', x.flow, 'status', x.status, 'agent', x.agent, 'surface', x.surface, 'claim', x.claim, 'waits', x.wait_number,
-           'thread', x.thread_id, 'completed_at', x.completed_at))
-    from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = p_trace
-   where x.id = any (p_runs) order by x.id limit p_most;
-  -- Automations that an execution carried out beside what it is for, as the heartbeat does.
-  for l in
-    select k.at, k.cause, k.effect, x.id, x.flow, x.trace_id from agent_links k join agent_executions x on x.id = lanekeeper.agent_uuid(substr(k.effect, 11))
-     where k.effect = any (select 'execution ' || r from unnest(p_runs) r) and k.kind = 'ran' and x.flow <> 'automation' order by k.at, k.cause limit p_most
-  loop
-    c := lanekeeper.agent_cause(l.cause);
-    return next (l.at, 'ran', format('%s carried out a run: %s', l.flow, coalesce(c.what, 'its automation is no longer kept')), l.cause, l.effect,
-                 coalesce((lanekeeper.agent_cause(c.from_ref)).trace_id, l.trace_id), l.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref)))::agent_reason;
-  end loop;
-end $$;
-
-create or replace function lanekeeper.agent_why_waits(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable as $$
-declare
-  w record;
-  c agent_reason;
-  h record;
-  mine text;
-begin
-  for w in
-    select t.*, x.flow, x.trace_id from (
-      (select k.execution_id, k.waited_for as kind, k.waited_key as key, k.waited_since as since, k.created_at as until, k.step,
-              lanekeeper.agent_uuid(k.output ->> 'event_id') as event, coalesce(k.output ->> 'timed_out' = 'true', false) as late
-         from (select a.execution_id, a.waited_for, a.waited_key, a.waited_since, a.created_at, a.step, a.output from agent_checkpoints a
-                where a.execution_id = any (p_runs) limit 5000) k
-        where k.waited_for is not null order by k.waited_since, k.step limit p_most)
-      union all
-      (select e.id, e.waiting_for, e.waiting_key, e.updated_at, null, e.waiting_step, null, false
-         from agent_executions e where e.id = any (p_runs) and (e.status = 'waiting') is true order by e.id limit p_most)) t
-      join agent_executions x on x.id = t.execution_id
-     order by t.since, t.step limit p_most
-  loop
-    mine := 'execution ' || w.execution_id;
-    c := null;
-    if w.event is not null and w.kind not in ('agent', 'approval') then
-      c := lanekeeper.agent_cause_of_event(w.event);
-    elsif w.kind = 'agent' then
-      select e.trace_id, e.id, e.flow as what into c.trace_id, c.execution_id, c.what from agent_executions e where e.id = lanekeeper.agent_uuid(w.key);
-    elsif w.kind = 'approval' and w.until is not null then
-      select format('%s it', case when a.decided_by = '' then 'nobody decided' else a.decided_by || ' ' || a.status end) into c.what
-        from agent_approvals a where a.id = lanekeeper.agent_uuid(w.key);
-    end if;
-    return next (w.since, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end,
-      w.flow || case when w.until is null then format(' has waited %s for ', lanekeeper.agent_words(w.since, clock_timestamp()))
-                     else format(' waited %s for ', lanekeeper.agent_words(w.since, w.until)) end
-             || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
-                  when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
-                  else 'a ' || w.kind end
-             || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end,
-      case when w.until is null then '' when w.late or w.kind = 'delay' then 'timer' when w.kind = 'agent' then 'execution ' || w.key
-           when w.kind in ('approval', 'lane') then w.kind || ' ' || w.key else 'event ' || w.event end,
-      mine, coalesce(c.trace_id, w.trace_id), w.execution_id,
-      jsonb_strip_nulls(jsonb_build_object('for', w.kind, 'key', w.key, 'step', w.step, 'until', w.until, 'raised_by', c.from_ref)))::agent_reason;
-    if w.kind = 'lane' then
-      -- Who had the lane meanwhile: holds of a lane follow one another, so those that end after the wait began are looked at until one began after it.
-      for h in
-        select o.*, x.flow, x.trace_id from (
-          (select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
-            where k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
-          union all
-          select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end from agent_locks l
-           where l.lane = w.key and l.execution_id is not null) o
-          left join agent_executions x on x.id = o.execution_id
-         where o.execution_id <> w.execution_id and o.held_from < coalesce(w.until, 'infinity') and coalesce(o.held_until, 'infinity') > w.since
-         order by o.held_from limit 20
-      loop
-        return next (h.held_from, 'blocked', format('%s had lane %s meanwhile%s', coalesce(h.flow, 'an execution that is no longer kept'), w.key,
-            case when h.held_until is null then ', and has it' else ', for ' || lanekeeper.agent_words(h.held_from, h.held_until) end),
-          'execution ' || h.execution_id, mine, h.trace_id, h.execution_id,
-          jsonb_strip_nulls(jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)))::agent_reason;
-      end loop;
-    end if;
-  end loop;
-end $$;
-
-create or replace function lanekeeper.agent_why_lanes(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable as $$
-begin
-  return query
-  select h.held_from, case when h.held_until is null then 'holds' else 'held' end,
-         format('%s %s lane %s %s', x.flow, case when h.held_until is null then 'holds' else 'held' end, h.lane,
-                case h.ended when 'released' then 'for ' || h.long when 'ended' then 'for ' || h.long || ', until it ended' when 'lent' then 'for ' || h.long || ', then lent it'
-                     when 'given back' then 'for ' || h.long || ', then gave it back' when 'handed back' then 'for ' || h.long || ', until its process shut down'
-                     when 'expired' then 'for ' || h.long || ', then its lease expired' when 'broken' then 'for ' || h.long || ', then an admin broke it'
-                     else 'since ' || h.long end),
-         'execution ' || h.execution_id, 'lane ' || h.lane, x.trace_id, h.execution_id,
-         jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
-    from (
-      (select k.lane, k.execution_id, k.fencing_token, k.held_from, k.held_until, k.ended, k.successor, lanekeeper.agent_words(k.held_from, k.held_until) as long
-         from agent_lane_holds k where k.execution_id = any (p_runs) order by k.held_from, k.lane limit p_most)
-      union all
-      (select l.lane, l.execution_id, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, '',
-              lanekeeper.agent_words(l.locked_at, coalesce(o.until, clock_timestamp()))
-         from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
-        where l.execution_id = any (p_runs) order by l.locked_at limit p_most)) h
-    join agent_executions x on x.id = h.execution_id
-   order by h.held_from, h.lane limit p_most;
-end $$;
-
-create or replace function lanekeeper.agent_why_lost(p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable as $$
-begin
-  return query
-  select c.at, 'lost', format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text), c.claim,
-           case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which got nowhere' else ', whose lease expired' end,
-           case when x.claim > c.claim + 1 then '; it went on elsewhere' when x.status in ('pending', 'running') then '; it is ready to go on' else '' end),
-         'worker ' || c.worker, 'execution ' || c.execution_id, x.trace_id, c.execution_id,
-         jsonb_build_object('claim', c.claim, 'how', c.how, 'worker', c.worker_name)
-    from agent_claims_lost c join agent_executions x on x.id = c.execution_id
-   where c.execution_id = any (p_runs) order by c.at, c.claim limit p_most;
-end $$;
-
--- As before, and it says what a worker outside wanted to write, and how often.
 create or replace function lanekeeper.agent_why_log(p_trace text, p_most int, p_rows int) returns table (part text, reason agent_reason)
 language plpgsql stable as $$
 begin
@@ -454,8 +359,10 @@ begin
       from log having count(*) >= p_rows)
   select u.part, u.reason from (select * from wrong union all select * from spent union all select * from beyond) u order by u.rank, u.at, (u.reason).to_ref;
 end $$;
+comment on function lanekeeper.agent_why_log is
+  'What the first p_rows actions of a trace tell: stale writes, unknown effects, spend.';
 
-create or replace function lanekeeper.agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+create or replace function lanekeeper.agent_why_events(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
 declare
   mine constant text[] := array['trace ' || p_trace] || array(select 'execution ' || r from unnest(p_runs) r);
@@ -503,6 +410,13 @@ begin
          jsonb_build_object('status', x.status)
     from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
    where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
+end $$;
+comment on function lanekeeper.agent_why_events is
+  'What the events of a trace, and the ends of its executions, led to.';
+
+create or replace function lanekeeper.agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
+language plpgsql stable as $$
+begin
   -- Executions of other traces that begin with it.
   return query
   (select x.created_at, 'forked', format('%s was forked, and is %s', x.flow, x.status), 'execution ' || x.forked_from, 'execution ' || x.id, x.trace_id, x.id,
@@ -512,7 +426,7 @@ begin
   (select x.created_at, 'child', format('%s was started, and is %s', x.flow, x.status), 'execution ' || x.parent_id, 'execution ' || x.id, x.trace_id, x.id,
           jsonb_build_object('status', x.status)
      from agent_executions x where x.parent_id = any (p_runs) and x.trace_id <> p_trace limit p_most + 1);
-  -- What it said, told and asked for.
+  -- What it said, sent and asked for.
   return query
   (select min(m.created_at), 'said', format('%s said %s in thread %s', x.flow, case when count(*) = 1 then 'a message' else count(*) || ' messages' end, m.thread_id),
           'execution ' || x.id, 'thread ' || m.thread_id, p_trace, x.id, jsonb_build_object('messages', count(*), 'failed', count(*) filter (where m.status = 'failed'))
@@ -521,7 +435,7 @@ begin
   union all
   (select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
           l.cause, l.effect, p_trace, lanekeeper.agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
-     from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
+     from (select k.cause, k.effect from agent_links k where (k.cause = 'trace ' || p_trace or k.cause = any (select 'execution ' || r from unnest(p_runs) r)) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
     cross join lateral (select n.* from agent_webhook_outbox n where n.id = lanekeeper.agent_uuid(substr(l.effect, 10)) limit 1) o
     cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t);
   return query
@@ -539,6 +453,7 @@ begin
           jsonb_build_object('kind', r.kind, 'status', r.status)
      from agent_requests r where r.execution_id = any (p_runs) order by r.created_at limit p_most + 1);
 end $$;
+comment on function lanekeeper.agent_why_effects is 'What a trace led to elsewhere.';
 
 create or replace function why(trace text, most int default 100)
 returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)
@@ -546,73 +461,63 @@ language plpgsql stable security definer set search_path from current
 set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
-  forms constant text[] := lanekeeper.agent_trace_forms(trace);
+  given constant text := btrim(coalesce(trace, ''));
+  forms constant text[] := case                       -- the ids that it may be stored under: a ULID alone is of any surface
+    when given ~* '^(hb|op|ch|wh|fl)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
+    when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
+    when given ~* '^[0-9a-f]{32}$' then array(select s || lanekeeper.agent_ulid(decode(given, 'hex')) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
+    else array[given] end;
   most_ constant int := greatest(least(coalesce(most, 100), 1000), 1);
   scan constant int := 1000;
-  mine text;
-  runs uuid[];
-  n bigint;
-  x record;
+  mine text; runs uuid[]; executions bigint; x record;
 begin
   mine := coalesce((select e.trace_id from agent_executions e where e.trace_id = any (forms) limit 1),
                    (select a.trace_id from agent_activity a where a.trace_id = any (forms) limit 1),
                    (select substr(l.cause, 7) from agent_links l where l.cause = any (select 'trace ' || f from unnest(forms) f) limit 1));
-  if mine is null then
-    return;
-  end if;
+  if mine is null then return; end if;
   runs := array(select e.id from agent_executions e where e.trace_id = mine order by e.id limit scan);
-  n := cardinality(runs);
-  if n = scan then
-    select count(*) into n from (select from agent_executions e where e.trace_id = mine limit 100000) t;
-  end if;
-  select e.flow, e.status, e.surface, e.created_at, e.completed_at into x from agent_executions e where e.id = runs[1];
-  seq := 0;
-  for part, at, kind, what, from_ref, to_ref, trace_id, execution_id, detail in
-    with log as materialized (select l.part, l.reason from lanekeeper.agent_why_log(mine, most_ + 1, 10000) l),
-    told as (
-      select 0 as rank, 'trace' as part, r.*, 1 as place, 1 as all_ from (
-        select coalesce(x.created_at, (select min(b.created_at) from (select a.created_at from agent_activity a where a.trace_id = mine order by a.created_at limit 1) b)) as at,
-               'trace' as kind,
-               case when x.flow is null then 'what was done without an execution'
-                    else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
-                                coalesce(' after ' || lanekeeper.agent_words(x.created_at, x.completed_at), ''),
-                                case when n > 1 then format('; %s executions', case when n = 100000 then '100,000 or more' else to_char(n, 'FM999,990') end) else '' end) end as what,
-               ''::text as from_ref, 'trace ' || mine as to_ref, mine as trace_id, runs[1] as execution_id,
-               jsonb_strip_nulls(jsonb_build_object('surface', x.surface, 'flow', x.flow, 'status', x.status, 'executions', n, 'completed_at', x.completed_at)) as detail) r
+  executions := case when cardinality(runs) < scan then cardinality(runs)
+                     else (select count(*) from (select from agent_executions e where e.trace_id = mine limit 100000) t) end;
+  select e.flow, e.status, e.surface, e.completed_at, coalesce(e.created_at, (
+         select a.created_at from agent_activity a where a.trace_id = mine order by a.created_at limit 1)) as created_at
+    into x from (select) one left join agent_executions e on e.id = runs[1];
+  return query
+    with found as (
+      select 0 as rank, 'trace' as part, null::timestamptz as place_at, '' as place, 0::bigint as n, x.created_at as at, 'trace' as kind,
+             case when x.flow is null then 'what was done without an execution'
+                  else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
+                              coalesce(' after ' || lanekeeper.agent_words(x.created_at, x.completed_at), ''),
+                              case when executions = 100000 then '; 100,000 or more executions' when executions > 1 then format('; %s executions', to_char(executions, 'FM999,990')) end) end as what,
+             '' as from_ref, 'trace ' || mine as to_ref, mine as trace_id, runs[1] as execution_id,
+             jsonb_strip_nulls(jsonb_build_object('surface', x.surface, 'flow', x.flow, 'status', x.status, 'executions', executions, 'completed_at', x.completed_at)) as detail
       union all
-      select 1, 'because', r.*, b.n, count(*) over () from lanekeeper.agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
-       cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
+      select 1, 'because', null, '', b.n, b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail
+        from lanekeeper.agent_why_because(mine, runs, most_) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
       union all
-      select 2, 'did', r.*, row_number() over (order by r.at, r.to_ref, r.kind), count(*) over () + greatest(n - most_ - 1, 0) from lanekeeper.agent_why_runs(mine, runs, most_ + 1) r
+      select v.rank, v.part, v.place_at, v.place, v.n, v.at, v.kind, v.what, v.from_ref, v.to_ref, v.trace_id, v.execution_id, v.detail
+        from lanekeeper.agent_why_of_runs v where v.run = any (runs)
       union all
-      select 3, 'waits', r.*, b.n, count(*) over () from lanekeeper.agent_why_waits(runs, most_ + 1) with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
-       cross join lateral (select b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id, b.detail) r
+      select case l.part when 'spend' then 7 else 5 end, l.part, (l.reason).at, '', 0, (l.reason).*
+        from lanekeeper.agent_why_log(mine, most_ + 1, 10000) l
       union all
-      select 4, 'lanes', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from lanekeeper.agent_why_lanes(runs, most_ + 1) r
+      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_events(mine, runs, most_) e
       union all
-      select 5, 'trouble', r.*, row_number() over (order by r.at, r.to_ref), count(*) over () from (
-        select * from lanekeeper.agent_why_lost(runs, most_ + 1)
-        union all select (l.reason).* from log l where l.part = 'trouble') r
-      union all
-      select 6, 'led to', r.*, row_number() over (order by r.at, r.kind, r.to_ref), count(*) over () from lanekeeper.agent_why_effects(mine, runs, most_) r
-      union all
-      select 7, 'spend', r.*, row_number() over (order by r.at nulls last, r.to_ref), count(*) over ()
-        from (select (l.reason).* from log l where l.part = 'spend') r)
-    select t.part, case when isfinite(t.at) then t.at end, case when t.place <= most_ then t.kind else 'more' end,
-           case when t.place <= most_ then coalesce(left(t.what, 1000), '') when t.part = 'did' then '… and ' || to_char(t.all_ - most_, 'FM999,999,990') || ' more executions'
+      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_effects(mine, runs, most_) e),
+    placed as (
+      select t.*, row_number() over (partition by t.rank order by t.place_at, t.place, t.n, t.to_ref, t.kind) as nth, count(*) filter (where t.kind = 'ran') over (partition by t.rank) as ran
+        from found t)
+    select row_number() over (order by p.rank, p.nth)::int, p.part, case when isfinite(p.at) then p.at end, case when p.nth <= most_ then p.kind else 'more' end,
+           case when p.nth <= most_ then coalesce(left(p.what, 1000), '')
+                when p.part = 'did' then format('… and %s more executions', to_char(executions + least(p.ran, most_ + 1) - most_, 'FM999,999,990'))
                 else '… and more than ' || to_char(most_, 'FM999,990') end,
-           case when t.place <= most_ then coalesce(left(t.from_ref, 300), '') else '' end,
-           case when t.place <= most_ then coalesce(left(t.to_ref, 300), '') else '' end, coalesce(t.trace_id, mine), t.execution_id,
-           case when t.place <= most_ then coalesce(t.detail, '{}') else '{}' end
-      from told t where t.place <= most_ + 1 order by t.rank, t.place
-  loop
-    seq := seq + 1;
-    return next;
-  end loop;
+           case when p.nth <= most_ then coalesce(left(p.from_ref, 300), '') else '' end,
+           case when p.nth <= most_ then coalesce(left(p.to_ref, 300), '') else '' end, coalesce(p.trace_id, mine), p.execution_id,
+           case when p.nth <= most_ then coalesce(p.detail, '{}') else '{}' end
+      from placed p where p.nth <= most_ + 1 order by p.rank, p.nth;
 end $$;
 comment on function why is
-  'Why a trace is what it is, read from top to bottom. The parts: because (its causes, the first one first), did '
-  '(its executions), waits (and what ended them), lanes, trouble (lost workers, refused writes, calls with unknown '
+  'Why a trace is what it is, read from top to bottom. The parts: because (its causes, the first one first), did (its '
+  'executions), waits (and what ended them), lanes, trouble (lost workers, refused writes, calls with unknown '
   'effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id and '
   'execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No rows: '
   'unknown trace.';

@@ -65,8 +65,11 @@ create or replace view agent_spend as
     from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'charge'
           union all
-          select u.skill, u.surface, u.model, u.hour, u.calls, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd
-            from lanekeeper.uncounted_agent_charges(2000000000) u) s
+          select lanekeeper.agent_count_key(h.skill), u.surface, u.model, u.hour, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens, h.unknown_usd
+            from lanekeeper.read_agent_activity_tail(2000000000) u
+           cross join lateral lanekeeper.agent_charges(
+             u.led_to, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd) h
+           where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend is
   'Model calls, tokens and money by the skill that the call led to (empty: none), surface, model and day (UTC). It '
@@ -89,7 +92,7 @@ create or replace view agent_skill_health as
          coalesce(f.streak, 0) as streak, f.p50_ms, f.p95_ms,
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
          s.disabled_by, s.disabled_reason, s.disabled_at
-    from agent_skills s left join lanekeeper.agent_skill_figures() f on f.skill = s.name;
+    from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f on f.skill = s.name;
 comment on view agent_skill_health is
   'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
   'p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
@@ -122,25 +125,25 @@ create or replace view agent_activity_measured as
          date_trunc('hour', a.created_at at time zone 'UTC') at time zone 'UTC' as hour, a.kind,
          lanekeeper.agent_count_key(case a.kind
            when 'model' then coalesce(nullif(a.purpose, ''), a.skill_name) else a.skill_name end) as skill,
-         lanekeeper.agent_count_key(a.surface) as surface, lanekeeper.agent_count_key(a.model) as model,
-         a.kind = 'call' and a.status in ('success', 'error')
-           and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled',
-                                     'interrupted', 'stall', 'disabled', 'on_trial', 'yielded', 'budget',
-                                     'configuration') as telling,
-         case a.kind when 'model'
-           then lanekeeper.agent_count_tokens(a.token_usage ->> 'prompt_tokens') else 0 end as prompt_tokens,
-         case a.kind when 'model'
-           then lanekeeper.agent_count_tokens(a.token_usage ->> 'completion_tokens') else 0 end as completion_tokens,
-         case a.kind when 'model' then lanekeeper.agent_count_tokens(a.token_usage ->> 'total_tokens') else 0 end as tokens,
-         case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd,
-         case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
-         a.trace_id, a.led_to,
-         case a.kind when 'model'
-           then least(lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), 1000000000000) else 0 end as unknown_tokens,
-         case a.kind when 'model' then lanekeeper.agent_usd(a.token_usage, 'unknown_usd') else 0 end as unknown_usd
-    from agent_activity a;
+         lanekeeper.agent_count_key(a.surface) as surface, lanekeeper.agent_count_key(a.model) as model, x.telling,
+         lanekeeper.agent_tokens(x.usage, 'prompt_tokens') as prompt_tokens,
+         lanekeeper.agent_tokens(x.usage, 'completion_tokens') as completion_tokens,
+         lanekeeper.agent_tokens(x.usage, 'total_tokens') as tokens,
+         case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd, x.duration_ms,
+         a.trace_id, a.led_to, lanekeeper.agent_tokens(x.usage, 'unknown_tokens') as unknown_tokens,
+         lanekeeper.agent_usd(x.usage, 'unknown_usd') as unknown_usd,
+         case when x.telling then lpad(x.duration_ms::text, 13, '0') || left(a.trace_id, 300) end as slowest,
+         case when x.duration_ms < 1 then -1 else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket
+    from agent_activity a
+   cross join lateral (
+     select case a.kind when 'model' then a.token_usage else '{}' end as usage,
+            case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
+            a.kind = 'call' and a.status in ('success', 'error')
+              and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
+                                        'disabled', 'on_trial', 'yielded', 'budget', 'configuration') as telling) x;
 comment on view agent_activity_measured is
-  'How each row of the log is counted. telling: it counts for the health of its skill.';
+  'How each row of the log is counted. telling: it counts for the health of its skill. slowest: its duration and trace, as a text whose '
+  'greatest in the collation "C" is the slowest. bucket: as in agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
@@ -163,21 +166,35 @@ create or replace view agent_spend_by_purpose as
     from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
           union all
-          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, m.unknown_tokens, m.unknown_usd
-            from lanekeeper.uncounted_agent_activity(2000000000) u
-           cross join lateral (select n.unknown_tokens, n.unknown_usd from agent_activity_measured n where n.id = u.id offset 0) m
-           where u.kind = 'model') s
+          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd
+            from lanekeeper.read_agent_activity_tail(2000000000) u where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend_by_purpose is
   'The sums of agent_spend by what the model was called for: a phase, a turn, an automation.';
 
 create or replace view agent_slowest_skills as
-  select s.* from lanekeeper.agent_slowest_skills_since(clock_timestamp() - interval '7 days') s;
-comment on view agent_slowest_skills is 'The slowest skills of the last 7 days.';
+  select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
+    from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f where f.p95_ms is not null order by f.p95_ms desc, f.skill;
+comment on view agent_slowest_skills is
+  'How long the calls of each skill took in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
+  'right to 2.5 per cent, over whole days (UTC).';
 
 create or replace view agent_failing_skills as
-  select f.* from lanekeeper.agent_failing_skills_since(clock_timestamp() - interval '7 days') f;
-comment on view agent_failing_skills is 'The skills that failed in the last 7 days.';
+  select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak, coalesce(f.p50_ms, 0) as p50_ms,
+         coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, l.error_class as last_error_class,
+         l.created_at as last_failed_at, l.trace_id as last_trace_id,
+         case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state
+    from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f
+    join agent_skills s on s.name = f.skill
+    left join lateral (
+         select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
+          where k.skill_name between f.skill and f.skill and k.status = 'error'
+            and k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')
+          order by k.skill_name desc, k.id desc limit 1) l on true
+   where f.failed > 0
+   order by f.failed desc, f.skill;
+comment on view agent_failing_skills is
+  'The skills that failed in the last 7 days, those that failed most first: how often, why the last time, and their state now.';
 
 -- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
 create or replace view agent_audit as
@@ -188,7 +205,23 @@ create or replace view agent_audit as
            when a.skill_name in ('webhook_refused', 'webhook_conflict') then 'sender'
            else a.agent end as actor,
          a.kind, a.skill_name as act,
-         case when a.kind = 'model' then '' else lanekeeper.agent_audit_object(a.input) end as object,
+         case when a.kind = 'model' then '' else coalesce((
+           select string_agg(left(v.word || ' ' || v.name, 200), ', ' order by v.place)
+             from (values
+               (1, 'decision:', a.input ->> 'decision'), (2, 'approval', a.input ->> 'approval_id'), (3, 'skill', a.input ->> 'skill'),
+               (4, 'automation', a.input ->> 'automation'), (5, 'objective', a.input ->> 'objective'), (6, 'step', a.input ->> 'step'),
+               (7, 'conflict', a.input ->> 'conflict'), (8, 'event', a.input ->> 'event'),
+               (9, case when a.input ? 'category' then 'memory' else 'key' end, concat_ws(' / ', a.input ->> 'category', a.input ->> 'key')),
+               (10, 'lane', a.input ->> 'lane'), (11, 'execution', a.input ->> 'execution'), (12, 'flow', a.input ->> 'flow'),
+               (13, 'endpoint', a.input ->> 'endpoint'), (14, 'target', a.input ->> 'target'), (15, 'delivery', a.input ->> 'delivery_id'),
+               (16, 'message', a.input ->> 'webhook_id'), (17, 'thread', a.input ->> 'thread_id'), (18, 'access', a.input ->> 'access_id'),
+               (19, 'run', a.input ->> 'run'), (20, 'MCP server', a.input ->> 'server'), (21, 'tool', a.input ->> 'tool'),
+               (22, 'session', a.input ->> 'session'), (23, 'command', a.input ->> 'command'),
+               (24, 'rows:', coalesce(a.input ->> 'kinds', a.input ->> 'keep')),
+               (25, 'changed:', case when jsonb_typeof(a.input -> 'changed') = 'array'
+                                     then (select string_agg(c, ', ') from jsonb_array_elements_text(a.input -> 'changed') c) end),
+               (26, 'document', a.input ->> 'document')) v (place, word, name)
+            where v.name <> ''), '') end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
                   case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
                   'for ' || nullif(a.purpose, ''), 'part of ' || p.skill_name, o.what, '') as reason,
@@ -207,12 +240,24 @@ create or replace view agent_audit as
     left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
     left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
     left join lateral (select u.skill_name from agent_activity u where u.id = a.parent_id offset 0) p on true
-    left join lateral (select c.what, c.detail ->> 'endpoint' as endpoint from lanekeeper.agent_cause_of_execution(a.execution_id) c
-                        where a.execution_id is not null and c.what is not null offset 0) o on true;
+    left join lateral (select (c.cause).what, (c.cause).detail ->> 'endpoint' as endpoint
+                         from (select u.cause from lanekeeper.agent_causes u where u.subject = 'execution' and u.id = a.execution_id offset 0) c
+                       offset 0) o on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
   'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
   'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run.';
+
+-- Functions of an earlier text, which nothing calls any more.
+drop function if exists lanekeeper.cover_agent_activity(timestamptz, int), lanekeeper.count_agent_activity(int, interval),
+  lanekeeper.uncounted_agent_activity(int), lanekeeper.uncounted_agent_charges(int), lanekeeper.agent_failing_skills_since(timestamptz),
+  lanekeeper.agent_slowest_skills_since(timestamptz), lanekeeper.agent_skill_figures(int),
+  lanekeeper.agent_skill_figures_since(timestamptz, int), lanekeeper.agent_slowest_key(bigint, text),
+  lanekeeper.agent_bucket_duration(int), lanekeeper.agent_duration_bucket(bigint), lanekeeper.agent_count_tokens(text),
+  lanekeeper.agent_audit_object(jsonb), lanekeeper.amend_agent_prompt(uuid, bytea[], jsonb, bytea[], text[], boolean[]),
+  lanekeeper.agent_trace_forms(text), lanekeeper.agent_cause_of_execution(uuid),
+  lanekeeper.agent_cause_of_run(uuid), lanekeeper.agent_cause_of_event(uuid), lanekeeper.agent_why_runs(text, uuid[], int),
+  lanekeeper.agent_why_waits(uuid[], int), lanekeeper.agent_why_lanes(uuid[], int), lanekeeper.agent_why_lost(uuid[], int);
 
 -- The log takes rows at once.
 select lanekeeper.ensure_agent_activity_partitions();
