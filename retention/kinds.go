@@ -85,9 +85,10 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_executions e where e.waiting_for = 'agent' and e.waiting_key = l.id::text)
 		        and not exists (select from agent_untold_ends u where u.execution_id = l.id)
 		        and not exists (select from agent_automation_runs r where r.execution_id = l.id and r.status = 'claimed')
-		        and not exists (select from agent_messages m
-		                         where m.execution_id = l.id and m.status in ('queued', 'sending'))
-		        and not exists (select from agent_locks k where k.execution_id = l.id)
+		        -- PostgreSQL 18 would read these two tables whole and hash them for "not exists", despite enable_seqscan.
+		        and (select true from agent_messages m
+		              where m.execution_id = l.id and m.status in ('queued', 'sending') limit 1) is null
+		        and (select true from agent_locks k where k.execution_id = l.id limit 1) is null
 		        and not exists (select from agent_budget_reservations b where b.execution_id = l.id)
 		        and not exists (select from agent_events v join agent_executions e on e.id = v.consumed_by
 		                         where v.external_id = 'completed ' || l.id and e.completed_at is null)
