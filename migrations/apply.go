@@ -15,10 +15,11 @@ import (
 )
 
 const (
-	// lockPatience is how long a file stands in the queue for a lock, in PostgreSQL's words.
-	lockPatience = "2s"
+	// lockPatience is how long a file stands in the queue for a lock, in PostgreSQL's words. It is less than the default
+	// deadlock_timeout of a second, so that in a deadlock with a serving process the file gives up, as a rule.
+	lockPatience = "400ms"
 	// lockTries is how often it does so before it gives up: some minutes.
-	lockTries = 60
+	lockTries = 150
 	// unhurried lifts the statement and transaction timeouts that this server knows, for the transaction or the
 	// session. A large table needs longer, and would be cut off at the same place each time.
 	unhurried = `

@@ -1,5 +1,15 @@
 -- Brings a database of schema version 118 to the baseline, and keeps its rows. The code is applied after this: what it was
 -- goes first, by name, so that nothing else is touched.
+
+-- Processes of version 118 have runs under way, and some of their writes call no function. Their claims become void, as when a
+-- process is lost, so that none of these writes is accepted. The tables are locked first: nobody waits for a row meanwhile.
+lock table agent_workers, agent_executions, agent_locks in access exclusive mode;
+update agent_workers set expires_at = 'epoch' where kind = 'process';
+update agent_locks l
+   set fencing_token = agent_lock_token(l.fencing_token, clock_timestamp()), expires_at = least(l.expires_at, clock_timestamp())
+ where not l.parked and l.locked_by <> ''
+   and l.execution_id in (select x.id from agent_executions x where x.status = 'running' and not x.outside);
+update agent_executions x set claim = x.claim + 1000000 where x.status = 'running' and not x.outside;
 do $$
 declare
   was constant text := 'acquire_agent_lock acquire_many_agent_locks agent_activity_late agent_activity_needed agent_activity_retirable

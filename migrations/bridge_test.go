@@ -106,6 +106,9 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	if diff := cmp.Diff(rows, counted(t, db)); diff != "" {
 		t.Errorf("rows:\n%s", diff)
 	}
+	if n := get[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
+		t.Error("the claims of version 118 hold")
+	}
 	if again, err := migrations.Up(t.Context(), db); err != nil || len(again) > 0 {
 		t.Errorf("applied %v again: %v", again, err)
 	}
