@@ -10,11 +10,17 @@
 //     whether its message was taken;
 //   - others speak in threads, without any key either, one message after the other;
 //   - executions are started under an Idempotency-Key, and their events come by the API and by webhooks;
-//   - what is there is read, and executions are followed to their end by streams that break and are opened again.
+//   - what is there is read, and executions are followed to their end by streams that break and are opened again;
+//   - two importers in SQL add to one number under a lane, with the functions of the contract.
 //
 // A request without a key may not fail at all. One with a key, or one that only reads, may be sent again, and gets what the first
 // one got; that is counted. In the end every execution is completed, what may happen once has happened once, and what was said in
 // a thread is there once and in order.
+//
+// The new processes are of the same release, or of one with another schema: the program is built with a change of the tables and
+// another body in each function, migrates, and replaces the processes of this release. From schema version 118 on, the program
+// of that commit is built. Its processes write nothing after the bridge, so until they are replaced requests may be refused; what
+// was refused may be there or not, once.
 //
 // AGENT_ROLL=long rolls ten times as often.
 package rolltest
