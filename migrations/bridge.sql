@@ -1,8 +1,9 @@
 -- Brings a database of schema version 118 to the baseline, and keeps its rows. The code is applied after this: what it was
 -- goes first, by name, so that nothing else is touched.
 
--- Processes of version 118 have runs under way, and some of their writes call no function. Their claims become void, as when a
--- process is lost, so that none of these writes is accepted. The tables are locked first: nobody waits for a row meanwhile.
+-- Processes of version 118 have runs under way, and some of their writes call no function. Their claims become void,
+-- as when a process is lost, so that none of these writes is accepted. The tables are locked first: nobody waits for a
+-- row meanwhile.
 lock table agent_workers, agent_executions, agent_locks in access exclusive mode;
 update agent_workers set expires_at = 'epoch' where kind = 'process';
 update agent_locks l

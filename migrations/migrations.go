@@ -13,10 +13,10 @@
 // code joins the last of them, or is a transaction of its own. So a death leaves whole steps, and the next Up does
 // the rest.
 //
-// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for
-// less than half a second, because all later ones stand behind it. Then it gives up, lets them pass, and tries again. What a
-// change may do is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold each
-// file to it. A file whose first line is `-- outside a transaction` builds indexes concurrently, statement by
+// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for less
+// than half a second, because all later ones stand behind it. Then it gives up, lets them pass, and tries again.
+// What a change may do is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold
+// each file to it. A file whose first line is `-- outside a transaction` builds indexes concurrently, statement by
 // statement. An index that a death left half built is removed and built again.
 //
 // The functions that other programs call stand beside the tables: they are the contract. All others are in the schema

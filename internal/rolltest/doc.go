@@ -17,10 +17,10 @@
 // one got; that is counted. In the end every execution is completed, what may happen once has happened once, and what was said in
 // a thread is there once and in order.
 //
-// The new processes are of the same release, or of one with another schema: the program is built with a change of the tables and
-// another body in each function, migrates, and replaces the processes of this release. From schema version 118 on, the program
-// of that commit is built. Its processes write nothing after the bridge, so until they are replaced requests may be refused; what
-// was refused may be there or not, once.
+// The new processes are of the same release, or of one with another schema: the program is built with a change of
+// the tables and another body in each function, migrates, and replaces the processes of this release. The long form
+// builds the program of the last commit with schema version 118, too. The runs of its processes cannot write after
+// the bridge. So requests may be refused until they are replaced; what was refused is there once or not at all.
 //
 // AGENT_ROLL=long rolls ten times as often.
 package rolltest
