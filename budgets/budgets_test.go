@@ -145,7 +145,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	}
 	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
 	for range 2 {
-		exec(t, db, `select lanekeeper.recover_agent_claim($1, 2)`, id)
+		exec(t, db, `select lanekeeper.recover_agent_activity($1, 2)`, id)
 	}
 	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
@@ -297,7 +297,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 					return err
 				}
 			}
-			_, err := db.Exec(t.Context(), `select lanekeeper.finish_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
+			_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
 			return err
 		})
 	}

@@ -112,12 +112,12 @@ func (a admission) Full() bool { return a.Running >= int64(a.Most) }
 // executionQueue is what is ready, by kind, and the limits.
 func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
-		select q.queue, left(k.flow, 200) as flow, k.surface,
+		select k.queue, left(k.flow, 200) as flow, k.surface,
 		       (select count(*) from (select from agent_executions x
-		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = q.queue
+		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = k.queue
 		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
-		  from unnest(array['interactive', 'background']) q (queue)
-		 cross join lateral lanekeeper.agent_ready_kinds(q.queue) k (flow, surface)
+		  from lanekeeper.agent_ready_kinds k
+		 order by k.queue desc, k.flow, k.surface
 		 limit @most + 1`, freshPlan, postgres.Strict{"counted": countedMost, "most": queueKinds})
 	if err != nil {
 		return nil, fmt.Errorf("read the queue: %w", err)

@@ -33,7 +33,7 @@ func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
 // tryReady claims from the queue as a process does, and returns the ids, by priority and age.
 func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
 	rows, err := db.Query(ctx, `
-		select (c.execution).id::text from lanekeeper.claim_agent_executions(@worker, 'background', @n) c
+		select (c.execution).id::text from lanekeeper.claim_agent_executions('background', @worker, @n) c where not c.missed
 		 order by (c.execution).priority, (c.execution).id`, postgres.Strict{"worker": worker, "n": n})
 	if err != nil {
 		return nil, err
@@ -173,14 +173,15 @@ func TestALimitHoldsBackNothingElse(t *testing.T) {
 	if got, want := claimReady(t, pool, w, 10), []string{held, free}; !slices.Equal(got, want) {
 		t.Errorf("claimed %v, want %v", got, want)
 	}
-	if n := value[int](t, pool, `select count(*) from lanekeeper.sweep_agent_executions()`); n != 0 {
-		t.Errorf("the sweep names %d that cannot start", n)
+	const places = `select count(*) from lanekeeper.agent_ready_kinds k where (k.places > 0) is not false`
+	if n := value[int](t, pool, places); n != 0 {
+		t.Errorf("%d kinds are said to be ready that cannot start", n)
 	}
 	if _, err := executions.Cancel(t.Context(), pool, held, "test", ""); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from lanekeeper.sweep_agent_executions()`); n == 0 {
-		t.Error("a place is free, and the sweep names nothing")
+	if n := value[int](t, pool, places); n == 0 {
+		t.Error("a place is free, and nothing is ready")
 	}
 	if got := claimReady(t, pool, w, 10); len(got) != 1 {
 		t.Errorf("claimed %d, want 1", len(got))

@@ -227,8 +227,8 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	if _, err := pool.Exec(ctx, `select from lanekeeper.close_agent_executions(array[$1, $2]::uuid[], '{1,1}', '{completed,completed}', null, null, null, null, null, null,
-		null, null, null, null)`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
+	if _, err := pool.Exec(ctx, `
+		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}', '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
 		t.Error("ends did not wait for the standby")
 	}
 	// Its lease has ended, of which the process does not know: it is told that they are in the queue.

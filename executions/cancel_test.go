@@ -61,7 +61,7 @@ func TestCancelOfWhatIsNotThereOrHasEnded(t *testing.T) {
 	}
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, worker(t, pool))
-	exec(t, pool, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
+	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
 	}

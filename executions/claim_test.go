@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -58,8 +59,21 @@ func get(t *testing.T, db postgres.DB, id string) executions.Execution {
 	return x
 }
 
-// sweep is one sweep by plain SQL, without wake-ups.
-func sweep(t *testing.T, db postgres.DB) { exec(t, db, `select lanekeeper.sweep_agent_executions()`) }
+// sweepOnce is one sweep by a process that runs nothing.
+func sweepOnce(ctx context.Context, pool *pgxpool.Pool) error {
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
+	if err != nil {
+		return err
+	}
+	return e.Sweep(ctx)
+}
+
+func sweep(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	if err := sweepOnce(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+}
 
 func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	t.Parallel()
@@ -104,7 +118,6 @@ func TestTwoEnginesRunEachExecutionOnce(t *testing.T) {
 	ids := make([]string, 40)
 	for i := range ids {
 		ids[i] = p.begin(t, "flow")
-		exec(t, pool, `update agent_executions set hinted_at = 'epoch' where id = @id`, postgres.Strict{"id": ids[i]}) // a second hint
 	}
 	for _, id := range ids {
 		if got := until(t, pool, id, executions.Completed); got.Claim != 1 {
@@ -163,8 +176,8 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
 		t.Errorf("an expired worker got claim %d, %v", n, err)
 	}
-	if value[bool](t, pool, `select lanekeeper.renew_agent_worker(@id)`, postgres.Strict{"id": w}) {
-		t.Error("an expired worker was renewed")
+	if alive, err := executions.RenewWorker(t.Context(), pool, w); err != nil || alive {
+		t.Errorf("an expired worker was renewed: %v, %v", alive, err)
 	}
 }
 
@@ -209,7 +222,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 			n := mustClaim(t, pool, id, worker(t, pool))
 			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
 				postgres.Strict{"id": id, "claim": n})
-			exec(t, pool, `select lanekeeper.give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
+			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
 		},
 	}
 	for name, progress := range cases {
@@ -239,7 +252,6 @@ func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
 		ids[i] = pending(t, pool)
 	}
 	for range 10 {
-		exec(t, pool, `update agent_executions set hinted_at = 'epoch'`)
 		sweep(t, pool)
 	}
 	if n := value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
@@ -351,7 +363,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	expire(t, pool, id)
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,
-		"finish":     `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+		"finish":     `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		"park":       `select lanekeeper.wait_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql, args); !postgres.IsCode(err, "LK001") {

@@ -20,10 +20,11 @@ func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps 
 	t.Helper()
 	return value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
-		  from lanekeeper.close_agent_executions(@ids, @claims, array_fill(@status::text, array[@n::int]), array_fill('said'::text, array[@n::int]),
-		       array_fill('{"v": 1}'::jsonb, array[@n::int]), null, null, array_fill('{"x": 2}'::jsonb, array[@n::int]), null,
-		       @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]))`,
-		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "status": status})
+		  from lanekeeper.complete_agent_executions(@ids, @claims, (
+		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb, 'variables', '{"x": 2}'::jsonb)
+		             || case when s is null then '{}' else jsonb_build_object('step', s, 'print', 'print', 'output', 3) end order by i)
+		      from (select i, (@steps::text[])[i] as s from generate_series(1, cardinality(@ids::uuid[])) i) u))`,
+		postgres.Strict{"ids": ids, "claims": claims, "steps": steps, "status": status})
 }
 
 // Of an end that is left to be made by itself nothing is written, its last step neither.
@@ -103,7 +104,8 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		t.Error("a step is younger than the end of its execution")
 	}
 	for _, status := range []string{"waiting", "cancelled", "running"} {
-		_, err := pool.Exec(t.Context(), `select lanekeeper.close_agent_executions('{}', '{}', array['completed', @status], null, null, null, null, null, null, null, null, null, null)`,
+		_, err := pool.Exec(t.Context(), `
+			select lanekeeper.complete_agent_executions('{}', '{}', jsonb_build_array('{"status": "completed"}'::jsonb, jsonb_build_object('status', @status::text)))`,
 			postgres.Strict{"status": status})
 		if !postgres.IsCode(err, "22023") {
 			t.Errorf("an end as %s: %v", status, err)
@@ -130,7 +132,7 @@ func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
 	_, err := pool.Exec(t.Context(), `
-		select lanekeeper.close_agent_executions(@ids, @claims, '{completed,completed}', null, null, null, null, null, null, '{last,last}', null, null, '{1,1}')`,
+		select lanekeeper.complete_agent_executions(@ids, @claims, '[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
 		postgres.Strict{"ids": ids, "claims": claims})
 	if !postgres.IsCode(err, "23505") {
 		t.Errorf("they ended: %v", err)
@@ -281,7 +283,7 @@ func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 						mustClaim(t, pool, id, w)
 					}
 				}
-				exec(t, pool, `select lanekeeper.finish_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
 				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
 					t.Fatalf("%s ended", got)
 				}
@@ -404,14 +406,14 @@ func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 	}
 	batch := func() int {
 		ids := value[[]string](t, tx, `
-			select array_agg(id::text) from lanekeeper.begin_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', '{true,true,true}', @worker, 0, 0, '{}',
-			       null, null, null, null, null, null, null, null, null, null, null)`, postgres.Strict{"worker": w})
+			select array_agg(id::text) from lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', null, null, @worker, '{0,0}', '{}')`,
+			postgres.Strict{"worker": w})
 		before := read()
-		exec(t, tx, `select lanekeeper.record_agent_steps(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
 		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
 			t.Fatalf("%s ended", got)
 		}
-		exec(t, tx, `select lanekeeper.finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
 		return read() - before
 	}
 	small := batch()

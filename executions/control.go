@@ -157,7 +157,13 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err error) {
 	var ends []ended
 	b := &pgx.Batch{}
-	b.Queue(`select lanekeeper.complete_agent_cancel(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
+	b.Queue(`
+		select case when c.execution_id is null then true
+		            when not lanekeeper.request_agent_cancel(@id, null, '')
+		              then lanekeeper.cancel_agent_execution(@id, c.cancelled_by, c.cancel_reason) is distinct from ''
+		            else false end
+		  from (values (true)) one left join agent_cancel_requests c on c.execution_id = @id`,
+		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
 	endedIn(b, &ends)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)

@@ -315,7 +315,7 @@ func (c *crew) claim(ctx context.Context, n int) (worker string, took []claimed,
 	rows, err := c.e.pool.Query(ctx, `
 		select `+columns+`, `+recordedColumns+`, missed
 		  from (select (t.execution).*, t.held, t.steps, t.claims, t.prints, t.failed, t.outputs, t.times, t.missed
-		          from lanekeeper.take_agent_executions(@worker, @queue, @n, @skip) t) x order by priority, id`,
+		          from lanekeeper.claim_agent_executions(@queue, @worker, @n, @skip) t) x order by priority, id`,
 		postgres.Strict{"worker": worker, "queue": c.queue, "n": n, "skip": c.skipped()})
 	if err != nil {
 		return "", nil, false, err

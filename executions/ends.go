@@ -83,8 +83,14 @@ func (r *run) afterEnd(ctx context.Context, status Status, failure error, done f
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.freed))
 }
 
-// tellParent resumes who waits for an execution that has ended. The sweep does it where this cannot.
+// tellParent resumes the executions that wait for one that has ended. The sweep does it where this cannot.
 func (e *Engine) tellParent(ctx context.Context, id string) {
+	if err := e.tryTellParent(ctx, id); err != nil {
+		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
+	}
+}
+
+func (e *Engine) tryTellParent(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	var woken int
@@ -92,9 +98,6 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 	queuePatience(b)
 	b.Queue(`select lanekeeper.deliver_agent_completion(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
-	if err != nil {
-		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
-	}
 	if woken > 0 {
 		e.ready(Background, woken)
 		e.ready(Interactive, woken)
@@ -102,6 +105,7 @@ func (e *Engine) tellParent(ctx context.Context, id string) {
 			e.pass(ctx)
 		}
 	}
+	return err
 }
 
 // finishStale tells an end that was refused, or came too late, from one whose answer was lost.
@@ -191,7 +195,7 @@ func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err e
 // somebody waits for this end, and the row. Whoever begins to wait locks the row first: the end finds that wait, or
 // the wait finds the end.
 func queueEnd(b *pgx.Batch, end lastWrite, done *finished) {
-	b.Queue(`select lanekeeper.finish_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
+	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
 		"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
 		"result": end.result, "error": end.failure, "step": end.step,
 	})
@@ -214,10 +218,18 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	defer cancel()
 	n := len(ends)
 	answers := batch.Unanswered[finished](n)
+	ids, claims, objects := make([]string, n), make([]int64, n), make([]endObject, n)
+	for i, x := range ends {
+		ids[i], claims[i], objects[i] = x.id, x.claim, x.object()
+	}
+	text, err := json.Marshal(objects)
+	if err != nil {
+		return nil, fmt.Errorf("finish %d executions: %w", n, err)
+	}
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
-		  from lanekeeper.close_agent_executions(@ids, @claims, @statuses, @summaries, (@results::text[])::jsonb[], @failures, @failed_steps,
-		       (@variables::text[])::jsonb[], @wanted, @steps, @prints, @failed, (@outputs::text[])::jsonb[])`, endArguments(ends))
+		  from lanekeeper.complete_agent_executions(@ids, @claims, @ends)`,
+		postgres.Strict{"ids": uuids(ids), "claims": claims, "ends": json.RawMessage(text)})
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
@@ -235,25 +247,29 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	return answers, nil
 }
 
-// endArguments turns several ends into arrays, side by side.
-func endArguments(ends []lastWrite) postgres.Strict {
-	n := len(ends)
-	ids, claims, statuses, summaries := make([]string, n), make([]int64, n), make([]string, n), make([]string, n)
-	results, failures, failedSteps, variables := make([]*string, n), make([]*string, n), make([]*string, n), make([]*string, n)
-	steps, prints, failed, outputs := make([]*string, n), make([]string, n), make([]bool, n), make([]*string, n)
-	wanted := make([]bool, n)
-	for i, x := range ends {
-		ids[i], claims[i], statuses[i], summaries[i], wanted[i] = x.id, x.claim, string(x.status), x.summary, x.row != nil
-		results[i], failures[i], failedSteps[i], variables[i] = jsonText(x.result), x.failure, x.step, jsonText(x.variables)
-		if x.last != nil {
-			steps[i], prints[i], failed[i], outputs[i] = &x.last.step, x.last.print, x.last.failed, jsonText(x.last.output)
-		}
+// endObject is an end as complete_agent_executions takes it.
+type endObject struct {
+	Status     Status          `json:"status"`
+	Summary    string          `json:"summary,omitempty"`
+	Result     json.RawMessage `json:"result,omitempty"`
+	Error      *string         `json:"error,omitempty"`
+	FailedStep *string         `json:"failed_step,omitempty"`
+	Variables  json.RawMessage `json:"variables,omitempty"`
+	Wanted     bool            `json:"wanted,omitempty"`
+	Step       string          `json:"step,omitempty"`
+	Print      string          `json:"print,omitempty"`
+	StepFailed bool            `json:"step_failed,omitempty"`
+	Output     json.RawMessage `json:"output,omitempty"`
+}
+
+func (x *lastWrite) object() endObject {
+	o := endObject{
+		Status: x.status, Summary: x.summary, Result: x.result, Error: x.failure, FailedStep: x.step, Variables: x.variables, Wanted: x.row != nil,
 	}
-	return postgres.Strict{
-		"ids": uuids(ids), "claims": claims, "statuses": statuses, "summaries": given(summaries), "results": given(results),
-		"failures": given(failures), "failed_steps": given(failedSteps), "variables": given(variables), "wanted": given(wanted),
-		"steps": given(steps), "prints": given(prints), "failed": given(failed), "outputs": given(outputs),
+	if x.last != nil {
+		o.Step, o.Print, o.StepFailed, o.Output = x.last.step, x.last.print, x.last.failed, x.last.output
 	}
+	return o
 }
 
 // closed is what only the database knows of an execution that has ended.

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -60,3 +61,15 @@ func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }
 
 // AsStored is JSON as jsonb gives it back.
 func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }
+
+// RenewWorker prolongs the lease of a worker, and reports whether it lives.
+func RenewWorker(ctx context.Context, pool *pgxpool.Pool, id string) (alive bool, err error) {
+	var mine, requested []string
+	err = renewWorker(ctx, pool, id, &alive, &mine, &requested)
+	return alive, err
+}
+
+// TryComplete completes a requested cancel, if no transaction has the execution locked any more.
+func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
+	return e.tryComplete(ctx, id)
+}

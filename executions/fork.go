@@ -2,6 +2,7 @@ package executions
 
 import (
 	"context"
+	_ "embed" // the statement is in a file of its own
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -88,25 +89,79 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 	return got, nil
 }
 
-// fork inserts the execution with its records and its wake-up.
+//go:embed fork_steps.sql
+var forkStepsSQL string
+
+// fork inserts the execution with its records and its wake-up. Its claim begins at 1, so that the first that claims it
+// loads what it begins with. What has ended is locked: its records must not be pruned while they are copied.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
-	var id *string
-	err := tx.QueryRow(ctx, `select lanekeeper.fork_agent_execution(@id, @from, @input, @trace_id, @latest)::text`, postgres.Strict{
+	var id string
+	var was, version *int
+	err := tx.QueryRow(ctx, `
+		with was as materialized (
+		  select x.*, case when @latest then coalesce((select f.version from agent_flows f where f.name = x.flow and f.current), x.flow_version)
+		              else x.flow_version end as version
+		    from agent_executions x where x.id = @id for key share of x)
+		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim, input, on_lost,
+		       max_attempts, progress_seconds, forked_from, forked_step)
+		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending', 1, coalesce(@input, w.input),
+		       w.on_lost, w.max_attempts, w.progress_seconds, w.id, @from from was w
+		returning id::text, flow_version, (select w.flow_version from was w)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
-	}).Scan(&id)
+	}).Scan(&id, &version, &was)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return Execution{}, ErrNotFound
+	} else if err != nil {
+		return Execution{}, err
+	}
+	var found int
+	err = tx.QueryRow(ctx, `
+		with steps as materialized (`+forkStepsSQL+`),
+		copied as (
+		  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
+		  select @fork, s.step, 1, s.fingerprint, s.failed,
+		         case when s.step = 'flow version' and @was::int is not null and not s.failed then to_jsonb(@version::int) else s.output end, s.created_at
+		    from steps s where s.step is not null)
+		select count(*) from steps`, postgres.Strict{
+		"id": s.ID, "from": null(s.From), "fork": id, "was": was, "version": version,
+	}).Scan(&found)
 	switch {
-	case postgres.IsCode(err, "22023"):
-		return Execution{}, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
 	case err != nil:
 		return Execution{}, err
-	case id == nil:
-		return Execution{}, ErrNotFound
+	case found == 0:
+		return Execution{}, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
 	}
-	got, err := Get(ctx, tx, *id)
+	got, err := Get(ctx, tx, id)
 	if err != nil {
 		return Execution{}, err
 	}
 	return got, e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
+}
+
+// forkSteps reads the records that a fork begins with.
+func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error) {
+	rows, err := tx.Query(ctx, forkStepsSQL, postgres.Strict{"id": s.ID, "from": null(s.From)})
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var points []Checkpoint
+	found := false
+	for rows.Next() {
+		found = true
+		if rows.RawValues()[0] == nil { // the step is there, and nothing before it
+			continue
+		}
+		point, err := pgx.RowToStructByPos[Checkpoint](rows)
+		if err != nil {
+			return nil, err
+		}
+		points = append(points, point)
+	}
+	if rows.Err() == nil && !found {
+		return nil, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
+	}
+	return points, rows.Err()
 }
 
 // foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out
@@ -115,16 +170,8 @@ func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
 	}
-	rows, err := tx.Query(ctx, `
-		select step, claim, fingerprint, failed, output, created_at from lanekeeper.agent_fork_steps(@id, @from)`,
-		postgres.Strict{"id": x.ID, "from": null(s.From)})
+	points, err := forkSteps(ctx, tx, s)
 	if err != nil {
-		return err
-	}
-	points, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
-	if postgres.IsCode(err, "22023") {
-		return fmt.Errorf("from %q: %w", s.From, ErrNoStep)
-	} else if err != nil {
 		return err
 	}
 	if s.Latest && x.FlowVersion != nil {
@@ -153,7 +200,7 @@ type contradiction struct{ message string }
 func (c *contradiction) Error() string        { return c.message }
 func (c *contradiction) Is(target error) bool { return target == ErrChanged }
 
-// newest gives an execution the current version of its flow, as fork_agent_execution does.
+// newest gives an execution the current version of its flow, as fork does.
 func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) error {
 	var version int
 	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,

@@ -266,14 +266,14 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
-			exec(t, pool, `select lanekeeper.give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
 			held := func() bool {
-				return value[bool](t, pool, `select held from lanekeeper.take_agent_executions(@worker, 'background', 1)`, postgres.Strict{"worker": me})
+				return value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`, postgres.Strict{"worker": me})
 			}
 			if held() {
 				t.Error("what was lost in the middle of nothing is said to be held")
 			}
-			exec(t, pool, `select lanekeeper.give_up_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
 			exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
 				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
@@ -355,8 +355,8 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 	group.Go(func() error { // the old process claims and ends what it finds
 		for range n {
 			_, err := pool.Exec(ctx, `
-				select lanekeeper.finish_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
-				  from lanekeeper.claim_agent_executions(@worker, 'background', 2, '{}') c`, postgres.Strict{"worker": old})
+				select lanekeeper.complete_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
+				  from lanekeeper.claim_agent_executions('background', @worker, 2) c where not c.missed`, postgres.Strict{"worker": old})
 			if err != nil {
 				return err
 			}

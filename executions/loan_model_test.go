@@ -504,7 +504,7 @@ func (c *client) fenced(ctx context.Context) error {
 
 func (c *client) finish(ctx context.Context) error {
 	id, n := c.one(ctx)
-	return c.do(ctx, `select lanekeeper.finish_agent_execution($1::uuid, $2, $3, '', null, null, null)`, id, n,
+	return c.do(ctx, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, '', null, null, null)`, id, n,
 		[]string{"completed", "failed", "timeout"}[c.rand.IntN(3)])
 }
 
@@ -515,7 +515,7 @@ func (c *client) cancel(ctx context.Context) error {
 
 func (c *client) giveUp(ctx context.Context) error {
 	id, n := c.one(ctx)
-	return c.do(ctx, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, id, n)
+	return c.do(ctx, `select lanekeeper.release_agent_claim($1::uuid, $2)`, id, n)
 }
 
 func (c *client) loseWorker(ctx context.Context) error {
@@ -560,5 +560,5 @@ func (c *client) wake(ctx context.Context) error {
 }
 
 func (c *client) sweep(ctx context.Context) error {
-	return c.do(ctx, `select lanekeeper.sweep_agent_executions()`)
+	return sweepOnce(ctx, c.pool)
 }

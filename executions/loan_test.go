@@ -133,10 +133,10 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 	pool := pgtest.DB(t)
 	ends := map[string]func(t *testing.T, lane string, c member){
 		"finished": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 		},
 		"failed": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
 		},
 		"cancelled": func(t *testing.T, _ string, c member) {
 			exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
@@ -147,7 +147,7 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 			}
 		},
 		"handed back": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, c.id, c.claim)
+			exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, c.id, c.claim)
 		},
 		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
 			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -273,7 +273,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			}
 			stale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
-			exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
+			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
 			wantHolder(t, pool, lane, all[1].id, true)
 		})
 	}
@@ -290,11 +290,11 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 			return err
 		},
 		"is handed back": func(tx postgres.DB, p, _ member) error {
-			_, err := tx.Exec(context.Background(), `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+			_, err := tx.Exec(context.Background(), `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 			return err
 		},
 		"ends": func(tx postgres.DB, p, _ member) error {
-			_, err := tx.Exec(context.Background(), `select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
+			_, err := tx.Exec(context.Background(), `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
 			return err
 		},
 	}
@@ -350,7 +350,7 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 	mustTake(t, pool, lane, c)
 	tx := begun(t, pool)
 	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
-	exec(t, pool, `select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+	exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 	exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
 	commit(t, tx)
 	wantHolder(t, pool, lane, p.id, true)
@@ -420,7 +420,11 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select lanekeeper.complete_agent_cancel($1)`, p.id) }, "the cancel is completed")
+	engine := prepare(t, pool, nil)
+	pgtest.Eventually(t, patience, func() bool {
+		done, err := engine.TryComplete(t.Context(), p.id)
+		return done && err == nil
+	}, "the cancel is completed")
 	wantHolder(t, pool, "thread:t1", "", false)
 	wantLoans(t, pool, "thread:t1", 0)
 }
@@ -466,7 +470,7 @@ func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
 	p, other := relative(t, pool, ""), relative(t, pool, "")
 	old := mustTake(t, pool, "thread:t1", p)
 	mustTake(t, pool, loanLane, p)
-	exec(t, pool, `select lanekeeper.give_up_agent_claim($1::uuid, $2)`, p.id, p.claim)
+	exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 	wantHolder(t, pool, loanLane, "", false)
 	stale(t, pool, "thread:t1", old)
 	if !value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {

@@ -67,7 +67,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 					_, err = pool.Exec(ctx, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms' where execution_id = @id`,
 						postgres.Strict{"id": id})
 				default:
-					_, err = pool.Exec(ctx, `select lanekeeper.sweep_agent_executions()`)
+					err = p.Sweep(ctx)
 				}
 				if refused := new(executions.RunError); err != nil && !errors.As(err, &refused) {
 					return fmt.Errorf("actor %d, round %d: %w", a, n, err)

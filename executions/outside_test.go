@@ -488,12 +488,10 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 			t.Errorf("%s it was claimed: %d, %v", when, n, err)
 		}
 		for range 2 {
-			if n := value[int](t, pool, `select count(*)::int from lanekeeper.sweep_agent_executions() where id = $1`, id); n != 0 {
-				t.Errorf("%s it was hinted", when)
+			sweep(t, pool)
+			if n := value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id); n != 0 {
+				t.Errorf("%s it is ready for a process", when)
 			}
-		}
-		if hinted := value[string](t, pool, `select hinted_at::text from agent_executions where id = $1`, id); hinted != "infinity" {
-			t.Errorf("%s hinted_at is %s", when, hinted)
 		}
 	}
 	never("new")
@@ -510,10 +508,8 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	}
 	never("resumed")
 	claimed := p.lock(t, id, "w").Execution.Claim
-	exec(t, pool, `select lanekeeper.give_up_agent_claim($1, $2)`, id, claimed)
+	exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
 	never("given up")
-	exec(t, pool, `update agent_executions set hinted_at = clock_timestamp() - interval '1 day' where id = $1`, id)
-	never("touched")
 	_, err := pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
 	if !postgres.IsCode(err, "LK002") {
 		t.Errorf("one that begins running: %v", err)

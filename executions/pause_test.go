@@ -90,7 +90,7 @@ func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from lanekeeper.ready_agent_executions(100)`); n != 0 {
+	if n := value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`); n != 0 {
 		t.Errorf("%d are handed out as ready", n)
 	}
 	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
@@ -316,8 +316,8 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	p.begin(t, "flow")
 	id := second.arrival(t)
 	exec(t, pool, `
-		create or replace function lanekeeper.agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
-		language sql as $$ select 'flow', 'flow' where p_queue = 'background' $$`)
+		create or replace view lanekeeper.agent_ready_kinds as
+		select 'background'::text as queue, 'flow'::text as flow, 'flow'::text as surface, null::int as places`)
 	pause(t, pool)
 	expire(t, pool, id)
 	second.open()

@@ -68,7 +68,7 @@ func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Ans
 		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
-		select n from lanekeeper.record_agent_steps(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
+		select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
 		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
 			"ids": uuids(ids), "claims": claims, "steps": steps, "prints": given(prints), "failed": given(failed), "outputs": outputs,

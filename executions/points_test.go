@@ -17,7 +17,7 @@ func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64
 		select coalesce(string_agg(i::text, ' ' order by i), '')
 		  from generate_series(1, @n::int) i
 		 where i not in (
-		   select n from lanekeeper.record_agent_steps(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
+		   select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
 		          (@variables::text[])::jsonb[]) where verdict = 'alone')`,
 		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&kept)
 	return kept, err
@@ -75,7 +75,7 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "ended":
-			exec(t, pool, `select lanekeeper.finish_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
+			exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
 		}
 	}
 	expire(t, pool, ids[slices.Index(names, "dead")])

@@ -97,7 +97,7 @@ func TestAQuestionInTheQueueHasTime(t *testing.T) {
 	if n := days(); n != 30 {
 		t.Errorf("its time runs while it is queued: %d days", n)
 	}
-	exec(t, pool, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
+	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
 	exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
 	if n := days(); n != 1 {
 		t.Errorf("it has %d days for the answer, want 1", n)

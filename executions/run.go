@@ -204,7 +204,10 @@ func (r *run) load(ctx context.Context, held bool) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": r.exec.ID}
 	if held {
-		b.Queue(`select lanekeeper.recover_agent_claim(@id, @claim)`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+		claim := postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim}
+		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`, claim)
+		b.Queue(`select lanekeeper.claim_agent_locks(@id)`, args)
+		b.Queue(`select lanekeeper.recover_agent_activity(@id, @claim)`, claim)
 	}
 	b.Queue(`select step, claim, fingerprint, failed, output, created_at from agent_checkpoints where execution_id = @id`,
 		args).Query(func(rows pgx.Rows) error {

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// What is not given, as the columns and begin_agent_executions have it.
+// What is not given, as the columns and start_agent_executions have it.
 const (
 	defaultAgent       = "agent"
 	defaultPriority    = 2

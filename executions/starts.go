@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/batch"
@@ -81,12 +82,16 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	}
 	at := e.setAside(queued)
 	defer at.giveBack()
+	args, err := startArguments(opens)
+	if err != nil {
+		return nil, err
+	}
+	args["worker"], args["places"], args["waited_for"] = worker, []int{at.background, at.interactive}, queued > 0
+	args["skip"] = append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
 		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
-		  from lanekeeper.begin_agent_executions(@trace_id, @surface, @flow, @here, @worker, @background, @interactive, @skip, (@input::text[])::jsonb[],
-		       @queue, @agent, @parent_id, @awaited, @inherits, @thread_id, @priority, @on_lost, @max_attempts, @progress_seconds)`,
-		startArguments(opens, queued > 0, worker, at, append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)))
+		  from lanekeeper.start_agent_executions(@traces, @surfaces, @flows, (@inputs::text[])::jsonb[], @options, @worker, @places, @skip)`, args)
 	if err != nil {
 		return nil, err
 	}
@@ -138,45 +143,56 @@ func (b *begun) execution(x *Execution, o *opening, worker string) {
 	}
 }
 
-// startArguments turns several starts into arrays, side by side. One that all leave at its default is null, which is
-// less to send and to take apart.
-func startArguments(opens []opening, waitedFor bool, worker string, at *places, skip []string) postgres.Strict {
-	return postgres.Strict{
-		"waited_for": waitedFor,
-		"trace_id":   column(opens, func(o *opening) string { return string(o.TraceID) }),
-		"surface":    column(opens, func(o *opening) string { return string(o.Surface) }),
-		"flow":       column(opens, func(o *opening) string { return o.Flow }),
-		"here":       column(opens, func(o *opening) bool { return o.here }),
-		"worker":     worker, "background": at.background, "interactive": at.interactive, "skip": skip,
-		"input":            unless(opens, noInput, func(o *opening) string { return string(o.input) }),
-		"queue":            unless(opens, Background, func(o *opening) string { return o.Queue }),
-		"agent":            unless(opens, defaultAgent, func(o *opening) string { return o.Agent }),
-		"parent_id":        unless(opens, nil, func(o *opening) *string { return null(o.ParentID) }),
-		"awaited":          unless(opens, false, func(o *opening) bool { return o.Awaited }),
-		"inherits":         unless(opens, false, func(o *opening) bool { return o.Inherits }),
-		"thread_id":        unless(opens, nil, func(o *opening) *string { return null(o.ThreadID) }),
-		"priority":         unless(opens, defaultPriority, func(o *opening) int { return o.Priority }),
-		"on_lost":          unless(opens, defaultOnLost, func(o *opening) string { return o.OnLost }),
-		"max_attempts":     unless(opens, defaultMaxAttempts, func(o *opening) int { return o.MaxAttempts }),
-		"progress_seconds": unless(opens, 0, func(o *opening) int { return o.ProgressSeconds }),
-	}
-}
-
-// column lists one argument of several starts.
-func column[T any](opens []opening, of func(o *opening) T) []T {
-	values := make([]T, len(opens))
+// startArguments turns several starts into what start_agent_executions takes. What all leave at its default is null.
+func startArguments(opens []opening) (postgres.Strict, error) {
+	n := len(opens)
+	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]startOptions, n)
 	for i := range opens {
-		values[i] = of(&opens[i])
+		o := &opens[i]
+		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(o.TraceID), string(o.Surface), o.Flow, string(o.input), o.options()
 	}
-	return values
-}
-
-// unless is column; nil when all are as they are by default.
-func unless[T comparable](opens []opening, usual T, of func(o *opening) T) []T {
-	for i := range opens {
-		if of(&opens[i]) != usual {
-			return column(opens, of)
+	args := postgres.Strict{"traces": traces, "surfaces": surfaces, "flows": flows, "inputs": nil, "options": nil}
+	if slices.ContainsFunc(inputs, func(input string) bool { return input != noInput }) {
+		args["inputs"] = inputs
+	}
+	if slices.ContainsFunc(options, func(o startOptions) bool { return o != startOptions{} }) {
+		text, err := json.Marshal(options)
+		if err != nil {
+			return nil, fmt.Errorf("encode options: %w", err)
 		}
+		args["options"] = json.RawMessage(text)
 	}
-	return nil
+	return args, nil
+}
+
+// startOptions are what most starts leave at its default.
+type startOptions struct {
+	Queued      bool   `json:"queued,omitempty"`
+	Queue       string `json:"queue,omitempty"`
+	Agent       string `json:"agent,omitempty"`
+	ParentID    string `json:"parent_id,omitempty"`
+	Awaited     bool   `json:"awaited,omitempty"`
+	Inherits    bool   `json:"inherits,omitempty"`
+	ThreadID    string `json:"thread_id,omitempty"`
+	Priority    int    `json:"priority,omitempty"`
+	OnLost      string `json:"on_lost,omitempty"`
+	MaxAttempts int    `json:"max_attempts,omitempty"`
+	Progress    int    `json:"progress_seconds,omitempty"`
+}
+
+func (o *opening) options() startOptions {
+	return startOptions{
+		Queued: !o.here, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID, Progress: o.ProgressSeconds,
+		Queue: unless(o.Queue, Background), Agent: unless(o.Agent, defaultAgent), OnLost: unless(o.OnLost, defaultOnLost),
+		Priority: unless(o.Priority, defaultPriority), MaxAttempts: unless(o.MaxAttempts, defaultMaxAttempts),
+	}
+}
+
+// unless is a value; zero where it is the default.
+func unless[T comparable](value, standard T) T {
+	if value == standard {
+		var zero T
+		return zero
+	}
+	return value
 }

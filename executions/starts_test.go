@@ -230,43 +230,43 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := worker(t, pool)
-	begin := func(column, value string) error {
-		at := map[string]string{
-			"trace_id": `'{t,t,t}'`, "surface": `'{flow,flow,flow}'`, "flow": `'{f,f,f}'`, "queue": `null`, "priority": `null`, "on_lost": `null`,
-			"max_attempts": `null`, "progress_seconds": `null`,
+	// Three starts, of which the second is claimed and has a key of its own.
+	begin := func(key string, value any) error {
+		second := map[string]any{"trace_id": "t", "surface": "flow", "flow": "f"}
+		if key != "" {
+			second[key] = value
 		}
-		at[column] = value
 		_, err := pool.Exec(t.Context(), `
-			select lanekeeper.begin_agent_executions(`+at["trace_id"]+`, `+at["surface"]+`, `+at["flow"]+`, '{f,t,f}', $1, 0, 0, '{}', null, `+at["queue"]+`,
-			       null, null, null, null, null, `+at["priority"]+`, `+at["on_lost"]+`, `+at["max_attempts"]+`, `+at["progress_seconds"]+`)`, w)
+			select lanekeeper.start_agent_executions(array['t', s ->> 'trace_id', 't'], array['flow', s ->> 'surface', 'flow'], array['f', s ->> 'flow', 'f'], null,
+			       jsonb_build_array('{"queued": true}'::jsonb, s - '{trace_id,surface,flow}'::text[], '{"queued": true}'::jsonb), $1, '{0,0}', '{}')
+			  from (select $2::jsonb) o (s)`, w, second)
 		return err
 	}
-	for column, bad := range map[string]string{
-		"trace_id": `{t,"",t}`, "surface": `{flow,page,flow}`, "flow": `{f,"",f}`, "queue": `{background,slow,background}`, "priority": `{1,5,2}`,
-		"max_attempts": `{1,0,1}`, "on_lost": `{fail,hope,fail}`, "progress_seconds": `{0,-1,0}`,
+	for key, bad := range map[string]any{
+		"trace_id": "", "surface": "page", "flow": "", "queue": "slow", "priority": 5, "max_attempts": 0, "on_lost": "hope", "progress_seconds": -1,
 	} {
-		if err := begin(column, `'`+bad+`'`); !postgres.IsCode(err, "23514") {
-			t.Errorf("%s = %s: %v", column, bad, err)
+		if err := begin(key, bad); !postgres.IsCode(err, "23514") {
+			t.Errorf("%s = %v: %v", key, bad, err)
 		}
 	}
 	for _, flow := range []string{"external", "external:there"} {
-		if err := begin("flow", `'{f,`+flow+`,f}'`); !postgres.IsCode(err, "LK002") {
+		if err := begin("flow", flow); !postgres.IsCode(err, "LK002") {
 			t.Errorf("a claimed %s: %v", flow, err)
 		}
 	}
 	exec(t, pool, `select pause_agent('prices look wrong')`)
-	if err := begin("flow", `'{f,f,f}'`); !postgres.IsCode(err, "LK003") {
+	if err := begin("", nil); !postgres.IsCode(err, "LK003") {
 		t.Errorf("claimed while the agent is paused: %v", err)
 	}
 	exec(t, pool, `select resume_agent('test')`)
 	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d of what was refused are there", n)
 	}
-	if err := begin("flow", `'{external,f,external:there}'`); err != nil {
-		t.Fatal(err)
-	}
-	got := value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost, hinted_at = 'infinity'), ', ' order by flow) from agent_executions`)
-	if want := "external t fail t, external:there t fail t, f f resume f"; got != want {
+	exec(t, pool, `
+		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null, '[{"queued": true}, {}, {"queued": true}]', $1,
+		       '{0,0}', '{}')`, w)
+	got := value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow) from agent_executions`)
+	if want := "external t fail, external:there t fail, f f resume"; got != want {
 		t.Errorf("%s\nwant %s", got, want)
 	}
 }
@@ -298,8 +298,8 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	for range 3 {
 		got := value[string](t, pool, `
 			with b as (
-			  select n, id, at from lanekeeper.begin_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
-			         array_fill(false, '{300}'), null, 0, 0, '{}', null, null, null, null, null, null, null, null, null, null, null))
+			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
+			         null, null, null, '{0,0}', '{}'))
 			select concat_ws(' ', count(*), count(distinct id), count(distinct right(id::text, 16)),
 			       bool_and(substr(id::text, 15, 1) = '7' and substr(id::text, 20, 1) in ('8', '9', 'a', 'b')),
 			       array_agg(id order by id) = array_agg(id order by n),

@@ -55,7 +55,7 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	case executions.Waiting:
 		exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
 	case executions.Completed, executions.Failed, executions.Timeout:
-		exec(t, db, `select lanekeeper.finish_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
+		exec(t, db, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
 	}
 	return x
 }
@@ -140,15 +140,15 @@ var deeds = map[string]deed{
 		map[executions.Status]executions.Status{executions.Pending: executions.Running},
 	},
 	"complete": {
-		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'completed', 'said', null, null, null)`, 2,
+		`select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', 'said', null, null, null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Completed},
 	},
 	"fail": {
-		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'failed', '', null, 'no', 'step')`, 2,
+		`select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', 'step')`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Failed},
 	},
 	"time out": {
-		`select lanekeeper.finish_agent_execution($1::uuid, $2, 'timeout', '', null, null, null)`, 2,
+		`select lanekeeper.complete_agent_execution($1::uuid, $2, 'timeout', '', null, null, null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Timeout},
 	},
 	"cancel": {
@@ -169,7 +169,7 @@ var deeds = map[string]deed{
 		`select deliver_agent_event('EVENT_COMPLETED', $1::text)`, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
 	},
-	"hand back": {`select lanekeeper.give_up_agent_claim($1::uuid, $2)`, 2, nil},
+	"hand back": {`select lanekeeper.release_agent_claim($1::uuid, $2)`, 2, nil},
 	"lose": {
 		`select lanekeeper.lose_agent_claims(claimed_by) from agent_executions where id = $1::uuid and claimed_by is not null`, 1, nil,
 	},

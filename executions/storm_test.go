@@ -21,8 +21,8 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 	pool := pgtest.DB(t)
 	one, two := start(t, pool, awaits(0)), start(t, pool, awaits(0))
 	exec(t, pool, `
-		insert into agent_executions (trace_id, surface, flow, input, hinted_at)
-		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n), 'epoch' from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
+		insert into agent_executions (trace_id, surface, flow, input)
+		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n) from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
 	var sent []int
 	for n := range many {
 		for range 1 + n%3 {
@@ -39,7 +39,7 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 					return err
 				}
 				if i%97 == s {
-					if _, err := pool.Exec(ctx, `select count(*) from lanekeeper.sweep_agent_executions()`); err != nil {
+					if err := two.Sweep(ctx); err != nil {
 						return err
 					}
 				}

@@ -43,7 +43,7 @@ func (e *Engine) warnOfStuck(ctx context.Context) error {
 	var seconds float64
 	var n int
 	err := e.pool.QueryRow(ctx, `
-		-- what sweep_agent_executions has passed over
+		-- what a sweep has passed over
 		select w.name, extract(epoch from clock_timestamp() - w.expires_at)::float8,
 		       (select count(*) from agent_executions x where x.claimed_by = w.id),
 		       (select coalesce(string_agg(format('pid %s of %s, %s for %s', s.pid, s.application_name, s.state,

@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -148,6 +149,33 @@ func (e *Engine) soon(in time.Duration) {
 	}
 }
 
+// sweepLock makes a statement that one of several sweeps at the same time does; the others find nothing.
+const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) as mine)`
+
+// queueSweep queues what a sweep does in one transaction: it takes claims away from workers whose lease has ended, from
+// workers that are not registered at all, and from executions that make no progress; and it resumes what waits for a
+// time that has passed or a lane that is free. Workers before executions: the lock makes sure that none is renewed now.
+// No plan of it reads a whole table, however small the table was when the plan was made.
+func queueSweep(b *pgx.Batch) {
+	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`, postgres.Strict{"patience": lockPatience})
+	b.Queue(`
+		with ` + sweepLock + `,
+		over as materialized (
+		  select w.id from sweeps cross join agent_workers w where mine and w.expires_at < clock_timestamp() order by w.expires_at for update of w skip locked),
+		unknown as (
+		  select distinct x.claimed_by from sweeps cross join agent_executions x
+		   where mine and x.claimed_by is not null and not exists (select from agent_workers w where w.id = x.claimed_by))
+		select count(lanekeeper.lose_agent_claims(l.id)) from (select o.id from over o union select u.claimed_by from unknown u) l`)
+	b.Queue(`
+		with ` + sweepLock + `,
+		stalled as materialized (select s.id, s.claimed_by from sweeps cross join lanekeeper.agent_stalled_executions s where mine order by s.id)
+		select count(lanekeeper.lose_agent_claims(s.claimed_by, s.id)) from stalled s`)
+	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweeps where mine`)
+}
+
+// sweptMost bounds what one sweep finishes for others.
+const sweptMost = 500
+
 // Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
 // may call it at once; one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
@@ -160,24 +188,83 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.completeCancels(ctx); err != nil {
 		return err
 	}
+	if err := e.tellParents(ctx); err != nil { // before timers: a child that has ended does not count as timed out
+		return err
+	}
 	b := &pgx.Batch{}
-	b.Queue(`select queue, count(*) from lanekeeper.sweep_agent_executions() group by queue`).Query(func(rows pgx.Rows) (err error) {
+	queueSweep(b)
+	endedIn(b, &ends)
+	b.Queue(`
+		select k.queue, sum(r.n)::int from lanekeeper.agent_ready_kinds k cross join lateral (
+		  select count(*) as n from (
+		    select from lanekeeper.agent_ready_executions x where x.queue = k.queue and x.flow = k.flow and x.surface = k.surface
+		     limit least(k.places, @most::int)) one) r
+		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweptMost}).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
 		return err
 	})
-	endedIn(b, &ends)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
 	for _, r := range ready { // after the commit: who looked before would find nothing
 		e.ready(r.Queue, r.N)
 	}
-	left, err := e.lookAround(ctx)
+	err := e.sweepThreads(ctx)
+	left, failed := e.lookAround(ctx)
+	err = errors.Join(err, failed)
 	e.announceEnds(ctx, ends)
 	if err == nil && left > stuckAfter {
 		err = e.warnOfStuck(ctx)
 	}
 	return err
+}
+
+// tellParents resumes the parents of executions that have ended, where whoever ended them could not. Each is a
+// transaction: one that cannot be resumed yet delays few others.
+func (e *Engine) tellParents(ctx context.Context) error {
+	rows, err := e.pool.Query(ctx, `
+		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
+		postgres.Strict{"most": sweptMost})
+	if err != nil {
+		return fmt.Errorf("list ends that no parent knows of: %w", err)
+	}
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return fmt.Errorf("list ends that no parent knows of: %w", err)
+	}
+	locked := 0
+	for _, id := range ids {
+		switch err := e.tryTellParent(ctx, id); {
+		case postgres.IsCode(err, "55P03"):
+			if locked++; locked == 10 {
+				return nil
+			}
+		case err != nil:
+			return fmt.Errorf("resume the parent of execution %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// sweepThreads ends the leases of threads whose holders are gone, and sends what is queued in those that are free. The
+// outbox does both sooner, as a rule. What meets a lock is left to the next sweep.
+func (e *Engine) sweepThreads(ctx context.Context) error {
+	for _, queue := range []func(b *pgx.Batch){
+		func(b *pgx.Batch) {
+			b.Queue(`select lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes')`)
+		},
+		func(b *pgx.Batch) {
+			b.Queue(`select lanekeeper.flush_agent_threads(@most)`, postgres.Strict{"most": sweptMost})
+		},
+	} {
+		b := &pgx.Batch{}
+		queuePatience(b)
+		queue(b)
+		if err := e.pool.SendBatch(ctx, b).Close(); err != nil && !postgres.IsCode(err, "55P03") {
+			return fmt.Errorf("sweep threads: %w", err)
+		}
+	}
+	return nil
 }
 
 // lookAhead is lookAround for who has not swept.

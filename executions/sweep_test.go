@@ -83,9 +83,9 @@ func TestWhatALostWorkerHad(t *testing.T) {
 	if n := value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
 		t.Errorf("%d were lost", n)
 	}
-	const gone = "running, nobody's, claim 2, wake 1, at once, noted lost, attempt "
-	const ended = "failed, nobody's, claim 2, wake 0, as before, noted lost, attempt "
-	const kept = "running, somebody's, claim 1, wake 0, as before, noted , attempt "
+	const gone = "running, nobody's, claim 2, wake 1, noted lost, attempt "
+	const ended = "failed, nobody's, claim 2, wake 0, noted lost, attempt "
+	const kept = "running, somebody's, claim 1, wake 0, noted , attempt "
 	for id, want := range map[string]string{
 		fresh: gone + "1: ", again: gone + "4: ", recorded: gone + "1: ", spentButRecorded: gone + "1: ",
 		spent: ended + "5: given up after 5 workers were lost without a checkpoint between",
@@ -94,7 +94,6 @@ func TestWhatALostWorkerHad(t *testing.T) {
 	} {
 		got := value[string](t, pool, `
 			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ', x.claim, ', wake ', x.wake,
-			       case when x.hinted_at = 'epoch' then ', at once' else ', as before' end,
 			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})

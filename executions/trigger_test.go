@@ -181,19 +181,24 @@ func TestAChildIsStartedOnce(t *testing.T) {
 func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for name, tell := range map[string]string{"told": `select lanekeeper.deliver_agent_completion(@child)`, "swept": `select count(*), @child::text from lanekeeper.sweep_agent_executions()`} {
+	for name, tell := range map[string]func(child string){
+		"told": func(child string) {
+			exec(t, pool, `select lanekeeper.deliver_agent_completion(@child)`, postgres.Strict{"child": child})
+		},
+		"swept": func(string) { sweep(t, pool) },
+	} {
 		parent, child := newWaiter(t, pool), newWaiter(t, pool)
 		if parent.park("child", "agent", child.id) != nil {
 			t.Fatal("it has ended already")
 		}
-		exec(t, pool, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
+		exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
 		if n := value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`, postgres.Strict{"id": child.id}); n != 1 {
 			t.Errorf("%s: the end is not noted as one to be told", name)
 		}
 		if parent.status() != executions.Waiting {
 			t.Errorf("%s: the end itself woke the parent", name)
 		}
-		exec(t, pool, tell, postgres.Strict{"child": child.id})
+		tell(child.id)
 		if out := parent.goOn("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
 			t.Errorf("%s: %+v", name, out)
 		}
@@ -212,7 +217,7 @@ func TestAParentIsPatient(t *testing.T) {
 	parent.park("child", "agent", child.id)
 	child.park("event", "event", "never")
 	exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where waiting_for = 'agent'`)
-	exec(t, pool, `select lanekeeper.sweep_agent_executions()`)
+	sweep(t, pool)
 	for _, w := range []*waiter{grandparent, parent} {
 		ahead := value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false) from agent_executions where id = @id`,
 			postgres.Strict{"id": w.id})
@@ -259,7 +264,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			pool := pgtest.DB(t)
 			parent, child := newWaiter(t, pool), newWaiter(t, pool)
 			end := func(ctx context.Context, db postgres.DB) error {
-				_, err := db.Exec(ctx, `select lanekeeper.finish_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+				_, err := db.Exec(ctx, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 					postgres.Strict{"id": child.id, "claim": child.n})
 				return err
 			}
@@ -289,7 +294,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			if err := errors.Join(tx.Commit(t.Context()), group.Wait()); err != nil {
 				t.Fatal(err)
 			}
-			exec(t, pool, `select lanekeeper.sweep_agent_executions()`)
+			sweep(t, pool)
 			if got := parent.status(); got != executions.Running {
 				t.Errorf("the parent is %s", got)
 			}

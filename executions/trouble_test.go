@@ -126,7 +126,6 @@ func TestALostHintIsCoveredByTheSweep(t *testing.T) {
 	p := prepare(t, pool, flow(nothing))
 	id := p.begin(t, "flow")
 	exec(t, pool, `delete from river.river_job`)
-	exec(t, pool, `update agent_executions set hinted_at = clock_timestamp() - interval '6 seconds'`)
 	start(t, pool, flow(nothing))
 	until(t, pool, id, executions.Completed)
 }

@@ -190,10 +190,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 			postgres.Strict{"id": id, "key": id, "claim": n})
 		acts := []func(ctx context.Context) error{
 			func(ctx context.Context) error { return deliver(ctx, pool, id, `{}`, "") },
-			func(ctx context.Context) error {
-				_, err := pool.Exec(ctx, `select lanekeeper.sweep_agent_executions()`)
-				return err
-			},
+			func(ctx context.Context) error { return sweepOnce(ctx, pool) },
 			func(ctx context.Context) error { _, err := executions.Cancel(ctx, pool, id, "test", ""); return err },
 		}
 		group, ctx := errgroup.WithContext(t.Context())

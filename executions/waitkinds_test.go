@@ -74,7 +74,7 @@ func (w *waiter) due() {
 	w.t.Helper()
 	exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id`,
 		postgres.Strict{"id": w.id})
-	exec(w.t, w.pool, `select lanekeeper.sweep_agent_executions()`)
+	sweep(w.t, w.pool)
 }
 
 // ask makes a request of the execution.

@@ -8,6 +8,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -138,12 +142,7 @@ func (e *Engine) renew(ctx context.Context) error {
 	defer cancel()
 	var alive bool
 	var mine, requested []string
-	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(timed, `
-		select lanekeeper.renew_agent_worker(@id), array(
-		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
-		  select c.execution_id::text from agent_cancel_requests c
-		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
-		postgres.Strict{"id": w.id}).Scan(&alive, &mine, &requested)
+	err := renewWorker(timed, cmp.Or(e.opts.Lease, e.pool), w.id, &alive, &mine, &requested)
 	switch {
 	case err != nil:
 		return fmt.Errorf("renew worker: %w", err)
@@ -166,6 +165,27 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.Look() // this process may go on with it, under a claim that it knows of
 	}
 	return nil
+}
+
+// renewWorker prolongs a lease that has not ended, and reads what is claimed under it. The row is locked before the clock
+// is read.
+func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, mine, requested *[]string) error {
+	b := &pgx.Batch{}
+	args := postgres.Strict{"id": id}
+	b.Queue(`select from agent_workers where id = @id for no key update`, args)
+	b.Queue(`
+		update agent_workers set expires_at = clock_timestamp() + make_interval(secs => ttl_seconds)
+		 where id = @id and expires_at > clock_timestamp()`, args).Exec(func(done pgconn.CommandTag) error {
+		*alive = done.RowsAffected() == 1
+		return nil
+	})
+	b.Queue(`
+		select array(
+		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
+		  select c.execution_id::text from agent_cancel_requests c
+		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
+		args).QueryRow(func(row pgx.Row) error { return row.Scan(mine, requested) })
+	return pool.SendBatch(ctx, b).Close()
 }
 
 // compare sets the claims that the database has for a worker against the runs of this process: which
@@ -237,7 +257,7 @@ func (e *Engine) handBack(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	done, err := e.pool.Exec(ctx, `
-		select lanekeeper.give_up_agent_claim(x.id, x.claim) from agent_executions x where x.id = @id and x.claim = @claim`,
+		select lanekeeper.release_agent_claim(x.id, x.claim) from agent_executions x where x.id = @id and x.claim = @claim`,
 		postgres.Strict{"id": id, "claim": claim})
 	switch {
 	case err != nil:

@@ -162,9 +162,12 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	// A fork is given its version before it begins. It begins when it has lost its thread.
 	var third string
 	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
-		third = value[string](t, tx, `select lanekeeper.fork_agent_execution(@id, 'flow version', '{"key": "k4"}', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE')::text`,
-			postgres.Strict{"id": first})
-		exec(t, tx, `update agent_executions set thread_id = null where id = @id`, postgres.Strict{"id": third})
+		fork, err := w.Fork(t.Context(), tx, executions.ForkSpec{ID: first, From: "flow version"})
+		if err != nil {
+			return err
+		}
+		third = fork.ID
+		exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
 		return nil
 	})
 	if err != nil {

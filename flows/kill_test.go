@@ -49,7 +49,7 @@ func (r *reaper) pass(ctx context.Context) error {
 	if again {
 		return nil
 	}
-	_, err := r.pool.Exec(ctx, `select lanekeeper.give_up_agent_claim(@id, @claim)`, postgres.Strict{"id": x.ID, "claim": x.Claim})
+	_, err := r.pool.Exec(ctx, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": x.ID, "claim": x.Claim})
 	return errors.Join(errKilled, err)
 }
 

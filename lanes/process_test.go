@@ -17,11 +17,11 @@ func TestTheLaneOfADeadProcessIsFreedWhileSomebodyLooks(t *testing.T) {
 	exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
 	var under sync.WaitGroup
 	under.Go(func() {
-		if _, err := db.Exec(t.Context(), `select lanekeeper.sweep_agent_executions()`); err != nil {
+		if _, err := db.Exec(t.Context(), `select lanekeeper.lose_agent_claims(id) from agent_workers`); err != nil {
 			t.Error(err)
 		}
 	})
-	blocked(t, db, "sweep_agent_executions")
+	blocked(t, db, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
 	if g := try(t, db, "x", "b", 60); !g.acquired {
@@ -40,7 +40,7 @@ func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	token := mustTry(t, db, "x", "run/1@"+process, 60)
 	write := begin(t, db)
 	exec(t, write, `select fence_agent_lock('x', $1)`, token)
-	exec(t, db, `select lanekeeper.sweep_agent_executions()`)
+	exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
 	if n := get[int](t, db, `select count(*) from agent_workers`); n != 0 {
 		t.Error("the process is still there")
 	}

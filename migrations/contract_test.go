@@ -55,7 +55,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
 	exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
-		given: `select lanekeeper.give_up_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
+		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
 	} {
 		tx := inFlight(t, db, id)
 		if id == over {
@@ -110,10 +110,10 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 	tx := inFlight(t, db, id)
 	ended := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select lanekeeper.finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 		ended <- err
 	}()
-	blocked(t, db, 1, "finish_agent_execution")
+	blocked(t, db, 1, "complete_agent_execution")
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -131,9 +131,9 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	for name, query := range map[string]string{
-		"end as waiting":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
-		"end as running":     `select lanekeeper.finish_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
-		"end as null":        `select lanekeeper.finish_agent_execution($1::uuid, 1, null, '', null, null, null)`,
+		"end as waiting":     `select lanekeeper.complete_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
+		"end as running":     `select lanekeeper.complete_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
+		"end as null":        `select lanekeeper.complete_agent_execution($1::uuid, 1, null, '', null, null, null)`,
 		"wait for null":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', null, 'k', '1 hour', null)`,
 		"wait for unknown":   `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'moon', 'k', '1 hour', null)`,
 		"wait without key":   `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', null, '1 hour', null)`,

@@ -198,7 +198,7 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 		exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
 		return
 	}
-	exec(t, db, `select lanekeeper.finish_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
+	exec(t, db, `select lanekeeper.complete_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
 }
 
 func flushes(t *testing.T, db postgres.DB) {

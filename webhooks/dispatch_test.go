@@ -316,7 +316,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			exec(t, tx, sql)
 		}
 		if event == "execution.completed" {
-			exec(t, tx, `select lanekeeper.finish_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
+			exec(t, tx, `select lanekeeper.complete_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
 		}
 		got := value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
 		if !wanted && got != "" {

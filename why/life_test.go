@@ -144,7 +144,7 @@ func (s *scenario) handBack() bool {
 	if r == nil {
 		return false
 	}
-	s.exec(`select lanekeeper.give_up_agent_claim($1, $2)`, r.id, r.claim)
+	s.exec(`select lanekeeper.release_agent_claim($1, $2)`, r.id, r.claim)
 	s.lost(r)
 	s.free(r)
 	return true
@@ -156,7 +156,7 @@ func (s *scenario) end() bool {
 		return false
 	}
 	status := pick(s, []string{"completed", "completed", "failed"})
-	s.exec(`select lanekeeper.finish_agent_execution($1, $2, $3, 'done', null, null, null)`, r.id, r.claim, status)
+	s.exec(`select lanekeeper.complete_agent_execution($1, $2, $3, 'done', null, null, null)`, r.id, r.claim, status)
 	s.ended(r, status)
 	return true
 }

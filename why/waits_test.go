@@ -147,9 +147,13 @@ func (s *scenario) timer() bool {
 	return true
 }
 
-// sweep resumes whose time is over, and who waits for a lane that is open.
+// sweep takes the claims of lost workers away, resumes what waits for a time that has passed or a lane that is open, and
+// sends what is queued, as the engine's sweep does.
 func (s *scenario) sweep(due *run) {
-	s.exec(`select count(*) from lanekeeper.sweep_agent_executions()`)
+	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
+	s.exec(`select lanekeeper.sweep_agent_waits()`)
+	s.exec(`select lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes')`)
+	s.exec(`select lanekeeper.flush_agent_threads()`)
 	if due != nil {
 		s.resumed(due, nil, map[bool]string{true: "waited", false: "timed out"}[due.wait.kind == "delay"], "timer")
 	}

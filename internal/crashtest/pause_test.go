@@ -56,7 +56,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", "", false},
 		"the log of a call":   {"insert into agent_activity (trace_id,", "'running'", "", true},
 		"a transaction":       {"fence_agent_execution", "pg_advisory_xact_lock", "", true},
-		"the end of the run":  {"finish_agent_execution(", "", "", false},
+		"the end of the run":  {"complete_agent_execution(", "", "", false},
 		"a wait for an admin": {"wait_agent_execution(", "", "", true},
 	}
 	for name, c := range cases {

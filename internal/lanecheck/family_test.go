@@ -234,7 +234,7 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 		return
 	}
 	o := k.tape.call(&op{Kind: kindFinish, Lane: k.lane, Owner: id, Token: 1})
-	_, err := k.conn.Exec(ctx, `select lanekeeper.finish_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+	_, err := k.conn.Exec(ctx, `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 	o.OK = err == nil
 	k.tape.done(o, err)
 	if len(k.held) > 0 {

@@ -261,8 +261,8 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	}
 	ended := make(chan error, 1)
 	go func() {
-		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `select from lanekeeper.close_agent_executions(array[$1::uuid], '{1}', '{completed}',
-			null, null, null, null, null, null, '{step}', null, null, array['1'::jsonb])`, run)
+		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `
+			select from lanekeeper.complete_agent_executions(array[$1::uuid], '{1}', '[{"status": "completed", "step": "step", "output": 1}]')`, run)
 		ended <- err
 	}()
 	pgtest.Eventually(t, time.Minute, func() bool {

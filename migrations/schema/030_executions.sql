@@ -1,10 +1,11 @@
 -- Executions: durable runs, each with a state machine.
 --
--- An execution is inserted `pending` and ready (claimed_by is null). A worker claims it: one update writes the worker's id and
--- a larger claim. The claim is the execution's fencing token. A checkpoint, an end, an activity or a wait that carries an older
--- one is refused with SQLSTATE LK001, whoever sends it. An end (completed, failed, timeout, cancelled) releases the lanes,
--- closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. Other transitions than those of
--- agent_executions_moves are refused with SQLSTATE LK002. A worker whose lease has ended loses its claims at the next sweep.
+-- An execution is inserted `pending` and ready (claimed_by is null). A worker claims it: one update writes the worker's
+-- id and a larger claim. The claim is the execution's fencing token. A checkpoint, an end, an activity or a wait that
+-- carries an older one is refused with SQLSTATE LK001, whoever sends it. An end (completed, failed, timeout, cancelled)
+-- releases the lanes, closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. Other
+-- transitions than those of agent_executions_moves are refused with SQLSTATE LK002. A worker whose lease has ended
+-- loses its claims at the next sweep.
 
 create table agent_executions (
   id               uuid default lanekeeper.agent_uuid7() primary key,
@@ -57,13 +58,11 @@ comment on index agent_executions_broken is 'Lists executions that failed, timed
 create index agent_executions_forks on agent_executions (forked_from) where forked_from is not null;
 comment on index agent_executions_forks is 'Lists the forks of an execution.';
 create index agent_executions_held on agent_executions (claimed_by, flow, surface) where claimed_by is not null;
-comment on index agent_executions_held is
-  'Finds the claims of a worker, and counts them against the limits of flow and surface.';
+comment on index agent_executions_held is 'Finds the claims of a worker, and counts them against the limits of flow and surface.';
 create unique index agent_executions_key on agent_executions (dedupe_key) where dedupe_key is not null;
 comment on index agent_executions_key is 'Finds the execution of a dedupe_key.';
 create index agent_executions_of_agent on agent_executions (agent, id) with (deduplicate_items=off) where agent <> 'agent' and agent <> 'visitor_chat';
-comment on index agent_executions_of_agent is
-  'Lists the executions of an agent. The two agents of most executions have no entry.';
+comment on index agent_executions_of_agent is 'Lists the executions of an agent. The two agents of most executions have no entry.';
 create index agent_executions_of_flow on agent_executions (flow, id) with (deduplicate_items=off) where claimed_by is null;
 comment on index agent_executions_of_flow is 'Lists the executions of a flow.';
 create index agent_executions_of_surface on agent_executions (surface, id) with (deduplicate_items=off) where claimed_by is null and parent_id is null;
@@ -89,8 +88,7 @@ comment on index agent_executions_waiting_until is 'Finds waits that have timed 
 create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
 comment on index agent_executions_waits is 'Finds the executions that an event resumes.';
 alter index agent_executions_pkey set (deduplicate_items=off);
-comment on table agent_executions is
-  'One row for each run. It is the state machine, and what a process needs to go on with the run.';
+comment on table agent_executions is 'One row for each run. It is the state machine, and what a process needs to go on with the run.';
 comment on column agent_executions.surface is 'Where the run came from: heartbeat, operate, chat, webhook or flow.';
 comment on column agent_executions.agent is 'The agent that acts in it.';
 comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
@@ -98,10 +96,8 @@ comment on column agent_executions.parent_id is 'The execution that started it.'
 comment on column agent_executions.awaited is 'The parent waits for it. A cancel of the parent cancels it too.';
 comment on column agent_executions.queue is 'interactive or background. Each has workers of its own.';
 comment on column agent_executions.priority is '1 to 4. A lower number is claimed first.';
-comment on column agent_executions.status is
-  'pending, running, waiting, or an end: completed, failed, timeout, cancelled.';
-comment on column agent_executions.claimed_by is
-  'The worker that runs it. Null: no worker has it, and a pending or running one is ready.';
+comment on column agent_executions.status is 'pending, running, waiting, or an end: completed, failed, timeout, cancelled.';
+comment on column agent_executions.claimed_by is 'The worker that runs it. Null: no worker has it, and a pending or running one is ready.';
 comment on column agent_executions.claim is
   'The fencing token of the run. Every durable write carries it, and a write with an older one is refused.';
 comment on column agent_executions.input is 'The input of the flow.';
@@ -112,11 +108,9 @@ comment on column agent_executions.waiting_key is 'The key, thread, execution or
 comment on column agent_executions.waiting_until is 'When the wait times out.';
 comment on column agent_executions.waiting_data is 'Details of the wait.';
 comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
-comment on column agent_executions.wait_number is
-  'Counts the waits. An outcome names the number, so it ends one wait at most.';
+comment on column agent_executions.wait_number is 'Counts the waits. An outcome names the number, so it ends one wait at most.';
 comment on column agent_executions.wake is 'Counts how often the run became ready again.';
-comment on column agent_executions.hinted_at is
-  'When other processes were last told that the run is ready. Nothing is decided by it.';
+comment on column agent_executions.hinted_at is 'When other processes were last told that the run is ready. Nothing is decided by it.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
 comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
 comment on column agent_executions.on_lost is
@@ -133,13 +127,10 @@ comment on column agent_executions.dedupe_key is 'A start with a key that is the
 comment on column agent_executions.started_at is 'When it was first claimed.';
 comment on column agent_executions.completed_at is 'When it ended.';
 comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
-comment on column agent_executions.forked_from is
-  'The execution whose recorded steps before forked_step this one began with.';
+comment on column agent_executions.forked_from is 'The execution whose recorded steps before forked_step this one began with.';
 comment on column agent_executions.forked_step is 'The first step that the fork does again.';
-comment on column agent_executions.outside is
-  'A worker outside runs it, under a lock. No process of this program claims it.';
-comment on column agent_executions.flow_version is
-  'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
+comment on column agent_executions.outside is 'A worker outside runs it, under a lock. No process of this program claims it.';
+comment on column agent_executions.flow_version is 'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
 
 create table agent_claims_lost (
   execution_id uuid not null,
@@ -154,8 +145,7 @@ comment on table agent_claims_lost is 'Claims that ended without a wait or an en
 comment on column agent_claims_lost.claim is 'The claim that ended.';
 comment on column agent_claims_lost.worker is 'The worker that had it.';
 comment on column agent_claims_lost.worker_name is 'Its name.';
-comment on column agent_claims_lost.how is
-  'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
+comment on column agent_claims_lost.how is 'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
 comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
@@ -197,8 +187,7 @@ create table agent_limits (
   running int not null check (running >= 0),
   primary key (kind, name)
 );
-comment on table agent_limits is
-  'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
+comment on table agent_limits is 'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
 comment on column agent_limits.kind is 'The limit is on a flow or on a surface.';
 comment on column agent_limits.running is 'The limit. 0 stops them.';
 
@@ -214,8 +203,7 @@ create table agent_pauses (
 );
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on index agent_pauses_open is 'Allows one pause at a time.';
-comment on table agent_pauses is
-  'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
+comment on table agent_pauses is 'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
 comment on column agent_pauses.paused_at is 'When the pause began.';
 comment on column agent_pauses.paused_by is 'The person or program that paused.';
 comment on column agent_pauses.resumed_at is 'When it ended. Null: the agent is paused.';
@@ -238,8 +226,7 @@ comment on table agent_flows is 'Versions of flows that are data. A version is n
 comment on column agent_flows.digest is 'SHA-256 of the definition.';
 comment on column agent_flows.definition is 'The flow, as the interpreter reads it.';
 comment on column agent_flows.source is 'The declaring side, such as workspace.';
-comment on column agent_flows.current is
-  'New executions begin with this version. No current version: the flow was removed.';
+comment on column agent_flows.current is 'New executions begin with this version. No current version: the flow was removed.';
 
 create table agent_idempotency (
   scope       text not null check (scope <> ''),
@@ -262,14 +249,11 @@ comment on table agent_idempotency is
   'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
 comment on column agent_idempotency.scope is 'The method and route, and the caller.';
 comment on column agent_idempotency.key is 'The Idempotency-Key.';
-comment on column agent_idempotency.fingerprint is
-  'SHA-256 of path, query and body. Another request under the same key is refused.';
-comment on column agent_idempotency.attempt is
-  'The attempt that handles the request. It is void once another has taken over.';
+comment on column agent_idempotency.fingerprint is 'SHA-256 of path, query and body. Another request under the same key is refused.';
+comment on column agent_idempotency.attempt is 'The attempt that handles the request. It is void once another has taken over.';
 comment on column agent_idempotency.state is
   'running: under way. answered: the answer is kept. unkept: it was answered, but the answer is not kept.';
-comment on column agent_idempotency.lease_until is
-  'When the attempt is over, unless it ends before. Its process may have died.';
+comment on column agent_idempotency.lease_until is 'When the attempt is over, unless it ends before. Its process may have died.';
 comment on column agent_idempotency.status is 'The HTTP status of the answer.';
 comment on column agent_idempotency.header is 'The headers of the answer.';
 comment on column agent_idempotency.body is 'The body of the answer.';
@@ -277,20 +261,243 @@ comment on column agent_idempotency.expires_at is 'When the row goes.';
 
 -- Code
 
-create or replace function lanekeeper.renew_agent_worker(p_worker uuid) returns boolean
-language plpgsql volatile as $$
-declare
-  w agent_workers;
+-- The rules of an execution's row.
+
+create or replace function lanekeeper.agent_is_held_back(p_refuse boolean default false) returns boolean language plpgsql volatile as $$
 begin
-  select x.* into w from agent_workers x where x.id = p_worker for no key update;
-  if not found or w.expires_at <= clock_timestamp() then
-    return false;
+  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
+    perform 1 from agent_pauses p where p.resumed_at is null;  -- a later statement, so it sees each pause that had the lock before
+    if not found then
+      return false;
+    end if;
   end if;
-  update agent_workers x set expires_at = clock_timestamp() + make_interval(secs => w.ttl_seconds) where x.id = p_worker;
+  if p_refuse then
+    raise exception 'autonomous work is paused%', coalesce((
+        select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by ' || p.paused_by || ': ' || p.reason
+          from agent_pauses p where p.resumed_at is null), '')
+      using errcode = 'LK003', hint = 'Nothing begins until it is resumed: agent resume, or select resume_agent().';
+  end if;
   return true;
 end $$;
-comment on function lanekeeper.renew_agent_worker is
-  'Prolong a worker''s lease. False once it has ended: the worker has lost its claims and registers anew.';
+comment on function lanekeeper.agent_is_held_back is
+  'Whether the agent is paused, or is about to be. Then only attended work begins. p_refuse raises LK003 instead of '
+  'returning true.';
+
+create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
+begin
+  if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
+    raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
+  end if;
+  if new.trace_id = '' or new.flow = '' then
+    raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
+  end if;
+  new.outside := new.flow = 'external' or new.flow like 'external:%';
+  if new.outside then
+    if new.status <> 'pending' then
+      raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
+    end if;
+    if new.on_lost = 'resume' then
+      new.on_lost := 'fail';                                 -- no process of this program could resume it
+    end if;
+  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') then
+    perform lanekeeper.agent_is_held_back(true);
+  end if;
+  return new;
+end $$;
+comment on function lanekeeper.agent_executions_begins is
+  'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
+  'the agent is paused.';
+
+-- What follows from a status is written here, so that no writer can leave it out.
+create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
+begin
+  if new.status <> old.status then
+    if (case old.status
+         when 'running' then new.status not in ('completed', 'failed', 'timeout', 'waiting', 'cancelled')
+         when 'waiting' then new.status not in ('running', 'timeout', 'failed', 'cancelled')
+         when 'pending' then new.status not in ('running', 'cancelled')
+         else true end) then
+      raise exception 'execution % cannot go from % to %', old.id, old.status, new.status using errcode = 'LK002';
+    end if;
+    new.updated_at := clock_timestamp();
+    if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
+      new.claimed_by := null;
+      new.completed_at := coalesce(new.completed_at, new.updated_at);
+      new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
+    elsif new.status = 'waiting' then
+      new.claimed_by := null;
+      new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
+    else
+      new.started_at := coalesce(new.started_at, new.updated_at);
+    end if;
+    if new.status <> 'waiting' and old.status = 'waiting' then
+      new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
+      new.waiting_data := null; new.waiting_step := null;
+    end if;
+  elsif new.claimed_by is not null and new.status <> 'running' or new.waiting_for is not null and new.status <> 'waiting'
+        or (new.completed_at is null) = (new.status in ('completed', 'failed', 'timeout', 'cancelled')) then
+    raise exception 'execution % is %: that does not go with a worker, a wait or an end of its own', old.id, old.status
+      using errcode = 'LK002';
+  end if;
+  if new.claim < old.claim then
+    raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
+  end if;
+  if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat')
+     and lanekeeper.agent_is_held_back(old.outside) then
+    if old.status <> 'waiting' then
+      return null;                                           -- it stays in the queue
+    end if;
+    new.claimed_by := null;                                  -- its wait has ended all the same
+  end if;
+  if new.trace_id = '' or new.flow = '' then
+    raise exception 'execution % has a trace and a flow', old.id using errcode = 'check_violation';
+  end if;
+  if new.flow <> old.flow or new.outside <> old.outside then
+    new.outside := new.flow = 'external' or new.flow like 'external:%';
+  end if;
+  return new;
+end $$;
+comment on function lanekeeper.agent_executions_moves is
+  'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
+  'work is not claimed while the agent is paused.';
+
+create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
+declare
+  kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
+               else 'execution.failed' end;
+  freed int;
+begin
+  if e.status = 'cancelled' then                             -- the children that end with it are locked before the first lane
+    perform 1 from agent_executions x where x.id in (
+      with recursive line (id) as (
+        select e.id union select c.id from line l join agent_executions c on c.parent_id = l.id
+         where c.awaited and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
+  end if;
+  -- A run of the webhook surface emits nothing: a target that is our own endpoint would go round for ever.
+  if e.surface <> 'webhook' and exists (select from agent_webhook_targets t where t.enabled) then
+    perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
+      'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
+      'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
+      'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
+  end if;
+  freed := lanekeeper.release_agent_execution_locks(e.id);
+  perform lanekeeper.close_agent_activity(e.id, e.status);
+  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
+   where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
+  update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
+  if e.status = 'cancelled' then
+    perform lanekeeper.withdraw_agent_messages(e.id);
+    perform lanekeeper.cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+        then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
+       from (select x.id from agent_executions x
+              where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
+  end if;
+  perform lanekeeper.settle_agent_budget(e.id, r.step)
+     from (select x.step from agent_budget_reservations x where x.execution_id = e.id order by x.step) r;
+  if e.flow = 'webhook' and e.status <> 'completed' then
+    update agent_webhook_deliveries d
+       set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
+           error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
+     where d.id = lanekeeper.agent_uuid(e.input ->> 'delivery') and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
+  end if;
+  return freed;
+end $$;
+comment on function lanekeeper.release_agent_execution is
+  'Release what an execution that has ended holds: lanes, calls under way, approvals, requests, budgets. A cancel also '
+  'ends the children that were waited for. Returns the number of its lanes.';
+
+-- One query finds what there is to do, after the rows were locked and changed. Most ends leave nothing but their event.
+-- Executions that end together began together, so one probe of each table, from the first id to the last, finds that
+-- none has anything there.
+create or replace function lanekeeper.agent_executions_changed() returns trigger
+language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+declare
+  over uuid[];                      -- those that have ended
+  odd uuid[];                       -- those of them that have more than a result
+  has record;
+  e agent_executions;
+  freed jsonb := '{}';              -- by execution: how many lanes its end freed
+begin
+  select array_agg(c.id order by c.id) as over, exists (select from agent_limits) as limits,
+         array_agg(c.id) filter (where c.status = 'cancelled' or c.outside or c.flow = 'webhook' and c.status <> 'completed') as odd
+    into has from changed c where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
+  if has.limits and exists (
+       select from was o join changed n on n.id = o.id
+         join agent_limits l on l.kind = 'flow' and l.name = n.flow or l.kind = 'surface' and l.name = n.surface
+        where o.claimed_by is not null and n.claimed_by is null) then
+    perform pg_notify('agent_ready', '');                    -- a place is free
+  end if;
+  over := has.over;
+  odd := has.odd;
+  if over is null then
+    return null;
+  end if;
+  select exists (select from agent_locks l where l.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_lock_loans k where k.lender between over[1] and over[cardinality(over)])
+         or exists (select from agent_activity_open o where o.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_approvals a where a.parked and a.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_requests r where r.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_budget_reservations b where b.execution_id between over[1] and over[cardinality(over)]) as something,
+         exists (select from agent_webhook_targets t where t.enabled) as hooks,
+         exists (select from agent_executions x where x.waiting_for = 'agent') as parents
+    into has;
+  if has.hooks then
+    odd := over;
+  elsif has.something then
+    odd := odd || array(
+      select l.execution_id from agent_locks l where l.execution_id = any (over)
+      union select k.lender from agent_lock_loans k where k.lender = any (over)
+      union select o.execution_id from agent_activity_open o where o.execution_id = any (over)
+      union select a.execution_id from agent_approvals a where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')
+      union select r.execution_id from agent_requests r where r.execution_id = any (over) and (r.status = 'pending') is true
+      union select b.execution_id from agent_budget_reservations b where b.execution_id = any (over));
+  end if;
+  if odd is not null then
+    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
+      freed := freed || jsonb_build_object(e.id, lanekeeper.release_agent_execution(e));
+    end loop;
+  end if;
+  insert into agent_events (event, key, data, external_id, execution_id)
+  select 'AGENT_COMPLETED', n.id::text, jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
+           'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)), 'completed ' || n.id, n.id
+    from changed n where n.id = any (over) order by n.id
+  on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
+  if has.parents then
+    insert into agent_untold_ends (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
+      where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1 on conflict do nothing;
+  end if;
+  return null;
+end $$;
+comment on function lanekeeper.agent_executions_changed is
+  'What follows a change of status, in its transaction: an end releases what the execution holds, emits '
+  'AGENT_COMPLETED once and notes who waits for it; a place that is free is announced.';
+
+create or replace function lanekeeper.agent_status_changed() returns trigger language plpgsql as $$
+begin
+  if tg_op = 'INSERT' or new.status <> old.status then
+    insert into agent_status_changes (execution_id, n, status, waiting_for)
+    values (new.id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = new.id), new.status, new.waiting_for);
+  end if;
+  return null;
+end $$;
+comment on function lanekeeper.agent_status_changed is 'Record each status of an execution for outside workers.';
+
+create or replace trigger agent_executions_begins before insert on agent_executions
+  for each row execute function lanekeeper.agent_executions_begins();
+
+create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, outside
+  on agent_executions for each row execute function lanekeeper.agent_executions_moves();
+
+create or replace trigger agent_executions_changed after update on agent_executions
+  referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
+
+create or replace trigger agent_status_begins after insert on agent_executions
+  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
+
+create or replace trigger agent_status_changed after update of status on agent_executions
+  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
+
+-- Claims: fence, start, claim, lose, release.
 
 create or replace function lanekeeper.fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
 language plpgsql volatile as $$
@@ -307,7 +514,7 @@ begin
   raise exception 'claim % of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
     p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
 end $$;
-comment on function lanekeeper.fence_agent_execution is 'The work of the contract''s function of this name.';
+comment on function lanekeeper.fence_agent_execution is 'The work of the contract''s function of this name. Triggers call it, whoever writes.';
 
 create or replace function fence_agent_execution(p_id uuid, p_claim bigint)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
@@ -318,20 +525,117 @@ comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
   'the calling transaction.';
 
+create or replace view lanekeeper.agent_free_places as
+select l.kind, l.name, l.running - (select count(*) from agent_executions x where x.claimed_by is not null
+         and case l.kind when 'flow' then x.flow else x.surface::text end = l.name)::int as places
+  from agent_limits l;
+comment on view lanekeeper.agent_free_places is
+  'How many more executions of a flow or surface may be claimed. Claimers count under an advisory lock for each.';
+
+create or replace view lanekeeper.agent_ready_executions as
+select x.id, x.queue, x.flow, x.surface, x.priority from agent_executions x
+ where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+   and not exists (select from agent_cancel_requests q where q.execution_id = x.id);
+comment on view lanekeeper.agent_ready_executions is
+  'What may be claimed. One whose cancel is requested may not: whoever had it locked when the cancel came left it ready.';
+
+create or replace view lanekeeper.agent_ready_kinds as
+with recursive kinds as (                                    -- one step of the index for each kind, however many are ready
+  select q.queue, f.flow, f.surface from (values ('background'), ('interactive')) q (queue) cross join lateral (
+    select x.flow, x.surface::text as surface from lanekeeper.agent_ready_executions x where x.queue = q.queue
+     order by x.flow, x.surface limit 1) f
+  union all
+  select k.queue, n.flow, n.surface from kinds k cross join lateral (
+    select x.flow, x.surface::text as surface from lanekeeper.agent_ready_executions x
+     where x.queue = k.queue and (x.flow, x.surface) > (k.flow, k.surface)
+     order by x.flow, x.surface limit 1) n)
+select k.queue, k.flow, k.surface, (select min(f.places) from lanekeeper.agent_free_places f
+                                     where f.name = case f.kind when 'flow' then k.flow else k.surface end) as places from kinds k
+ where k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null);
+comment on view lanekeeper.agent_ready_kinds is
+  'The flows and surfaces of which anything may be claimed, and for how many their limits have places (null: no limit). '
+  'While the agent is paused, those of attended surfaces.';
+
+create or replace function lanekeeper.start_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_inputs jsonb[], p_options jsonb,
+                                                  p_worker uuid, p_places int[], p_skip text[])
+returns table (n int, id uuid, claimed boolean, at timestamptz, parent_id uuid, on_lost text, input jsonb)
+language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  several constant int := cardinality(p_flows);
+  ids uuid[];
+  mine boolean[];                   -- those that begin claimed by the worker; null: those that run here
+  held_back boolean;                -- the agent is paused, or is about to be
+  at_ timestamptz;
+  time_ bigint;
+  high text;                        -- the first half of their ids: the time
+  low bigint;                       -- the second
+begin
+  if p_worker is not null then
+    held_back := not pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
+    -- Another statement, so that it sees every pause that had the lock before.
+    select held_back or exists (select from agent_pauses p where p.resumed_at is null) into held_back
+      from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp();
+    if not found then
+      p_worker := null;
+    elsif p_places <> '{0,0}' then
+      mine := array(
+        with s as materialized (
+          select i, coalesce((p_options -> (i - 1) ->> 'queued')::boolean, false) as queued, coalesce(p_options -> (i - 1) ->> 'queue', 'background') as queue,
+                 p_flows[i] as flow, p_surfaces[i] as surface from generate_series(1, several) i),
+        lines as materialized (
+          select d.*, not (d.flow = 'external' or d.flow like 'external:%' or held_back and d.surface not in ('operate', 'chat'))
+                      and lanekeeper.agent_next_in_line(d.queue, d.flow, d.surface, p_skip) as next
+            from (select distinct s.queue, s.flow, s.surface from s where s.queued) d)
+        select not s.queued or l.next and row_number() over (partition by s.queued, s.queue, l.next order by s.i)
+                 <= p_places[case s.queue when 'background' then 1 else 2 end]
+          from s left join lines l on s.queued and l.queue = s.queue and l.flow = s.flow and l.surface = s.surface order by s.i);
+    end if;
+  end if;
+  at_ := clock_timestamp();
+  -- As agent_uuid7 makes them, but one after the other: what is random is so once for all, and then counted.
+  time_ := floor(extract(epoch from at_) * 4096000)::bigint;
+  high := '0' || to_hex((time_ >> 12 << 16) | 28672 | (time_ & 4095));
+  low := (hashtextextended(gen_random_uuid()::text, 0) & 4611686018427322368) | -9223372036854775808;
+  for i in 1 .. several loop
+    ids[i] := (high || to_hex(low + i))::uuid;
+  end loop;
+  return query
+  insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
+         claimed_by, claim, created_at, started_at, updated_at, input, on_lost, max_attempts, progress_seconds)
+  select ids[i], p_traces[i], p_surfaces[i], coalesce(o ->> 'agent', 'agent'), p_flows[i], (o ->> 'parent_id')::uuid, coalesce((o ->> 'awaited')::boolean, false),
+         coalesce((o ->> 'inherits')::boolean, false), o ->> 'thread_id', coalesce(o ->> 'queue', 'background'), coalesce((o ->> 'priority')::int, 2),
+         case when run then 'running' else 'pending' end, case when run then p_worker end, case when run then 1 else 0 end, at_, case when run then at_ end, at_,
+         coalesce(p_inputs[i], '{}'), coalesce(o ->> 'on_lost', 'resume'), coalesce((o ->> 'max_attempts')::int, 5), coalesce((o ->> 'progress_seconds')::int, 0)
+    from (select i, o, p_worker is not null and coalesce(mine[i], o ->> 'queued' is null) as run
+            from (select i, p_options -> (i - 1) as o from generate_series(1, several) i offset 0) s offset 0) s
+  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
+end $$;
+comment on function lanekeeper.start_agent_executions is
+  'Start executions. p_options has an object for each, or is null where all are as the columns have them by default. '
+  'Those without the key queued are to run here, and begin claimed by the worker. So do those that it would claim next, '
+  'as far as p_places has places (of the background queue, of the interactive one). The others are pending. at is when '
+  'they were created, and started where they begin claimed.';
+
 create or replace function lanekeeper.claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
 language plpgsql volatile as $$
 declare
   e agent_executions;
-  kind record;
+  places int;
 begin
-  select x.flow, x.surface into kind from agent_executions x
-   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside;
+  select x.* into e from agent_executions x where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside;
   if not found then
     return;
   end if;
-  if exists (select from agent_limits l where (l.kind = 'flow' and l.name = kind.flow) or (l.kind = 'surface' and l.name = kind.surface))
-     and (lanekeeper.agent_free_places('flow', kind.flow, true) <= 0 or lanekeeper.agent_free_places('surface', kind.surface, true) <= 0) then
-    return;                                                  -- it stays in the queue
+  perform pg_advisory_xact_lock(hashtextextended('admit ' || l.kind || ' ' || l.name, 0)) from (
+    select l.kind, l.name from agent_limits l
+     where l.kind = 'flow' and l.name = e.flow or l.kind = 'surface' and l.name = e.surface order by l.kind, l.name) l;
+  if found then
+    select min(f.places) into places from lanekeeper.agent_free_places f
+     where f.kind = 'flow' and f.name = e.flow or f.kind = 'surface' and f.name = e.surface;
+    if places <= 0 then
+      return;                                                -- it stays in the queue
+    end if;
   end if;
   update agent_executions x
      set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
@@ -348,10 +652,167 @@ begin
   return next e;
 end $$;
 comment on function lanekeeper.claim_agent_execution is
-  'Take a ready execution for a live worker: a new claim, its lanes re-owned, calls left in flight closed as '
-  'unknown. No row when it is not ready.';
+  'Claim a ready execution for a live worker: its lanes get the new claim as their owner, and calls left in flight are '
+  'closed as unknown. No row when it is not ready.';
 
-create or replace function lanekeeper.finish_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
+create or replace function lanekeeper.claim_agent_executions(p_queue text, p_worker uuid, p_limit int, p_skip text[] default '{}')
+returns table (execution agent_executions, held boolean, missed boolean,
+               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
+language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+declare
+  flows text[];                     -- what is ready, side by side
+  surfaces text[];
+  limited boolean;
+  ids uuid[];
+begin
+  select array_agg(k.flow), array_agg(k.surface), bool_or(k.places is not null) into flows, surfaces, limited
+    from lanekeeper.agent_ready_kinds k where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false;
+  if flows is null or p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
+    return;
+  end if;
+  perform pg_advisory_xact_lock(hashtextextended('admit ' || l.kind || ' ' || l.name, 0)) from (select l.kind, l.name from agent_limits l
+    where limited and l.name = any (case l.kind when 'flow' then flows else surfaces end) order by l.kind, l.name) l;
+  ids := array(
+    select r.id from unnest(flows, surfaces) k (flow, surface) cross join lateral (
+       select x.id, x.priority from lanekeeper.agent_ready_executions x where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface
+        order by x.priority, x.id limit p_limit for update skip locked) r
+     order by r.priority, r.id limit case when not limited then p_limit end);
+  if limited then                                            -- as many of each flow and surface as have places
+    ids := array(
+      select c.id from (
+        select x.id, x.priority, x.flow, x.surface, row_number() over (partition by x.flow order by x.priority, x.id) as of_flow,
+               row_number() over (partition by x.surface order by x.priority, x.id) as of_surface
+          from agent_executions x where x.id = any (ids)) c
+       where not exists (select from lanekeeper.agent_free_places f
+                          where f.name = case f.kind when 'flow' then c.flow else c.surface::text end
+                            and f.places < case f.kind when 'flow' then c.of_flow else c.of_surface end)
+       order by c.priority, c.id limit p_limit);
+  end if;
+  update agent_executions x
+     set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
+   where x.id = any (ids);
+  return query                                               -- another statement, which sees all that was recorded before the claim
+    select x, x.claim > 1 and (
+             exists (select from agent_locks n where n.execution_id = x.id)
+             or exists (select from agent_activity_open o where o.execution_id = x.id)
+             or x.claim > 2 * x.wait_number + 1 and exists (
+                  select from agent_activity a where a.execution_id = x.id and a.status = 'unknown' and a.error_class = 'interrupted')),
+           false, k.steps, k.claims, k.prints, k.failed, k.outputs, k.times
+      from agent_executions x cross join lateral (
+        select array_agg(c.step) as steps, array_agg(c.claim) as claims, array_agg(c.fingerprint) as prints, array_agg(c.failed) as failed,
+               array_agg(c.output) as outputs, array_agg(c.created_at) as times
+          from agent_checkpoints c where c.execution_id = x.id and x.claim > 1) k
+     where x.id = any (ids) and x.claimed_by = p_worker;
+  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over.
+  if cardinality(ids) < p_limit and exists (
+       select from unnest(flows, surfaces) k (flow, surface)
+        where not exists (select from lanekeeper.agent_free_places f
+                           where limited and f.places <= 0 and f.name = case f.kind when 'flow' then k.flow else k.surface end)
+          and exists (select from lanekeeper.agent_ready_executions x where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface)) then
+    held := false;
+    missed := true;
+    return next;
+  end if;
+end $$;
+comment on function lanekeeper.claim_agent_executions is
+  'Claim up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, none of '
+  'the flows in p_skip. Each comes with what it has recorded. held: lanes or calls of an earlier claim are open, or a '
+  'call was interrupted, which is seen to before anything else. missed: a row of its own, others were locked; ask again '
+  'soon.';
+
+create or replace view lanekeeper.agent_stalled_executions as
+select x.id, x.claimed_by from agent_executions x
+ where x.claimed_by is not null and x.status = 'running' and x.progress_seconds > 0
+   and x.updated_at < clock_timestamp() - make_interval(secs => x.progress_seconds)
+   and not exists (select from agent_checkpoints c where c.execution_id = x.id
+                    and c.created_at > clock_timestamp() - make_interval(secs => x.progress_seconds));
+comment on view lanekeeper.agent_stalled_executions is
+  'Claimed executions that have recorded nothing for progress_seconds, though their workers live.';
+
+create or replace function lanekeeper.lose_agent_claims(p_worker uuid, p_id uuid default null) returns int
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
+declare
+  lost uuid[];
+  left_ uuid[] := '{}';             -- whose end meets a lock
+  free uuid[];
+  held int := 0;                    -- how often a lock was waited for
+  e record;
+begin
+  -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
+  lost := array(select x.id from agent_executions x where x.claimed_by = p_worker and (p_id is null or x.id = p_id) order by x.id for update skip locked);
+  if p_id is not null then                                   -- a step may have been recorded before the row was locked
+    lost := array(select s.id from lanekeeper.agent_stalled_executions s where s.id = any (lost));
+  end if;
+  for e in
+    select f.* from (
+      select x.id, x.claim, s.spent, case
+               when p_id is not null and x.on_lost <> 'hand_on' then format('no progress within progress_seconds (%s)', x.progress_seconds)
+               when x.on_lost = 'fail' then 'the worker''s lease expired'
+               when s.spent >= x.max_attempts then format('given up after %s workers were lost without a checkpoint between', s.spent) end as fault
+        from agent_executions x cross join lateral (
+          select case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end as spent) s
+       where x.id = any (lost)) f where f.fault is not null order by f.id
+  loop
+    free := coalesce(free, lanekeeper.agent_with_free_lanes(lost));
+    begin
+      if held >= 10 or e.id <> all (free) then
+        left_ := left_ || e.id;
+      else
+        update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = e.spent, error_message = e.fault where x.id = e.id;
+      end if;
+    exception when lock_not_available then
+      held := held + 1;
+      left_ := left_ || e.id;
+    end;
+  end loop;
+  lost := array(select t.id from unnest(lost) t (id) where t.id <> all (left_));    -- the others come next time
+  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
+  select x.id, case when x.completed_at is null then x.claim else x.claim - 1 end, p_worker,
+         coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = p_worker), ''),
+         case when p_id is null then 'lost' else 'no progress' end
+    from agent_executions x where x.id = any (lost) on conflict do nothing;
+  update agent_executions x
+     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
+         attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
+   where x.id = any (lost) and x.claimed_by = p_worker;
+  if p_id is null then
+    delete from agent_workers w where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker);
+  end if;
+  return cardinality(lost);
+end $$;
+comment on function lanekeeper.lose_agent_claims is
+  'Take the claims of a worker away whose lease has ended, or the one of an execution that makes no progress. on_lost '
+  'and the attempts decide whether a run goes on elsewhere or fails. What meets a lock is left to the next call. A '
+  'worker without claims is deleted. Returns how many claims were taken.';
+
+-- Whoever takes a claim away waits for the writes under it, with the lock that it needs from the beginning. With a
+-- weaker one it would deadlock with a write that wants more.
+create or replace function lanekeeper.release_agent_claim(p_id uuid, p_claim bigint) returns void
+language plpgsql volatile as $$
+declare
+  e agent_executions;
+begin
+  select x.* into e from agent_executions x where x.id = p_id for update;                -- a claim is part of the key
+  update agent_executions x
+     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
+         attempt = case when exists (select 1 from agent_checkpoints c where c.execution_id = x.id and c.claim = p_claim)
+                        then 0 else x.attempt end
+   where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
+  if found then
+    perform lanekeeper.note_agent_claim(e, 'handed back');
+    perform lanekeeper.release_agent_execution_locks(p_id, false);
+    perform lanekeeper.claim_agent_locks(p_id);
+  end if;
+end $$;
+comment on function lanekeeper.release_agent_claim is
+  'Release the claim of an unfinished run, at a shutdown: ready again, no attempt spent. Its lanes are free for others '
+  'meanwhile. Its threads stay with it until their lease ends, so that nobody else talks in the middle of its '
+  'conversation.';
+
+-- Complete and cancel.
+
+create or replace function lanekeeper.complete_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
                                        p_error text, p_failed_step text) returns int
 language plpgsql volatile as $$
 begin
@@ -368,9 +829,112 @@ begin
    where x.id = p_id and x.claim = p_claim;
   return (select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || p_id);
 end $$;
-comment on function lanekeeper.finish_agent_execution is
-  'End a run: completed, failed or timeout. Its lanes are freed and AGENT_COMPLETED is emitted in this '
-  'transaction. Answers how many lanes were freed.';
+comment on function lanekeeper.complete_agent_execution is
+  'End a run: completed, failed or timeout. Its lanes are released and AGENT_COMPLETED is emitted in this '
+  'transaction. Returns the number of lanes.';
+
+create or replace function lanekeeper.complete_agent_executions(p_ids uuid[], p_claims bigint[], p_ends jsonb)
+returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean, flow_version int)
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off set lock_timeout = '50ms' as $$
+#variable_conflict use_column
+declare
+  ending uuid[];                    -- what is locked, in the order of ids, as are the next three
+  claims bigint[];
+  workers uuid[];
+  places tid[];
+  alive uuid[];
+  bound uuid[];                     -- they have lanes or budgets
+  ended int;
+begin
+  if exists (select from jsonb_array_elements(p_ends) e (v) where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
+    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
+  end if;
+  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits
+  -- for it by itself. A row that was changed before it was locked is compared again; the clock that ends a lease is
+  -- read after the locks.
+  select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
+    into ending, claims, workers, places
+    from (select y.* from (
+            select x.id, x.claim, x.claimed_by, x.ctid from agent_executions x
+             where x.id = any (p_ids) for update skip locked) y order by y.id) x;
+  if ending is null then
+    return;
+  end if;
+  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by
+  -- themselves.
+  select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
+         array(select l.execution_id from agent_locks l where l.execution_id = any (ending)
+               union all select k.lender from agent_lock_loans k where k.lender = any (ending)
+               union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending))
+    into alive, bound;
+  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- which one that does not run is not in
+    places := array(
+      select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
+                       and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
+                  then places[t.x] end
+        from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, cardinality(p_ids)) i offset 0) t order by t.i);
+  end if;
+  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+  select p_ids[e.i], e.v ->> 'step', p_claims[e.i], coalesce(e.v ->> 'print', ''), coalesce((e.v ->> 'step_failed')::boolean, false), e.v -> 'output'
+    from jsonb_array_elements(p_ends) with ordinality e (v, i) where places[e.i] is not null and e.v ? 'step';
+  return query
+  update agent_executions x
+     set status = e.v ->> 'status', result_summary = coalesce(e.v ->> 'summary', ''),
+         result = e.v -> 'result', error_message = e.v ->> 'error', failed_step = e.v ->> 'failed_step', variables = coalesce(e.v -> 'variables', x.variables)
+    from jsonb_array_elements(p_ends) with ordinality e (v, i)
+   where x.ctid = places[e.i]
+  returning e.i::int, x.updated_at, x.completed_at, case when (e.v ->> 'wanted')::boolean then x.result end,
+            case when (e.v ->> 'wanted')::boolean then x.variables end, x.inherits, x.flow_version;
+  get diagnostics ended = row_count;
+  if ended <> num_nonnulls(variadic places) then
+    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
+  end if;
+end $$;
+comment on function lanekeeper.complete_agent_executions is
+  'End executions, each under its claim and together with the result of its last step, where its object has one, as '
+  'complete_agent_execution does. Of one that is not in the answer nothing was written, because it has lanes or '
+  'budgets, its row is locked, or its claim is not live; end it by itself. Where a last step is on record already '
+  'nothing is written at all (SQLSTATE 23505): end each by itself. The answer has what the caller does not know; '
+  'result and variables where it is wanted. Cheapest in the order of p_ids.';
+
+create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
+language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
+declare
+  line uuid[];
+  reasons text[];
+  lanes text[];
+begin
+  with recursive line (id, reason) as (
+    select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
+    union all
+    select x.id, case when l.reason like 'its parent was cancelled: %' then l.reason else 'its parent was cancelled: ' || l.reason end
+      from line l join agent_executions x on x.parent_id = l.id
+     where x.awaited and x.status in ('pending', 'running', 'waiting'))
+  select array_agg(l.id), array_agg(l.reason) into line, reasons from line l;
+  if line is null then
+    return false;
+  end if;
+  if not p_always and cardinality(line) = cardinality(array(
+       select x.id from agent_executions x where x.id = any (line) order by x.id for update skip locked)) then
+    lanes := array(select l.lane from agent_locks l where l.execution_id = any (line)
+                   union select n.lane from agent_lock_loans n where n.lender = any (line));
+    if cardinality(lanes) = cardinality(array(select l.lane from agent_locks l where l.lane = any (lanes) order by l.lane for update skip locked)) then
+      return false;
+    end if;
+  end if;
+  if p_cancelled_by is not null then
+    insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason)
+    select t.id, p_cancelled_by, t.reason from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
+    perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
+  end if;
+  return true;
+end $$;
+comment on function lanekeeper.request_agent_cancel is
+  'Lock an execution that is to be cancelled, with the children it waits for and their lanes, without waiting. True: '
+  'another transaction has one of them locked, or p_always; the cancel of each is noted, and the processes that run '
+  'them are told, unless p_cancelled_by is null. False: all are locked, or it has ended, and nothing is noted. Commit a '
+  'request before the cancel.';
 
 create or replace function lanekeeper.cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
 language plpgsql volatile set lock_timeout = '50ms' as $$
@@ -378,9 +942,9 @@ declare
   e record;
 begin
   for try in 1 .. 10 loop                                    -- what others write of it takes a moment
-    exit when lanekeeper.lock_agent_line(array(select l.id from lanekeeper.agent_cancel_line(p_id, '') l));
+    exit when not lanekeeper.request_agent_cancel(p_id, null, '');
     if try = 10 then
-      perform lanekeeper.request_agent_cancel(p_id, p_cancelled_by, p_reason, true);
+      perform lanekeeper.request_agent_cancel(p_id, coalesce(p_cancelled_by, ''), p_reason, true);
       raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it', p_id
         using hint = 'The cancel is requested, and completed within seconds of that transaction''s end.';
       return (select x.status from agent_executions x where x.id = p_id);
@@ -388,11 +952,8 @@ begin
     perform pg_sleep(0.005);
   end loop;
   select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
-  if not found then
-    return null;
-  end if;
   delete from agent_cancel_requests r where r.execution_id = p_id;
-  if e.status in ('completed', 'failed', 'timeout', 'cancelled') then
+  if e.status is null or e.status in ('completed', 'failed', 'timeout', 'cancelled') then
     return e.status;
   end if;
   update agent_executions x
@@ -409,7 +970,7 @@ begin
   end if;
   return 'cancelled';
 end $$;
-comment on function lanekeeper.cancel_agent_execution is 'The work of the contract''s function of this name.';
+comment on function lanekeeper.cancel_agent_execution is 'The work of the contract''s function of this name. The end of a parent calls it, whoever writes it.';
 
 create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text)
 returns text language plpgsql volatile security definer set search_path from current as $$
@@ -421,288 +982,143 @@ comment on function cancel_agent_execution is
   'flight cannot be recorded. If another transaction has the row locked, such as a StepTx, the cancel is requested '
   'and completes when that transaction ends. It never waits: another locked row raises 55P03.';
 
--- As before, and an end that meets a lock is left to the next sweep.
-create or replace function lanekeeper.lose_agent_claims(p_worker uuid) returns int
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
-declare
-  lost uuid[];
-  ending uuid[];
-  left_ uuid[] := '{}';             -- whose end meets a lock
-  free uuid[];
-  held int := 0;                    -- how often a lock was waited for
-  e uuid;
-begin
-  -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
-  lost := array(select x.id from agent_executions x where x.claimed_by = p_worker order by x.id for update skip locked);
-  if lost = '{}' then
-    return 0;
-  end if;
-  ending := array(
-    select x.id from agent_executions x
-     where x.id = any (lost)
-       and (x.on_lost = 'fail' or x.max_attempts <= case when exists (
-              select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end)
-     order by x.id);
-  free := lanekeeper.agent_with_free_lanes(ending);
-  foreach e in array ending loop
-    if e <> all (free) or held >= 10 then
-      left_ := left_ || e;
-      continue;
-    end if;
-    begin
-      perform lanekeeper.lose_agent_claim(e, 'the worker''s lease expired');
-    exception when lock_not_available then
-      held := held + 1;
-      left_ := left_ || e;
-    end;
-  end loop;
-  lost := array(select t.id from unnest(lost) t (id) where t.id <> all (left_));    -- the others come next time
-  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
-  select x.id, x.claim, p_worker, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = p_worker), ''), 'lost'
-    from agent_executions x where x.id = any (lost) and x.claimed_by = p_worker
-      on conflict do nothing;
-  update agent_executions x
-     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
-         hinted_at = case when x.outside then timestamptz 'infinity' else 'epoch' end,
-         attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
-   where x.id = any (lost) and x.claimed_by = p_worker;
-  return cardinality(lost);
-end $$;
+-- The sweep: what no running code would do.
 
--- Who takes a claim away waits for the writes under it that are under way, with the lock that it needs from the beginning: one with a weaker
--- lock and one with a write that wants more, such as to speak in a thread that its parent has lent, waited for each other.
-
-create or replace function lanekeeper.give_up_agent_claim(p_id uuid, p_claim bigint) returns void
-language plpgsql volatile as $$
+create or replace function lanekeeper.sweep_agent_waits(p_limit int default 500) returns void
+language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
 declare
-  e agent_executions;
-begin
-  select x.* into e from agent_executions x where x.id = p_id for update;                -- a claim is part of the key
-  update agent_executions x
-     set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, hinted_at = 'epoch', updated_at = clock_timestamp(),
-         attempt = case when exists (select 1 from agent_checkpoints c where c.execution_id = x.id and c.claim = p_claim)
-                        then 0 else x.attempt end
-   where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
-  if found then
-    perform lanekeeper.note_agent_claim(e, 'handed back');
-    perform lanekeeper.release_agent_execution_locks(p_id, false);
-    perform lanekeeper.claim_agent_locks(p_id);
-  end if;
-end $$;
-comment on function lanekeeper.give_up_agent_claim is
-  'Hand a run back unfinished, at a shutdown: ready again, no attempt spent. Its lanes are free for others '
-  'meanwhile, but threads stay with it, borrowed ones too, so that nobody else begins to talk in the middle of '
-  'its conversation; they end with their lease.';
-
--- As before, and what meets a lock is left to the next sweep.
-create or replace function lanekeeper.sweep_agent_executions(p_limit int default 500)
-returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
-language plpgsql volatile set lock_timeout = '50ms' as $$
-#variable_conflict use_column
-declare
-  w record;
-  e record;
-  now_ timestamptz := clock_timestamp();                    -- a bound that an index can be searched with
+  now_ timestamptz := clock_timestamp();                     -- a bound that an index can be searched with
   due uuid[];
   outcomes jsonb[];
   held int := 0;                    -- how often a lock was waited for
-  most constant int := 10;
+  child uuid;
+  e record;
 begin
-  if not pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) then
-    return;
-  end if;
-  -- Workers before executions, in every path. The lock makes sure that the worker is not renewed now.
-  for w in
-    select x.id from agent_workers x where x.expires_at < clock_timestamp() order by x.expires_at
-     for update skip locked
-  loop
-    perform lanekeeper.lose_agent_claims(w.id);
-    delete from agent_workers x where x.id = w.id and not exists (select from agent_executions y where y.claimed_by = w.id);
-  end loop;
-  -- A claim by a worker that is not registered at all is lost as well.
-  for w in
-    select distinct x.claimed_by as id from agent_executions x
-     where x.claimed_by is not null and not exists (select 1 from agent_workers k where k.id = x.claimed_by)
-  loop
-    perform lanekeeper.lose_agent_claims(w.id);
-  end loop;
-  -- A worker that beats but gets nowhere.
-  for e in
-    select x.id, x.on_lost, x.progress_seconds from agent_executions x
-     where x.claimed_by is not null and x.status = 'running' and x.progress_seconds > 0
-       and x.updated_at < clock_timestamp() - make_interval(secs => x.progress_seconds)
-       and not exists (select 1 from agent_checkpoints c where c.execution_id = x.id
-                        and c.created_at > clock_timestamp() - make_interval(secs => x.progress_seconds))
-     order by x.id for update skip locked
-  loop
-    continue when exists (select 1 from agent_checkpoints c where c.execution_id = e.id       -- before it was locked
-                           and c.created_at > clock_timestamp() - make_interval(secs => e.progress_seconds));
-    exit when held >= most;
-    continue when lanekeeper.agent_with_free_lanes(array[e.id]) = '{}';
-    begin
-      if e.on_lost = 'hand_on' then
-        perform lanekeeper.lose_agent_claim(e.id, '');
-      else
-        update agent_executions x set status = 'failed', claim = x.claim + 1,
-               error_message = format('no progress within progress_seconds (%s)', e.progress_seconds) where x.id = e.id;
-      end if;
-    exception when lock_not_available then
-      held := held + 1;
-    end;
-  end loop;
-  -- Ends that nobody has told the parent of: before timers, so that a child that has ended does not count as timed out.
-  for e in
-    select t.child, array(select x.id from agent_executions x
-                           where x.waiting_for = 'agent' and x.waiting_key = t.child::text and (x.status = 'waiting') is true) as parents
-      from (select u.execution_id as child from agent_untold_ends u order by u.execution_id limit p_limit) t order by random()
-  loop
-    exit when held >= most;
-    continue when cardinality(lanekeeper.agent_with_free_lanes(e.parents)) < cardinality(e.parents);
-    begin
-      perform lanekeeper.deliver_agent_completion(e.child, false);
-    exception when lock_not_available then
-      held := held + 1;
-    end;
-  end loop;
-  -- Timers. Who waits for a child without having said how long waits as long as the child has reason to wait itself.
+  -- A wait for a child without a time of its own lasts as long as the child has reason to wait itself.
   for e in
     select x.id, x.wait_number, x.waiting_key, x.waiting_data from agent_executions x
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
+    exit when held >= 10;
+    child := lanekeeper.agent_uuid(e.waiting_key);
     if e.waiting_data ->> 'patient' = 'true' then
-      update agent_executions x set waiting_until = lanekeeper.agent_patience(lanekeeper.agent_uuid(e.waiting_key))
-       where x.id = e.id and lanekeeper.agent_patience(lanekeeper.agent_uuid(e.waiting_key)) > now_;
+      update agent_executions x set waiting_until = lanekeeper.agent_patience(child) where x.id = e.id and lanekeeper.agent_patience(child) > now_;
       continue when found;
     end if;
-    -- It is told that its parent has gone on: what somebody works on comes next time.
-    perform 1 from agent_executions x where x.id = lanekeeper.agent_uuid(e.waiting_key) for no key update skip locked;
-    continue when not found and exists (select from agent_executions x where x.id = lanekeeper.agent_uuid(e.waiting_key));
-    exit when held >= most;
-    continue when cardinality(lanekeeper.agent_with_free_lanes(array[e.id, lanekeeper.agent_uuid(e.waiting_key)])) < 2;
+    -- The child learns that its parent has gone on. One that somebody works on comes next time.
+    perform 1 from agent_executions x where x.id = child for no key update skip locked;
+    continue when not found and exists (select from agent_executions x where x.id = child)
+               or cardinality(lanekeeper.agent_with_free_lanes(array[e.id, child])) < 2;
     begin
-      perform lanekeeper.resume_agent_execution(e.id, e.wait_number, jsonb_build_object(
-        'event', 'AGENT_COMPLETED', 'data', '{}'::jsonb, 'timed_out', true));
+      perform lanekeeper.resume_agent_execution(e.id, e.wait_number, jsonb_build_object('event', 'AGENT_COMPLETED', 'data', '{}'::jsonb, 'timed_out', true));
     exception when lock_not_available then
       held := held + 1;
     end;
   end loop;
-  due := lanekeeper.agent_with_free_lanes(array(
-    select x.id from agent_executions x
-     where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
-     order by x.waiting_until limit p_limit for no key update skip locked));
-  if due <> '{}' then
-    outcomes := array(
-      select (select jsonb_build_object('event', lanekeeper.agent_wait_event(x.waiting_for), 'data', '{}'::jsonb, 'timed_out', x.waiting_for <> 'delay')
-                from agent_executions x where x.id = t.id)
-        from unnest(due) with ordinality t (id, n) order by t.n);
+  due := array(
+    select t.id from (
+      select x.id from agent_executions x where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
+       order by x.waiting_until limit p_limit for no key update skip locked) t
+    union select l.id from (
+      with recursive wanted (lane) as (                      -- one step of the index for each lane, however many wait for it
+        select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane'
+        union all
+        select (select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane' and x.waiting_key > w.lane)
+          from wanted w where w.lane is not null),
+      open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lock_holder(w.lane) is null)
+      select x.id from open o join agent_executions x on x.waiting_key = o.lane
+       where x.waiting_for = 'lane' and x.status = 'waiting' limit p_limit for no key update of x skip locked) l);
+  select array_agg(x.id), array_agg(jsonb_build_object('event', lanekeeper.agent_wait_event(x.waiting_for), 'data', '{}'::jsonb,
+                                                       'timed_out', x.waiting_for <> 'delay' and x.waiting_until <= now_)) into due, outcomes
+    from unnest(lanekeeper.agent_with_free_lanes(due)) t (id) join agent_executions x on x.id = t.id;
+  for i in 0 .. coalesce(cardinality(due), -1) loop          -- all of them, or else each by itself
+    exit when held > 10;
     begin
-      perform lanekeeper.resume_agent_executions(due, outcomes);
-    exception when lock_not_available then                  -- one of them: each by itself
-      for i in 1 .. cardinality(due) loop
-        exit when held >= most;
-        begin
-          perform lanekeeper.resume_agent_executions(due[i:i], outcomes[i:i]);
-        exception when lock_not_available then
-          held := held + 1;
-        end;
-      end loop;
-    end;
-  end if;
-  -- Lanes that have become free.
-  for e in
-    with recursive wanted as (                              -- one step of the index for each lane, however many wait for it
-      (select x.waiting_key as lane from agent_executions x
-        where x.status = 'waiting' and x.waiting_for = 'lane' order by x.waiting_key limit 1)
-      union all
-      select (select x.waiting_key from agent_executions x
-               where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key > w.lane order by x.waiting_key limit 1)
-        from wanted w where w.lane is not null),
-    open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lock_holder(w.lane) is null)
-    select x.id, x.wait_number from agent_executions x join open o on x.waiting_key = o.lane
-     where x.status = 'waiting' and x.waiting_for = 'lane' limit p_limit for no key update of x skip locked
-  loop
-    exit when held >= most;
-    continue when lanekeeper.agent_with_free_lanes(array[e.id]) = '{}';
-    begin
-      perform lanekeeper.resume_agent_execution(e.id, e.wait_number,
-        jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false));
+      perform lanekeeper.resume_agent_executions(case when i = 0 then due else due[i:i] end, case when i = 0 then outcomes else outcomes[i:i] end);
+      exit when i = 0;
     exception when lock_not_available then
       held := held + 1;
     end;
   end loop;
-  -- Threads whose holder has gone, and what is queued in those that are free.
-  begin
-    perform lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes');  -- the dispatcher of threads is sooner, and logs it
-  exception when lock_not_available then
-    held := held + 1;
-  end;
-  begin
-    perform lanekeeper.flush_agent_threads(p_limit);
-  exception when lock_not_available then
-    held := held + 1;
-  end;
-  -- Whoever swept looks at the queue afterwards, so that a hint that was lost is made good.
-  return query select * from lanekeeper.ready_agent_executions(p_limit);
 end $$;
-comment on function lanekeeper.sweep_agent_executions is
-  'Take claims from workers whose lease ended, fire due timers, resume waits for lanes, and name the ready '
-  'executions that want a hint. One caller at a time does the work; the others return at once.';
+comment on function lanekeeper.sweep_agent_waits is
+  'Resume what waits for a time that has passed, or for a lane that is free. What meets a lock is left to the next sweep.';
 
-create or replace function lanekeeper.lock_agent_children(p_id uuid) returns void
-language plpgsql volatile as $$
+-- The pause.
+
+create or replace function pause_agent(p_reason text, p_by text default 'admin')
+returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
+language plpgsql volatile security definer set search_path from current set lock_timeout = '2s' as $$
+#variable_conflict use_column
 declare
-  level uuid[] := array[p_id];
+  p agent_pauses;
+  note_ uuid;
 begin
-  while level <> '{}' loop
-    level := array(select x.id from agent_executions x
-                    where x.parent_id = any (level) and x.awaited and x.status in ('pending', 'running', 'waiting')
-                    order by x.id for update);
-  end loop;
-end $$;
-comment on function lanekeeper.lock_agent_children is
-  'Lock what is cancelled with an execution, to any depth, before the first of their lanes: a child that sends '
-  'has its own row and waits for the lane.';
-
---
--- As before, with what is noted for why().
-
-create or replace function lanekeeper.lose_agent_claim(p_id uuid, p_why text) returns void
-language plpgsql volatile as $$
-declare
-  e agent_executions;
-  spent int;
-begin
-  select x.* into e from agent_executions x where x.id = p_id;
-  spent := case when exists (select 1 from agent_checkpoints c where c.execution_id = e.id and c.claim = e.claim)
-                then 1 else e.attempt + 1 end;
-  perform lanekeeper.note_agent_claim(e, case when p_why = '' then 'no progress' else 'lost' end);
-  if e.on_lost = 'fail' then
-    update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = spent, error_message = p_why where x.id = e.id;
-  elsif spent >= e.max_attempts then
-    update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = spent,
-           error_message = format('given up after %s workers were lost without a checkpoint between', spent)
-     where x.id = e.id;
-  else
-    update agent_executions x set claimed_by = null, claim = x.claim + 1, attempt = spent, wake = x.wake + 1,
-           hinted_at = case when e.outside then timestamptz 'infinity' else 'epoch' end, updated_at = clock_timestamp() where x.id = e.id;
+  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
+    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+      using errcode = '22023';
+  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
+    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
+  elsif p_reason is null or p_reason !~ '[^[:space:]]' then
+    raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
   end if;
+  begin
+    perform pg_advisory_xact_lock(hashtextextended('agent pause', 0));
+  exception when lock_not_available then
+    null;         -- somebody keeps a claim in an open transaction: what it claims stops before its first step
+  end;
+  insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
+  on conflict do nothing returning n.* into p;
+  if not found then
+    return query select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid from agent_pauses n where n.resumed_at is null;
+    return;
+  end if;
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at, duration_ms)
+  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', jsonb_build_object('reason', p_reason, 'by', p_by),
+          clock_timestamp(), 0)
+  returning a.id into note_;
+  perform pg_notify('agent_pause', 'paused');
+  return query select true, p.paused_at, p.paused_by, p.reason, p.trace_id, note_;
 end $$;
-comment on function lanekeeper.lose_agent_claim is
-  'What the loss of its worker means to an execution that the caller has locked: on_lost says so.';
+comment on function pause_agent is
+  'Pause autonomous work, everywhere, until resume_agent. Of two at once one is the pause; the other gets it '
+  'with changed false.';
 
-create or replace function lanekeeper.agent_executions_outside() returns trigger language plpgsql as $$
+create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
+returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
+language plpgsql volatile security definer set search_path from current as $$
+#variable_conflict use_column
+declare
+  p agent_pauses;
+  trace_ text := lanekeeper.agent_trace_id('op');
+  note_ uuid;
 begin
-  new.hinted_at := 'infinity';
-  return new;
+  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
+    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+      using errcode = '22023';
+  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
+    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
+  end if;
+  update agent_pauses n set resumed_at = clock_timestamp(), resumed_by = p_by, resume_reason = coalesce(p_reason, '')
+   where n.resumed_at is null returning n.* into p;
+  if not found then
+    return query select false, null::timestamptz, '', '', null::timestamptz, '', null::uuid;
+    return;
+  end if;
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
+  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', jsonb_build_object('reason', p.resume_reason, 'by', p_by),
+          jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason, 'paused_trace', p.trace_id),
+          clock_timestamp(), 0)
+  returning a.id into note_;
+  perform pg_notify('agent_pause', 'resumed');
+  perform pg_notify('agent_ready', '');                     -- for processes that know nothing of pauses
+  perform pg_notify('agent_automations', '');
+  return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
+comment on function resume_agent is 'End the pause; what is ready is taken at once. changed is false when the agent is not paused.';
 
-create or replace function lanekeeper.agent_status_changed() returns trigger language plpgsql as $$
-begin
-  insert into agent_status_changes (execution_id, n, status, waiting_for)
-  values (new.id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = new.id), new.status, new.waiting_for);
-  return null;
-end $$;
+-- Workers outside: an execution under a lock.
 
 create or replace function start_agent_execution(p_flow text, p_input jsonb default '{}', p_key text default null, p_trace_id text default null,
                                       p_on_lost text default 'fail')
@@ -722,20 +1138,6 @@ end $$;
 comment on function start_agent_execution is
   'Start an execution for workers outside: its flow is external, or external:NAME. With a key that was used before, '
   'the execution that it started.';
-
-create or replace function read_agent_execution(p_id uuid, p_lock_id text)
-returns table (trace_id text, input jsonb, variables jsonb, checkpoints jsonb)
-language plpgsql volatile security definer set search_path from current as $$
-begin
-  perform lanekeeper.fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
-  return query
-  select x.trace_id, x.input, x.variables,
-         (select coalesce(jsonb_object_agg(c.step, c.output), '{}') from agent_checkpoints c where c.execution_id = x.id)
-    from agent_executions x where x.id = p_id;
-end $$;
-comment on function read_agent_execution is
-  'What a worker outside needs to begin or to go on, under its lock: the input, and the output of each recorded step. '
-  'LK001 when the lock is void.';
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
@@ -775,8 +1177,7 @@ begin
   end if;
   select x.* into e from agent_executions x where x.id = p_id for update;            -- waits for what the old lock still writes
   if e.claimed_by is not null then
-    perform lanekeeper.lose_agent_claims(e.claimed_by);                 -- what its end means is settled before this answers
-    delete from agent_workers k where k.id = e.claimed_by;
+    perform lanekeeper.lose_agent_claims(e.claimed_by);       -- what its end means is settled before this answers
     select x.* into e from agent_executions x where x.id = p_id;
   end if;
   if e.status not in ('pending', 'running') then
@@ -801,7 +1202,6 @@ comment on function lock_agent_execution is
   'holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
   'the same lock again, renewed.';
 
--- As before, and a worker outside hears of a cancel that is requested. Its lock lives until the cancel is completed.
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
 returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text, cancel_requested boolean)
 language plpgsql volatile security definer set search_path from current as $$
@@ -842,6 +1242,21 @@ $$;
 comment on function agent_lock_claim is
   'The claim behind a live lock. Null: the lock is void or another execution''s. Pass it to fence_agent_execution.';
 
+create or replace function read_agent_execution(p_id uuid, p_lock_id text)
+returns table (trace_id text, input jsonb, variables jsonb, checkpoints jsonb)
+language plpgsql volatile security definer set search_path from current as $$
+begin
+  perform lanekeeper.fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
+  return query
+  select x.trace_id, x.input, x.variables,
+         (select coalesce(jsonb_object_agg(c.step, c.output), '{}') from agent_checkpoints c where c.execution_id = x.id)
+    from agent_executions x where x.id = p_id;
+end $$;
+comment on function read_agent_execution is
+  'What a worker outside needs to begin or to go on, under its lock: the input, and the output of each recorded step. '
+  'LK001 when the lock is void.';
+
+-- Its nine parameters are those of the HTTP route, and part of the contract.
 create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
                                        p_kind text default null, p_key text default null, p_timeout interval default null,
                                        p_result jsonb default null)
@@ -883,7 +1298,7 @@ begin
        where x.id = p_id;
     end if;
   else
-    perform lanekeeper.finish_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
+    perform lanekeeper.complete_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
   end if;
   delete from agent_workers k where k.lock_id = p_lock_id;
   return (select x.status from agent_executions x where x.id = p_id);
@@ -893,11 +1308,7 @@ comment on function unlock_agent_execution is
   'outcome as step ''wait KIND N'' (N counts the waits of the run). It returns the status: running when the awaited '
   'event was there already. LK001: the lock is void.';
 
-create or replace function lanekeeper.agent_limits_changed() returns trigger language plpgsql as $$
-begin
-  perform pg_notify('agent_ready', '');
-  return null;
-end $$;
+-- Limits.
 
 create or replace function set_agent_limits(p_limits jsonb) returns void
 language plpgsql volatile security definer set search_path from current as $$
@@ -908,798 +1319,9 @@ begin
   insert into agent_limits as l (kind, name, running)
   select n.kind, n.name, n.running from jsonb_to_recordset(p_limits) as n (kind text, name text, running int) order by 1, 2
   on conflict (kind, name) do update set running = excluded.running where l.running <> excluded.running;
+  perform pg_notify('agent_ready', '');
 end $$;
-comment on function set_agent_limits is
-  'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
-
-create or replace function lanekeeper.agent_free_places(p_kind text, p_name text, p_lock boolean) returns int
-language plpgsql volatile set enable_seqscan = off
-set jit = off as $$
-declare
-  most int;
-begin
-  if p_lock then
-    perform pg_advisory_xact_lock(hashtextextended('admit ' || p_kind || ' ' || p_name, 0));
-  end if;
-  select l.running into most from agent_limits l where l.kind = p_kind and l.name = p_name;
-  if not found then
-    return 1000000;
-  elsif p_kind = 'flow' then
-    return most - (select count(*) from agent_executions x where x.claimed_by is not null and x.flow = p_name);
-  end if;
-  return most - (select count(*) from agent_executions x where x.claimed_by is not null and x.surface = p_name);
-end $$;
-comment on function lanekeeper.agent_free_places is
-  'How many more executions of a flow or surface may be claimed. With the lock nobody else claims any until the '
-  'transaction ends.';
-
--- What is held back must not fill the places of what is not.
-create or replace function lanekeeper.agent_ready_kinds(p_queue text, p_skip text[] default '{}') returns table (flow text, surface text)
-language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set jit = off as $$
-#variable_conflict use_column
-begin
-  return query
-  with recursive kinds as (
-    (select x.flow, x.surface from agent_executions x
-      where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue
-      order by x.flow, x.surface limit 1)
-    union all
-    select n.flow, n.surface from kinds k cross join lateral (
-      select x.flow, x.surface from agent_executions x
-       where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue
-         and (x.flow, x.surface) > (k.flow, k.surface)
-       order by x.flow, x.surface limit 1) n)
-  select k.flow, k.surface::text from kinds k
-   where k.flow <> all (p_skip)
-     and (k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null));
-end $$;
-comment on function lanekeeper.agent_ready_kinds is
-  'The flows and surfaces of which anything may be claimed, without a look at each row: while the agent is '
-  'paused, those of attended surfaces.';
-
--- An execution whose cancel is requested is not claimed: whoever had it locked when the cancel came may have left it
--- ready.
-
-create or replace function lanekeeper.claim_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
-returns table (execution agent_executions, held boolean)
-language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
-#variable_conflict use_column
-declare
-  kinds text[] := '{}';             -- flow, surface and how many of them: three arrays side by side
-  surfaces text[] := '{}';
-  quotas int[] := '{}';
-  limits jsonb := '{}';             -- free places by limit
-  l record;
-  k record;
-  c record;
-  quota int;
-  ids uuid[] := '{}';
-begin
-  if p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
-    return;
-  end if;
-  for k in select r.flow, r.surface from lanekeeper.agent_ready_kinds(p_queue, p_skip) r loop
-    kinds := kinds || k.flow;
-    surfaces := surfaces || k.surface;
-  end loop;
-  if kinds = '{}' then
-    return;
-  end if;
-  -- Where nothing is free, nobody is waited for; the others are counted under their locks, in one order.
-  for l in select n.kind, n.name, lanekeeper.agent_free_places(n.kind, n.name, false) as free from agent_limits n
-            where (n.kind = 'flow' and n.name = any (kinds)) or (n.kind = 'surface' and n.name = any (surfaces)) order by n.kind, n.name loop
-    limits := limits || jsonb_build_object(l.kind || ' ' || l.name,
-      case when l.free > 0 then lanekeeper.agent_free_places(l.kind, l.name, true) else 0 end);
-  end loop;
-  for i in 1 .. cardinality(kinds) loop
-    quotas := quotas || least(p_limit, coalesce((limits ->> ('flow ' || kinds[i]))::int, p_limit),
-                              coalesce((limits ->> ('surface ' || surfaces[i]))::int, p_limit));
-  end loop;
-  for c in
-    select r.id, t.flow, t.surface
-      from unnest(kinds, surfaces, quotas) t (flow, surface, quota)
-     cross join lateral (
-       select x.id, x.priority from agent_executions x
-        where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
-          and x.queue = p_queue and x.flow = t.flow and x.surface = t.surface
-          and not exists (select from agent_cancel_requests q where q.execution_id = x.id)
-        order by x.priority, x.id limit greatest(t.quota, 0) for update skip locked) r
-     where t.quota > 0
-     order by r.priority, r.id
-  loop
-    if limits <> '{}' then
-      quota := least(coalesce((limits ->> ('flow ' || c.flow))::int, 1), coalesce((limits ->> ('surface ' || c.surface))::int, 1));
-      continue when quota <= 0;
-      if limits ? ('flow ' || c.flow) then
-        limits := jsonb_set(limits, array['flow ' || c.flow], to_jsonb((limits ->> ('flow ' || c.flow))::int - 1));
-      end if;
-      if limits ? ('surface ' || c.surface) then
-        limits := jsonb_set(limits, array['surface ' || c.surface], to_jsonb((limits ->> ('surface ' || c.surface))::int - 1));
-      end if;
-    end if;
-    ids := ids || c.id;
-    exit when cardinality(ids) >= p_limit;
-  end loop;
-  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over: the caller asks again
-  -- soon.
-  if cardinality(ids) < p_limit then
-    perform set_config('lanekeeper.missed', 'yes', true)
-       from unnest(kinds, surfaces) t (flow, surface)
-      where coalesce((limits ->> ('flow ' || t.flow))::int, 1) > 0 and coalesce((limits ->> ('surface ' || t.surface))::int, 1) > 0
-        and exists (select from agent_executions x
-                     where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
-                       and x.queue = p_queue and x.flow = t.flow and x.surface = t.surface and x.id <> all (ids)
-                       and not exists (select from agent_cancel_requests q where q.execution_id = x.id));
-  end if;
-  if ids = '{}' then
-    return;
-  end if;
-  perform set_config('lanekeeper.claimed', ids::text, true);
-  return query
-  update agent_executions x
-     set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
-   where x.id = any (ids)
-  returning x, x.claim > 1 and (exists (select from agent_locks n where n.execution_id = x.id)
-                                or exists (select from agent_activity_open o where o.execution_id = x.id));
-end $$;
-comment on function lanekeeper.claim_agent_executions is
-  'Take up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, '
-  'none of the flows in p_skip. One that is held has lanes or calls of an earlier claim: recover_agent_claim '
-  'comes before anything else is done with it. Until the transaction ends the setting lanekeeper.claimed has '
-  'their ids, to load what they have recorded, and lanekeeper.missed is yes when some were locked by others: '
-  'ask again soon.';
-
-create or replace function lanekeeper.recover_agent_claim(p_id uuid, p_claim bigint) returns void
-language plpgsql volatile as $$
-begin
-  perform lanekeeper.fence_agent_execution(p_id, p_claim);
-  perform lanekeeper.claim_agent_locks(p_id);
-  perform lanekeeper.recover_agent_activity(p_id, p_claim);
-end $$;
-comment on function lanekeeper.recover_agent_claim is
-  'Give the lanes of an execution to its new claim, and close the calls that an earlier one left in flight.';
-
-create or replace function lanekeeper.ready_agent_executions(p_limit int) returns table (id uuid, wake int, queue text, priority smallint, trace_id text, reason text)
-language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set jit = off as $$
-#variable_conflict use_column
-begin
-  return query
-  select r.id, r.wake, q.queue, r.priority::smallint, r.trace_id, 'ready'::text
-    from (values ('background'), ('interactive')) q (queue)
-   cross join lateral lanekeeper.agent_ready_kinds(q.queue) k
-   cross join lateral (
-     select x.id, x.wake, x.priority, x.trace_id from agent_executions x
-      where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
-        and x.queue = q.queue and x.flow = k.flow and x.surface = k.surface
-      order by x.priority, x.id limit p_limit) r
-   where (not exists (select from agent_limits l where (l.kind = 'flow' and l.name = k.flow) or (l.kind = 'surface' and l.name = k.surface))
-          or lanekeeper.agent_free_places('flow', k.flow, false) > 0 and lanekeeper.agent_free_places('surface', k.surface, false) > 0)
-   order by r.priority, r.id limit p_limit;
-end $$;
-comment on function lanekeeper.ready_agent_executions is
-  'What could be claimed now, first come first; nothing that a limit holds back.';
-
--- How an execution begins. The closed sets are the domains of the columns.
-create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
-begin
-  if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
-    raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
-  end if;
-  if new.trace_id = '' or new.flow = '' then
-    raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
-  end if;
-  new.outside := new.flow = 'external' or new.flow like 'external:%';
-  if new.outside then
-    if new.status <> 'pending' then
-      raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
-    end if;
-    new.hinted_at := 'infinity';
-    if new.on_lost = 'resume' then
-      new.on_lost := 'fail';                                 -- nobody here could resume it
-    end if;
-  elsif new.claimed_by is not null and new.surface not in ('operate', 'chat') and lanekeeper.agent_is_held_back() then
-    perform lanekeeper.refuse_while_paused();
-  end if;
-  return new;
-end $$;
-comment on function lanekeeper.agent_executions_begins is
-  'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
-  'the agent is paused.';
-
--- What an execution may become. What follows from a status is written here, so that no writer can leave it out.
-create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
-begin
-  if new.status <> old.status then
-    if (case old.status
-         when 'running' then new.status not in ('completed', 'failed', 'timeout', 'waiting', 'cancelled')
-         when 'waiting' then new.status not in ('running', 'timeout', 'failed', 'cancelled')
-         when 'pending' then new.status not in ('running', 'cancelled')
-         else true end) then
-      raise exception 'execution % cannot go from % to %', old.id, old.status, new.status using errcode = 'LK002';
-    end if;
-    new.updated_at := clock_timestamp();
-    if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
-      new.claimed_by := null;
-      new.completed_at := coalesce(new.completed_at, new.updated_at);
-      new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
-    elsif new.status = 'waiting' then
-      new.claimed_by := null;
-      new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
-    else
-      new.started_at := coalesce(new.started_at, new.updated_at);
-    end if;
-    if new.status <> 'waiting' and old.status = 'waiting' then
-      new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
-      new.waiting_data := null; new.waiting_step := null;
-    end if;
-  elsif new.claimed_by is not null and new.status <> 'running' or new.waiting_for is not null and new.status <> 'waiting'
-        or (new.completed_at is null) = (new.status in ('completed', 'failed', 'timeout', 'cancelled')) then
-    raise exception 'execution % is %: that does not go with a worker, a wait or an end of its own', old.id, old.status
-      using errcode = 'LK002';
-  end if;
-  if new.claim < old.claim then
-    raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
-  end if;
-  if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat') and lanekeeper.agent_is_held_back() then
-    if old.outside then
-      perform lanekeeper.refuse_while_paused();
-    elsif old.status <> 'waiting' then
-      return null;                                           -- it stays in the queue
-    end if;
-    new.claimed_by := null;                                  -- its wait has ended all the same
-  end if;
-  if new.trace_id = '' or new.flow = '' then
-    raise exception 'execution % has a trace and a flow', old.id using errcode = 'check_violation';
-  end if;
-  if new.flow <> old.flow or new.outside <> old.outside then
-    new.outside := new.flow = 'external' or new.flow like 'external:%';
-  end if;
-  return new;
-end $$;
-comment on function lanekeeper.agent_executions_moves is
-  'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
-  'work is not claimed while the agent is paused.';
-
-create or replace function lanekeeper.emit_agent_execution_end(e agent_executions) returns void language plpgsql as $$
-declare
-  kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
-               else 'execution.failed' end;
-begin
-  if exists (select from agent_webhook_targets t where t.enabled) then
-    perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
-      'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
-      'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
-      'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
-  end if;
-end $$;
-
-create or replace function lanekeeper.note_agent_status(p_id uuid, p_status text, p_waiting_for text) returns void language plpgsql as $$
-begin
-  insert into agent_status_changes (execution_id, n, status, waiting_for)
-  values (p_id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = p_id), p_status, p_waiting_for);
-end $$;
-
--- As before, but what was lost in the middle of nothing has nothing to be asked for.
-create or replace function lanekeeper.take_agent_executions(p_worker uuid, p_queue text, p_limit int, p_skip text[] default '{}')
-returns table (execution agent_executions, held boolean, missed boolean,
-               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
-language plpgsql volatile set enable_seqscan = off
-set jit = off as $$
-#variable_conflict use_column
-declare
-  c record;
-begin
-  missed := false;
-  for c in select t.execution, t.held from lanekeeper.claim_agent_executions(p_worker, p_queue, p_limit, p_skip) t loop
-    execution := c.execution;
-    held := c.held;
-    -- Another statement, which sees all that was recorded before the claim.
-    if execution.claim > 1 then
-      select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
-        into steps, claims, prints, failed, outputs, times
-        from agent_checkpoints k where k.execution_id = execution.id;
-      held := held or execution.claim > 2 * execution.wait_number + 1 and exists (
-        select from agent_activity a
-         where a.execution_id = execution.id and a.status = 'unknown' and a.error_class = 'interrupted');
-    else
-      steps := null;
-    end if;
-    return next;
-  end loop;
-  if coalesce(current_setting('lanekeeper.missed', true), '') = 'yes' then
-    execution := null;
-    held := false;
-    missed := true;
-    steps := null;
-    return next;
-  end if;
-end $$;
-comment on function lanekeeper.take_agent_executions is
-  'claim_agent_executions, with all that each has recorded. held where lanes or calls of an earlier claim are '
-  'open, or a call was interrupted. missed: a row of its own, some were locked by others; ask again soon.';
-
-create or replace function lanekeeper.agent_pause_check(p_by text, p_reason text) returns void language plpgsql immutable as $$
-begin
-  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
-    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
-      using errcode = '22023';
-  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
-    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
-  end if;
-end $$;
-
-create or replace function pause_agent(p_reason text, p_by text default 'admin')
-returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
-language plpgsql volatile security definer set search_path from current set lock_timeout = '2s' as $$
-#variable_conflict use_column
-declare
-  p agent_pauses;
-  note_ uuid;
-begin
-  perform lanekeeper.agent_pause_check(p_by, p_reason);
-  if p_reason is null or p_reason !~ '[^[:space:]]' then
-    raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
-  end if;
-  begin
-    perform pg_advisory_xact_lock(hashtextextended('agent pause', 0));
-  exception when lock_not_available then
-    null;         -- somebody keeps a claim in an open transaction: what it claims stops before its first step
-  end;
-  insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
-  on conflict do nothing returning n.* into p;
-  if not found then
-    return query select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid from agent_pauses n where n.resumed_at is null;
-    return;
-  end if;
-  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at, duration_ms)
-  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', jsonb_build_object('reason', p_reason, 'by', p_by),
-          clock_timestamp(), 0)
-  returning a.id into note_;
-  perform pg_notify('agent_pause', 'paused');
-  return query select true, p.paused_at, p.paused_by, p.reason, p.trace_id, note_;
-end $$;
-comment on function pause_agent is
-  'Pause autonomous work, everywhere, until resume_agent. Of two at once one is the pause; the other gets it '
-  'with changed false.';
-
-create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
-returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
-language plpgsql volatile security definer set search_path from current as $$
-#variable_conflict use_column
-declare
-  p agent_pauses;
-  trace_ text := lanekeeper.agent_trace_id('op');
-  note_ uuid;
-begin
-  perform lanekeeper.agent_pause_check(p_by, p_reason);
-  update agent_pauses n set resumed_at = clock_timestamp(), resumed_by = p_by, resume_reason = coalesce(p_reason, '')
-   where n.resumed_at is null returning n.* into p;
-  if not found then
-    return query select false, null::timestamptz, '', '', null::timestamptz, '', null::uuid;
-    return;
-  end if;
-  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', jsonb_build_object('reason', p.resume_reason, 'by', p_by),
-          jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason, 'paused_trace', p.trace_id),
-          clock_timestamp(), 0)
-  returning a.id into note_;
-  perform pg_notify('agent_pause', 'resumed');
-  perform pg_notify('agent_ready', '');                     -- for processes that know nothing of pauses
-  perform pg_notify('agent_automations', '');
-  return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
-end $$;
-comment on function resume_agent is
-  'End the pause; what is ready is taken at once. changed is false when the agent is not paused.';
-
--- Give back what an execution holds that has ended: lanes, calls that were under way, questions to people. Answers how many
--- lanes it had.
-create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
-declare
-  freed int;
-begin
-  -- Runs of the webhook surface tell nothing here: a target that is our own endpoint would go round for ever.
-  if e.surface <> 'webhook' then
-    perform lanekeeper.emit_agent_execution_end(e);
-  end if;
-  freed := lanekeeper.release_agent_execution_locks(e.id);
-  perform lanekeeper.close_agent_activity(e.id, e.status);
-  update agent_approvals a set status = 'expired', reason = 'its execution has ended'
-   where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
-  update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
-  if e.status = 'cancelled' then
-    perform lanekeeper.withdraw_agent_messages(e.id);
-  end if;
-  return freed;
-end $$;
-comment on function lanekeeper.release_agent_execution is
-  'Give back what an execution that has ended holds: lanes, calls under way, approvals and requests. Answers '
-  'how many lanes it had.';
-
-create or replace function lanekeeper.follow_agent_execution_end(e agent_executions) returns void language plpgsql as $$
-begin
-  if e.status = 'cancelled' then
-    perform lanekeeper.cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
-        then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
-       from (select x.id from agent_executions x
-              where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
-  end if;
-  perform lanekeeper.settle_agent_budget(e.id, r.step)
-     from (select x.step from agent_budget_reservations x where x.execution_id = e.id order by x.step) r;
-  if e.flow = 'webhook' and e.status <> 'completed' then
-    update agent_webhook_deliveries d
-       set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
-           error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
-     where d.id = lanekeeper.agent_uuid(e.input ->> 'delivery') and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
-  end if;
-end $$;
-comment on function lanekeeper.follow_agent_execution_end is
-  'What an end means to others: a cancel ends the children that were waited for, budgets are settled, and a '
-  'delivery is dead: it can be replayed.';
-
-create or replace function lanekeeper.agent_executions_that_hold(p_ids uuid[]) returns uuid[]
-language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
-begin
-  return array(
-    select l.execution_id from agent_locks l where l.execution_id = any (p_ids)
-    union select k.lender from agent_lock_loans k where k.lender = any (p_ids)
-    union select o.execution_id from agent_activity_open o where o.execution_id = any (p_ids)
-    union select a.execution_id from agent_approvals a
-           where a.execution_id = any (p_ids) and a.parked and a.status in ('pending', 'approved')
-    union select r.execution_id from agent_requests r where r.execution_id = any (p_ids) and (r.status = 'pending') is true
-    union select b.execution_id from agent_budget_reservations b where b.execution_id = any (p_ids));
-end $$;
-comment on function lanekeeper.agent_executions_that_hold is
-  'Those executions that have lanes, calls under way, open questions to people, or reserved budgets.';
-
-create or replace function lanekeeper.agent_executions_awaited(p_ids uuid[]) returns uuid[]
-language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
-begin
-  return array(select t.id from unnest(p_ids) t (id) where exists (
-    select from agent_executions x
-     where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1);
-end $$;
-comment on function lanekeeper.agent_executions_awaited is 'Those executions that another one waits for.';
-
--- One look finds what there is to do, after the rows were locked and changed. Most ends leave nothing but their event: those that
--- end together began together, so one probe of each table, from the first id to the last, tells that none has anything there.
-create or replace function lanekeeper.agent_executions_changed() returns trigger
-language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
-declare
-  over uuid[];                      -- those that have ended
-  odd uuid[];                       -- those of them that have more than a result
-  seen record;
-  has record;
-  e agent_executions;
-  freed jsonb := '{}';              -- by execution: how many lanes its end freed
-begin
-  select array_agg(c.id order by c.id) as over,
-         array_agg(c.id) filter (where c.status = 'cancelled' or c.outside or c.flow = 'webhook' and c.status <> 'completed') as odd,
-         bool_or(c.status = 'cancelled') as cancelled,
-         exists (select from agent_limits) as limits, exists (select from changed o where o.outside) as outside
-    into seen
-    from changed c where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
-  if seen.limits and exists (
-       select from was o join changed n on n.id = o.id
-         join agent_limits l on l.kind = 'flow' and l.name = n.flow or l.kind = 'surface' and l.name = n.surface
-        where o.claimed_by is not null and n.claimed_by is null) then
-    perform pg_notify('agent_ready', '');                    -- a place is free
-  end if;
-  if seen.outside then
-    perform lanekeeper.note_agent_status(n.id, n.status, n.waiting_for)
-       from changed n join was o on o.id = n.id where n.outside and n.status <> o.status;
-  end if;
-  if seen.over is null then
-    return null;
-  end if;
-  over := seen.over;
-  if seen.cancelled then
-    perform lanekeeper.lock_agent_children(n.id) from changed n where n.id = any (over) and n.status = 'cancelled';   -- executions before lanes
-  end if;
-  select exists (select from agent_locks l where l.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_lock_loans k where k.lender between over[1] and over[cardinality(over)])
-         or exists (select from agent_activity_open o where o.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_approvals a where a.parked and a.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_requests r where r.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_budget_reservations b where b.execution_id between over[1] and over[cardinality(over)]) as something,
-         exists (select from agent_webhook_targets t where t.enabled) as hooks,
-         exists (select from agent_executions x where x.waiting_for = 'agent') as parents
-    into has;
-  odd := case when has.hooks then over when has.something then seen.odd || lanekeeper.agent_executions_that_hold(over) else seen.odd end;
-  if odd is not null then
-    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      freed := freed || jsonb_build_object(e.id, lanekeeper.release_agent_execution(e));
-    end loop;
-  end if;
-  insert into agent_events (event, key, data, external_id, execution_id)
-  select 'AGENT_COMPLETED', n.id::text,
-         jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
-                            'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)),
-         'completed ' || n.id, n.id
-    from changed n where n.id = any (over) order by n.id
-  on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
-  if has.parents then
-    insert into agent_untold_ends (execution_id) select unnest(lanekeeper.agent_executions_awaited(over)) on conflict do nothing;
-  end if;
-  if odd is not null then
-    for e in select n.* from changed n where n.id = any (odd) order by n.id loop
-      perform lanekeeper.follow_agent_execution_end(e);
-    end loop;
-  end if;
-  return null;
-end $$;
-comment on function lanekeeper.agent_executions_changed is
-  'What follows a change of status, in its transaction: an end frees what the execution holds, emits '
-  'AGENT_COMPLETED once and wakes who waits for it; a freed place is told.';
-
--- A claim of autonomous work, as agent_executions_held treats it, for one that begins claimed.
-create or replace function lanekeeper.refuse_while_paused() returns void language plpgsql as $$
-begin
-  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-    -- Another statement, so that it sees every pause that had the lock before.
-    perform 1 from agent_pauses p where p.resumed_at is null;
-    if not found then
-      return;
-    end if;
-  end if;
-  raise exception 'autonomous work is paused%', coalesce((
-      select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by ' || p.paused_by || ': ' || p.reason
-        from agent_pauses p where p.resumed_at is null), '')
-    using errcode = 'LK003', hint = 'Nothing begins until it is resumed: agent resume, or select resume_agent().';
-end $$;
-comment on function lanekeeper.refuse_while_paused is
-  'Refuse to begin autonomous work while the agent is paused, or is about to be (SQLSTATE LK003).';
-
-create or replace function lanekeeper.begin_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_here boolean[], p_worker uuid, p_background int,
-                                       p_interactive int, p_skip text[], p_inputs jsonb[], p_queues text[], p_agents text[], p_parents uuid[],
-                                       p_awaited boolean[], p_inherits boolean[], p_threads text[], p_priorities int[], p_on_lost text[],
-                                       p_max_attempts int[], p_progress int[])
-returns table (n int, id uuid, claimed boolean, at timestamptz, parent_id uuid, on_lost text, input jsonb)
-language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off
-set lock_timeout = '50ms' as $$
-#variable_conflict use_column
-declare
-  several constant int := cardinality(p_flows);
-  ids uuid[];
-  mine boolean[];
-  live boolean := false;
-  asked boolean;
-  held_back boolean := true;        -- the agent is paused, or is about to be
-  places jsonb := '{}';
-  next jsonb := '{}';
-  line text;
-  queue_ text;
-  at_ timestamptz;
-  time_ bigint;
-  high text;                        -- the first half of their ids: the time
-  low bigint;                       -- the second
-begin
-  if p_worker is not null then
-    asked := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
-    -- Another statement, so that it sees every pause that had the lock before.
-    select exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp()),
-           not (asked and not exists (select from agent_pauses p where p.resumed_at is null))
-      into live, held_back;
-  end if;
-  if live then
-    mine := p_here;
-    if false = any (p_here) then
-      places := jsonb_build_object('background', p_background, 'interactive', p_interactive);
-      for i in 1 .. several loop
-        queue_ := coalesce(p_queues[i], 'background');
-        continue when p_here[i] or (places ->> queue_)::int <= 0 or p_flows[i] = 'external' or p_flows[i] like 'external:%'
-                   or held_back and p_surfaces[i] not in ('operate', 'chat');
-        line := queue_ || ' ' || p_surfaces[i] || ' ' || p_flows[i];
-        if not next ? line then
-          next := next || jsonb_build_object(line, lanekeeper.agent_next_in_line(queue_, p_flows[i], p_surfaces[i], p_skip));
-        end if;
-        if (next ->> line)::boolean then
-          mine[i] := true;
-          places := places || jsonb_build_object(queue_, (places ->> queue_)::int - 1);
-        end if;
-      end loop;
-    end if;
-  end if;
-  at_ := clock_timestamp();
-  -- As agent_uuid7 makes them, but one after the other: what is random is so once for all, and then counted.
-  time_ := floor(extract(epoch from at_) * 4096000)::bigint;
-  high := '0' || to_hex((time_ >> 12 << 16) | 28672 | (time_ & 4095));
-  low := (hashtextextended(gen_random_uuid()::text, 0) & 4611686018427322368) | -9223372036854775808;
-  for i in 1 .. several loop
-    ids[i] := (high || to_hex(low + i))::uuid;
-  end loop;
-  -- Series and subscripts: unnest with so many arrays makes a table of each first.
-  return query
-  insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
-         claimed_by, claim, created_at, started_at, updated_at, hinted_at, input, on_lost, max_attempts, progress_seconds)
-  select ids[i], p_traces[i], p_surfaces[i], coalesce(p_agents[i], 'agent'), p_flows[i], p_parents[i], coalesce(p_awaited[i], false),
-         coalesce(p_inherits[i], false), p_threads[i], coalesce(p_queues[i], 'background'), coalesce(p_priorities[i], 2),
-         case when mine[i] then 'running' else 'pending' end, case when mine[i] then p_worker end, case when mine[i] then 1 else 0 end,
-         at_, case when mine[i] then at_ end, at_, at_, coalesce(p_inputs[i], '{}'), coalesce(p_on_lost[i], 'resume'),
-         coalesce(p_max_attempts[i], 5), coalesce(p_progress[i], 0)
-    from generate_series(1, several) i
-  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
-end $$;
-comment on function lanekeeper.begin_agent_executions is
-  'Start several executions. Those that are to run here begin claimed by the worker; so do those that it would '
-  'take next, as far as so many places are free. The others are pending. What is null, of one or of all, is as '
-  'it is by default. at is when they were created, and started where they begin claimed.';
-
-create or replace function lanekeeper.close_agent_executions(p_ids uuid[], p_claims bigint[], p_statuses text[], p_summaries text[], p_results jsonb[],
-                                                  p_errors text[], p_failed_steps text[], p_variables jsonb[], p_wanted boolean[],
-                                                  p_steps text[], p_prints text[], p_failed boolean[], p_outputs jsonb[])
-returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean, flow_version int)
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
-set plan_cache_mode = force_generic_plan set jit = off
-set lock_timeout = '50ms' as $$
-#variable_conflict use_column
-declare
-  several constant int := cardinality(p_ids);
-  ending uuid[];                    -- what is locked, in the order of ids, as are the next three
-  claims bigint[];
-  workers uuid[];
-  places tid[];
-  alive uuid[];
-  bound uuid[];                     -- they have lanes or budgets
-  ended int;
-begin
-  if (p_statuses <@ array['completed', 'failed', 'timeout']) is not true then
-    raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
-  end if;
-  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits for it by
-  -- itself. A row that was changed before it was locked is compared again; the clock that ends a lease is read after the locks.
-  select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
-    into ending, claims, workers, places
-    from (select y.* from (
-            select x.id, x.claim, x.claimed_by, x.ctid from agent_executions x
-             where x.id = any (p_ids) for update skip locked) y order by y.id) x;
-  if ending is null then
-    return;
-  end if;
-  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by themselves.
-  select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
-         array(select l.execution_id from agent_locks l where l.execution_id = any (ending)
-               union all select k.lender from agent_lock_loans k where k.lender = any (ending)
-               union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending))
-    into alive, bound;
-  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- which one that does not run is not in
-    places := array(
-      select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
-                       and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
-                  then places[t.x] end
-        from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, several) i offset 0) t order by t.i);
-  end if;
-  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-  select p_ids[i], p_steps[i], p_claims[i], coalesce(p_prints[i], ''), coalesce(p_failed[i], false), p_outputs[i]
-    from generate_series(1, several) i where places[i] is not null and p_steps[i] is not null;
-  return query
-  update agent_executions x
-     set status = p_statuses[i], result_summary = coalesce(p_summaries[i], ''), result = p_results[i],
-         error_message = p_errors[i], failed_step = p_failed_steps[i], variables = coalesce(p_variables[i], x.variables)
-    from generate_series(1, several) i
-   where x.ctid = places[i]
-  returning i, x.updated_at, x.completed_at, case when p_wanted[i] then x.result end, case when p_wanted[i] then x.variables end,
-            x.inherits, x.flow_version;
-  get diagnostics ended = row_count;
-  if ended <> num_nonnulls(variadic places) then
-    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
-  end if;
-end $$;
-comment on function lanekeeper.close_agent_executions is
-  'Finish several executions, each under its claim and together with the result of its last step (none where '
-  'p_steps is null), as finish_agent_execution does. Of one that is not in the answer nothing was written, '
-  'because it has lanes or budgets, its row is locked, or its claim is not live; finish it by itself. Where a '
-  'last step is on record already nothing is written at all (SQLSTATE 23505): finish each by '
-  'itself. The answer has what the caller does not know; result and variables where p_wanted. Cheapest in the '
-  'order of p_ids.';
-
--- As before, and a process that was given up too early hears that its lanes are gone.
-create or replace function lanekeeper.free_agent_worker_lanes() returns trigger
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  h record;
-begin
-  for h in
-    select l.lane, l.locked_by, l.fencing_token from agent_locks l
-     where l.locked_by <> '' and right(l.locked_by, 37) = '@' || old.id and l.execution_id is null
-     order by l.lane
-  loop
-    begin
-      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token, false) = '' then
-        perform pg_notify('agent_lanes', h.lane);
-      end if;
-    exception when lock_not_available then
-      null;                                                 -- by a write under its token, or an open transaction of somebody else
-    end;
-  end loop;
-  return null;
-end $$;
-comment on function lanekeeper.free_agent_worker_lanes is
-  'After a process has been found dead: gives back the lanes whose owner ends with its id.';
-
--- Whether the agent is paused, or is about to be. Each of the two is a statement of its own, so that the second sees every pause that had the
--- lock before.
-create or replace function lanekeeper.agent_is_held_back() returns boolean language plpgsql volatile as $$
-begin
-  if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-    perform 1 from agent_pauses p where p.resumed_at is null;
-    return found;
-  end if;
-  return true;
-end $$;
-comment on function lanekeeper.agent_is_held_back is
-  'Whether the agent is paused, or is about to be: then nothing but attended work begins.';
-
-create or replace function lanekeeper.agent_cancel_line(p_id uuid, p_reason text) returns table (id uuid, reason text)
-language plpgsql stable set enable_seqscan = off set jit = off as $$
-begin
-  return query
-  with recursive line (id, reason) as (
-    select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
-    union all
-    select x.id, case when l.reason like 'its parent was cancelled: %' then l.reason else 'its parent was cancelled: ' || l.reason end
-      from line l join agent_executions x on x.parent_id = l.id
-     where x.awaited and x.status in ('pending', 'running', 'waiting'))
-  select l.id, l.reason from line l;
-end $$;
-comment on function lanekeeper.agent_cancel_line is
-  'An execution that has not ended and the children it waits for, which end with it, each with the reason of '
-  'its cancel.';
-
-create or replace function lanekeeper.lock_agent_line(p_ids uuid[]) returns boolean
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  lanes text[];
-begin
-  if cardinality(p_ids) <> cardinality(array(select x.id from agent_executions x where x.id = any (p_ids) order by x.id for update skip locked)) then
-    return false;
-  end if;
-  lanes := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
-                 union select n.lane from agent_lock_loans n where n.lender = any (p_ids));
-  return cardinality(lanes) = cardinality(array(select l.lane from agent_locks l where l.lane = any (lanes) order by l.lane for update skip locked));
-end $$;
-comment on function lanekeeper.lock_agent_line is
-  'Lock executions and their lanes without waiting: false where another transaction has locked one of them.';
-
-create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
-language plpgsql volatile set lock_timeout = '50ms' as $$
-declare
-  line uuid[];
-  reasons text[];
-begin
-  select array_agg(l.id), array_agg(l.reason) into line, reasons from lanekeeper.agent_cancel_line(p_id, p_reason) l;
-  if line is null or not p_always and lanekeeper.lock_agent_line(line) then
-    return false;
-  end if;
-  insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason)
-  select t.id, coalesce(p_cancelled_by, ''), t.reason from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
-  perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
-  return true;
-end $$;
-comment on function lanekeeper.request_agent_cancel is
-  'Note that an execution is to be cancelled, with the children it waits for, and tell the processes that run '
-  'them, where another transaction has one of them locked, or always. False, and nothing is noted, where none '
-  'has, or it has ended. Commit it before the cancel.';
-
-create or replace function lanekeeper.complete_agent_cancel(p_id uuid) returns boolean
-language plpgsql volatile set lock_timeout = '50ms' as $$
-declare
-  r record;
-begin
-  select c.cancelled_by, c.cancel_reason into r from agent_cancel_requests c where c.execution_id = p_id;
-  if not found then
-    return true;
-  elsif not lanekeeper.lock_agent_line(array(select l.id from lanekeeper.agent_cancel_line(p_id, '') l)) then
-    return false;
-  end if;
-  perform lanekeeper.cancel_agent_execution(p_id, r.cancelled_by, r.cancel_reason);
-  delete from agent_cancel_requests c where c.execution_id = p_id;
-  return true;
-end $$;
-comment on function lanekeeper.complete_agent_cancel is
-  'Cancel an execution that a cancel was requested for, if no transaction has it locked any more: else false, '
-  'and nothing is waited for.';
+comment on function set_agent_limits is 'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
 
 create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
 language plpgsql stable as $$
@@ -1730,23 +1352,28 @@ comment on function lanekeeper.agent_flow_may_join is
   'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
   'execution or one above it was started in it, or it was opened to the flow.';
 
-create or replace trigger agent_executions_begins before insert on agent_executions
-  for each row execute function lanekeeper.agent_executions_begins();
-
-create or replace trigger agent_executions_outside before update of hinted_at on agent_executions
-  for each row when (new.outside) execute function lanekeeper.agent_executions_outside();
-
-create or replace trigger agent_status_begins after insert on agent_executions
-  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
-
-create or replace trigger agent_limits_changed after insert or update or delete on agent_limits
-  for each statement execute function lanekeeper.agent_limits_changed();
-
-create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, outside
-  on agent_executions for each row execute function lanekeeper.agent_executions_moves();
-
-create or replace trigger agent_executions_changed after update on agent_executions
-  referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
+create or replace function lanekeeper.free_agent_worker_lanes() returns trigger
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+declare
+  h record;
+begin
+  for h in
+    select l.lane, l.locked_by, l.fencing_token from agent_locks l
+     where l.locked_by <> '' and right(l.locked_by, 37) = '@' || old.id and l.execution_id is null
+     order by l.lane
+  loop
+    begin
+      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token, false) = '' then
+        perform pg_notify('agent_lanes', h.lane);
+      end if;
+    exception when lock_not_available then
+      null;                                                 -- by a write under its token, or an open transaction of somebody else
+    end;
+  end loop;
+  return null;
+end $$;
+comment on function lanekeeper.free_agent_worker_lanes is
+  'After a process has been found dead: gives back the lanes whose owner ends with its id.';
 
 create or replace trigger agent_workers_lanes after delete on agent_workers
   for each row when (old.kind = 'process') execute function lanekeeper.free_agent_worker_lanes();

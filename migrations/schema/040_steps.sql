@@ -1,8 +1,8 @@
 -- Steps: what an execution need not do again.
 --
--- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. A run that is
--- claimed again gets the results back and does not repeat the steps. A step is recorded once: the same step with another result
--- is refused. A fork begins with the steps of another execution.
+-- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. A run
+-- that is claimed again gets the results back and does not repeat the steps. A step is recorded once: the same step
+-- with another result is refused. A fork begins with the steps of another execution.
 
 create table agent_checkpoints (
   execution_id uuid not null,
@@ -24,8 +24,7 @@ comment on column agent_checkpoints.step is 'The name of the step, unique in its
 comment on column agent_checkpoints.claim is 'The claim that recorded it.';
 comment on column agent_checkpoints.fingerprint is
   'Hash of the input that the step named. A run that comes to the step with another one fails, and repeats nothing.';
-comment on column agent_checkpoints.failed is
-  'The step ended with an error, which is a result too. output describes it.';
+comment on column agent_checkpoints.failed is 'The step ended with an error, which is a result too. output describes it.';
 comment on column agent_checkpoints.output is 'The result of the step.';
 comment on column agent_checkpoints.waited_for is 'The kind of wait that the step is the outcome of. Null: not a wait.';
 comment on column agent_checkpoints.waited_key is 'The key of that wait.';
@@ -33,8 +32,8 @@ comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- Code
 
--- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution is locked,
--- which waits for a takeover that is under way; then the clock decides about the worker's lease.
+-- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution
+-- is locked, which waits for a takeover that is under way; then the clock decides about the worker's lease.
 create or replace function lanekeeper.agent_checkpoints_fence() returns trigger language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   stale record;
@@ -54,112 +53,6 @@ begin
 end $$;
 comment on function lanekeeper.agent_checkpoints_fence is
   'Refuse a checkpoint whose claim is not the live one of its execution (SQLSTATE LK001), whoever writes it.';
-
-create or replace function lanekeeper.agent_fork_cut(p_id uuid, p_step text) returns timestamptz
-language plpgsql stable as $$
-declare
-  cut timestamptz;
-begin
-  if coalesce(p_step, '') = '' then
-    return 'infinity';
-  end if;
-  select c.created_at into cut from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
-  if cut is null then                                        -- a scope, or a step that is still under way
-    select min(c.created_at) into cut from agent_checkpoints c
-     where c.execution_id = p_id and (starts_with(c.step, p_step || '/') or starts_with(c.step, p_step || '@'));
-  end if;
-  if cut is null and exists (select from agent_executions x where x.id = p_id and (x.waiting_step = p_step or x.failed_step = p_step)) then
-    return 'infinity';                                       -- it is the next to be recorded
-  end if;
-  if cut is null then
-    raise exception 'execution % has not recorded a step %', p_id, quote_literal(p_step) using errcode = '22023',
-      hint = 'Name a recorded step, a scope of recorded steps, or the step that it waits in.';
-  end if;
-  return cut;
-end $$;
-comment on function lanekeeper.agent_fork_cut is
-  'The moment before which a fork keeps what was recorded: when a step was, or the first of those in a scope.';
-
-create or replace function lanekeeper.agent_fork_steps(p_id uuid, p_step text) returns setof agent_checkpoints
-language plpgsql stable as $$
-declare
-  cut timestamptz := lanekeeper.agent_fork_cut(p_id, p_step);
-  before_ text := regexp_replace(coalesce(p_step, ''), '([^/]*)$', 'before \1/');
-begin
-  return query
-  with kept as (
-    select c.*, regexp_replace(c.step, '[^/]*$', '') as scope from agent_checkpoints c
-     where c.execution_id = p_id and c.created_at < cut
-       -- What a step, a phase, a scope or a loop consists of, and what was waited for before it, is done anew with it.
-       and (coalesce(p_step, '') = '' or not (c.step = p_step or starts_with(c.step, p_step || '/')
-            or starts_with(c.step, p_step || '@') or starts_with(c.step, before_)))),
-  -- Leave is given to one execution, for one call: who has not made the call asks anew.
-  asked as (
-    select a.id, a.step from agent_approvals a
-     where a.execution_id = p_id and a.parked
-       and not exists (select from kept k where a.consumed_at is not null
-              and (k.step = substr(a.consumed_for, 38) or right(k.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)))
-       and not (a.status in ('rejected', 'expired') and exists (
-              select from kept k where k.step <> a.step and (strpos(k.step, a.id::text) > 0 or exists (
-                select from agent_events v where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
-                   and v.key = a.id::text))))),
-  -- And so is what was asked of people, as long as nothing that follows is kept.
-  open as (
-    select distinct on (r.id) k.step from agent_requests r
-      join kept k on strpos(k.output::text, r.id::text) > 0
-     where r.execution_id = p_id
-       and not exists (select from kept later where later.scope = k.scope and later.created_at > k.created_at)
-     order by r.id, k.created_at)
-  select k.execution_id, k.step, k.claim, k.fingerprint, k.failed, k.output, k.created_at,
-         null::text, null::text, null::timestamptz from kept k
-   where not exists (select from asked a where a.step = k.step)
-     and not exists (select from open o where o.step = k.step)
-     and not exists (select from asked a join agent_events v on v.event = 'APPROVAL_DECIDED' and v.key = a.id::text
-                      where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id'));
-end $$;
-comment on function lanekeeper.agent_fork_steps is
-  'What a fork from a step of an execution begins with: what was recorded before it. A parallel branch keeps '
-  'what it had by then. A request for leave that was not used by then, or one to people that nothing followed, '
-  'is left out: it is made anew.';
-
-create or replace function lanekeeper.fork_agent_execution(p_id uuid, p_step text, p_input jsonb, p_trace_id text, p_latest boolean default false)
-returns uuid language plpgsql volatile as $$
-declare
-  was agent_executions;
-  version_ int;
-  fork uuid;
-begin
-  select x.* into was from agent_executions x where x.id = p_id;
-  if not found then
-    return null;
-  end if;
-  if was.completed_at is not null then
-    -- Its checkpoints must not go while they are copied.
-    perform 1 from agent_executions x where x.id = p_id for key share;
-    if not found then
-      return null;
-    end if;
-  end if;
-  version_ := was.flow_version;
-  if p_latest then
-    version_ := coalesce((select f.version from agent_flows f where f.name = was.flow and f.current), version_);
-  end if;
-  -- Its claim begins at 1, so that the first who claims it loads what it begins with.
-  insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim, input, on_lost,
-         max_attempts, progress_seconds, forked_from, forked_step)
-  values (p_trace_id, 'flow', was.agent, was.flow, version_, was.thread_id, 'background',
-          was.priority, 'pending', 1, coalesce(p_input, was.input), was.on_lost, was.max_attempts, was.progress_seconds, p_id, p_step)
-  returning id into fork;
-  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
-  select fork, c.step, 1, c.fingerprint, c.failed,
-         case when c.step = 'flow version' and was.flow_version is not null and not c.failed then to_jsonb(version_) else c.output end,
-         c.created_at from lanekeeper.agent_fork_steps(p_id, p_step) c;
-  return fork;
-end $$;
-comment on function lanekeeper.fork_agent_execution is
-  'A new execution of the same flow, in the version that the other began with unless p_latest, that begins with '
-  'what the other had recorded before a step (all of it when null), and does the rest anew. The other is not '
-  'touched. Null for an unknown id. The caller sends the hint.';
 
 create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb) returns text
 language plpgsql volatile security definer set search_path from current as $$
@@ -184,9 +77,10 @@ comment on function checkpoint_agent_execution is
   'Record a step under a lock. created: recorded. same: it was there with this output. different: it was there with '
   'another, and stays. LK001: the lock is void.';
 
--- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its executions, which is the order
--- in which rows are locked, and then one comparison does for all. Only those that are not written are answered.
-create or replace function lanekeeper.record_agent_steps(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
+-- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its
+-- executions, which is the order in which rows are locked, and then one comparison does for all. Only those that are
+-- not written are answered.
+create or replace function lanekeeper.checkpoint_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
                                               p_outputs jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
@@ -202,8 +96,8 @@ declare
   alive uuid[];
   good int[];                       -- places of the steps that count; null: all do
 begin
-  -- Locked rows are passed over. One that was changed before it was locked is compared again; the clock that ends a lease is read after
-  -- the locks.
+  -- Locked rows are passed over. One that was changed before it was locked is compared again; the clock that ends a
+  -- lease is read after the locks.
   if num_nonnulls(variadic p_variables) > 0 then
     showing := array(select p_ids[i] from generate_series(1, several) i where p_variables[i] is not null);
     select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by) into locked, claims, workers
@@ -240,7 +134,7 @@ begin
     return query select i, 'alone' from generate_series(1, several) i where i <> all (good);
   end if;
 end $$;
-comment on function lanekeeper.record_agent_steps is
+comment on function lanekeeper.checkpoint_agent_executions is
   'Record the results of steps of several executions, each under its claim, as an insert into agent_checkpoints '
   'would. A row for each of which nothing was written (verdict alone), because the row is locked or its claim '
   'is not live; record it by itself. Where one is on record already nothing is written at all (SQLSTATE 23505): '

@@ -312,7 +312,7 @@ begin
 end $$;
 comment on function lanekeeper.resume_agent_executions is
   'resume_agent_execution for several that wait, for other things than agents, each with its outcome. Those of p_claimed '
-  'are claimed for p_worker, and their rows have what they have recorded; held: recover_agent_claim comes first. The '
+  'are claimed for p_worker, and their rows have what they have recorded; held: a recovery of the claim comes first. The '
   'caller has locked the rows, for update where it claims, and made sure that they wait.';
 
 -- Events
@@ -477,8 +477,8 @@ begin
   -- Nearly always nothing else is ready, or only what a limit holds back.
   return not exists (select from agent_executions x
                       where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue)
-      or not exists (select from lanekeeper.agent_ready_kinds(p_queue, p_skip) k
-                      where lanekeeper.agent_free_places('flow', k.flow, false) > 0 and lanekeeper.agent_free_places('surface', k.surface, false) > 0);
+      or not exists (select from lanekeeper.agent_ready_kinds k
+                      where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false);
 end $$;
 comment on function lanekeeper.agent_next_in_line is
   'Whether an execution that becomes ready now would be claimed next: no limit concerns it, and nothing else of '
@@ -534,7 +534,7 @@ end $$;
 comment on function lanekeeper.deliver_agent_event is
   'Record an event and resume whoever waits for it. With p_worker, which has a free place in p_queues: an execution '
   'that would be claimed next is claimed at once, and the answer has its row and all that it has recorded. held: '
-  'recover_agent_claim, and a look at what was interrupted, come before anything else is done with it. Rows: the event, '
+  'a recovery of the claim, and a look at what was interrupted, come before anything else is done with it. Rows: the event, '
   'with each execution that it resumed (null: none).';
 
 create or replace function lanekeeper.lock_agent_events(p_kinds text[], p_keys text[], p_ids text[]) returns table (n int, execution_id uuid)

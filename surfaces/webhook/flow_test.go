@@ -334,7 +334,7 @@ func TestADeadDeliveryOfALostProcessIsNotForgotten(t *testing.T) {
 	exec(t, w.pool, `
 		with lost as (insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 second') returning id)
 		update agent_executions set status = 'running', claimed_by = (select id from lost), claim = 1 where flow = 'webhook'`)
-	exec(t, w.pool, `select lanekeeper.sweep_agent_executions()`)
+	exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	if d := w.until(t, "msg_1", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), "given up") {
 		t.Errorf("error %q", deref(d.ErrorMessage))
 	}
