@@ -173,7 +173,9 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
 	if len(events) == 1 {
 		o := events[0]
-		return e.pool.Query(ctx, selectDelivered+`
+		return e.pool.Query(ctx, `
+		select `+deliveredColumns+`
+		  from (select `+deliveredRow+`
 			          from (select set_config('lock_timeout', @patience, true) as patience, set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
 			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data, @id, @worker,
 			                    array_remove(array[case when @background > 0 then 'background' end, case when @interactive > 0 then 'interactive' end], null),
@@ -188,7 +190,9 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 	for i, o := range events {
 		names[i], keys[i], data[i], ids[i] = o.event, o.key, jsonText(o.data), o.id
 	}
-	return e.pool.Query(ctx, selectDelivered+`
+	return e.pool.Query(ctx, `
+		select `+deliveredColumns+`
+		  from (select `+deliveredRow+`
 		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
 		postgres.Strict{
 			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
@@ -196,8 +200,9 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 		})
 }
 
-// selectDelivered begins the statement. Its rows are d.
-const selectDelivered = `
-	select ` + columns + `, ` + recordedColumns + `, n, event_id::text, execution_id::text, woken_queue
-	  from (select (d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
-	               d.queue as woken_queue`
+// deliveredColumns are what a delivery returns, of rows x made of deliveredRow.
+const (
+	deliveredColumns = columns + `, ` + recordedColumns + `, n, event_id::text, execution_id::text, woken_queue`
+	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
+		d.queue as woken_queue`
+)

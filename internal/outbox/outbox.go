@@ -20,9 +20,10 @@ import (
 )
 
 const (
-	// maxAttempts bounds the attempts of a process at the same time, and PerTarget those to one target.
+	// maxAttempts bounds the attempts of a process at the same time.
 	maxAttempts = 16
-	PerTarget   = 4
+	// PerTarget bounds those to one target.
+	PerTarget = 4
 
 	// MaxPause is the longest pause between two claims, where no notification comes.
 	MaxPause = 5 * time.Second

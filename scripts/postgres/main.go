@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strconv"
 
@@ -17,13 +18,13 @@ import (
 )
 
 func main() {
-	if err := run(os.Args[1:]); err != nil {
+	if err := run(os.Args[1:], os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "postgres:", err)
 		os.Exit(1)
 	}
 }
 
-func run(args []string) error {
+func run(args []string, out io.Writer) error {
 	if len(args) != 1 {
 		return errors.New("give one major version, for example: go run ./scripts/postgres 14")
 	}
@@ -35,6 +36,6 @@ func run(args []string) error {
 	if err != nil {
 		return err
 	}
-	fmt.Println(bin.Dir)
-	return nil
+	_, err = fmt.Fprintln(out, bin.Dir)
+	return err
 }

@@ -13,7 +13,7 @@ import (
 var mayBeSkipped = []string{
 	"needs root", "needs /proc", // of this user, of this system
 	"npm is not installed", "node is not installed", "npm cannot install", // programs in other languages that talk with the agent
-	"make prove ONLY=", // takes long, and is in the long form
+	"make prove ONLY=",                                                                        // takes long, and is in the long form
 	"needs a server on a unix socket", "needs the server's URL", "this server does not offer", // of AGENT_TEST_DATABASE_URL
 }
 
