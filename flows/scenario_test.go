@@ -85,7 +85,7 @@ create function see_lane() returns trigger language plpgsql as $$ begin
   select coalesce((select who(v.active_execution_id) || ' has it' || case when v.parked then ', parked' else '' end
                      from agent_thread_locks v where 'thread:' || v.thread_id = new.lane), 'free');
   return null; end $$;
-create trigger see_lane after insert or update on agent_locks for each row when (new.lane like 'thread:%') execute function see_lane();
+create trigger see_lane after insert or update on agent_locks for each row when (new.lane like 'thread:%' and new.fencing_token > 0) execute function see_lane();
 create function see_message() returns trigger language plpgsql as $$ begin
   insert into seen (what)
   select case when m.role = 'user' then 'visitor' else who(m.execution_id) end || ' ' || m.status || ': ' || m.content
