@@ -3,7 +3,8 @@
 // A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
 // time, and a second one beside it while many writes are queued. A write that finds nothing in flight is made at once
 // by its own caller, so a single caller pays nothing. Writes that arrive meanwhile are queued, and the longest queue
-// is sent next, as a whole.
+// is sent next, as a whole. It waits for as many new writes as the batch before had, for 1 ms at most: callers who
+// write again at once fall into step.
 //
 // Each caller gets the answer to its own write, after the commit. A write that the batch left out is made alone by
 // its caller. So are the writes of a batch that failed and certainly changed nothing: one bad write fails alone. A
@@ -85,12 +86,12 @@ type reply[Out any] struct {
 func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
 	w, own := b.enqueue(in)
 	if own != nil {
-		defer own.finish()
+		defer own.finish(1)
 		return alone()
 	}
 	got := b.await(ctx, w)
 	if got.flight != nil {
-		defer got.flight.finish()
+		defer got.flight.finish(1)
 	}
 	if got.err == nil && got.Alone {
 		return alone()
@@ -106,6 +107,7 @@ func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *flight) {
 	if !b.registered {
 		s.batchers, b.registered = append(s.batchers, b), true
 	}
+	s.expected--
 	if s.idleLocked() {
 		return nil, s.startLocked(&b.flights)
 	}
@@ -147,7 +149,7 @@ func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 	got := <-w.done
 	switch {
 	case got.flight != nil:
-		got.flight.finish()
+		got.flight.finish(0)
 	case got.err == nil && !got.Alone && b.Late != nil:
 		b.Late(w.in, got.Value)
 	}
@@ -188,11 +190,11 @@ func (b *Batcher[In, Out]) takeLocked(n int) []*write[In, Out] {
 	return taken
 }
 
-// share makes a batch and replies to its callers. Many of them have a next write at once: the next batch waits for
-// these.
+// share makes a batch and replies to its callers, who are expected back with their next writes.
 func (b *Batcher[In, Out]) share(f *flight, writes []*write[In, Out]) {
 	answers, err := b.send(writes)
 	again := err != nil && (b.Unchanged == nil || b.Unchanged(err))
+	f.finish(len(writes))
 	for i, w := range writes {
 		switch {
 		case again:
@@ -203,8 +205,6 @@ func (b *Batcher[In, Out]) share(f *flight, writes []*write[In, Out]) {
 			w.done <- reply[Out]{Answer: answers[i]}
 		}
 	}
-	b.Scheduler.regroup(len(writes))
-	f.finish()
 }
 
 // send calls Send.

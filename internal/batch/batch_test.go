@@ -267,6 +267,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || took[1] != want {
 			t.Errorf("a batch that takes long: %v, after %v", errors.Join(errs...), took)
 		}
+		time.Sleep(regroupFor) // nobody is expected back
 		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
 		if errors.Join(errs...) != nil || took[1] != g.MaxWait {
 			t.Errorf("beside one that takes long: %v, after %v", errors.Join(errs...), took)

@@ -2,7 +2,6 @@ package batch
 
 import (
 	"cmp"
-	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -14,9 +13,9 @@ const (
 	overlap = 16
 	// maxFlights bounds the flights of one batcher, slow ones included.
 	maxFlights = 3
-	// regroupFor is how long a batch waits for the next writes of those who had their answers.
-	regroupFor = 200 * time.Microsecond
-	maxYields  = 1000
+	// regroupFor is how long the callers of a batch are expected back. Many have a next write at once, and a batch costs
+	// less than its writes alone.
+	regroupFor = time.Millisecond
 	// checkEvery is the interval at which queued writes and flights are checked for their age.
 	checkEvery = 10 * time.Millisecond
 	// slowAfter is the age at which a flight no longer holds up others.
@@ -34,8 +33,10 @@ type Scheduler struct {
 	batchers []queue
 	queued   int       // writes
 	flights  []*flight // that are not slow
+	expected int       // callers of the last batch who have not written again, until then
+	until    time.Time
 	timer    *time.Timer
-	armed    bool
+	alarm    time.Time // when it fires; zero when it is not set
 }
 
 // queue is a Batcher of any type.
@@ -52,23 +53,10 @@ type flight struct {
 	since     time.Time
 }
 
-// regroup yields until n writes are queued, for regroupFor at most. A timer would not do: it may fire a millisecond
-// late.
-func (s *Scheduler) regroup(n int) {
-	until := time.Now().Add(regroupFor)
-	for range maxYields {
-		s.mu.Lock()
-		queued := s.queued
-		s.mu.Unlock()
-		if queued >= n || time.Now().After(until) {
-			return
-		}
-		runtime.Gosched()
-	}
-}
-
 // idleLocked reports that a caller may write at once.
-func (s *Scheduler) idleLocked() bool { return s.queued == 0 && len(s.flights) == 0 }
+func (s *Scheduler) idleLocked() bool {
+	return s.queued == 0 && len(s.flights) == 0 && (s.expected <= 0 || !time.Now().Before(s.until))
+}
 
 // startLocked counts a flight.
 func (s *Scheduler) startLocked(batcher *int) *flight {
@@ -78,11 +66,14 @@ func (s *Scheduler) startLocked(batcher *int) *flight {
 	return f
 }
 
-// finish ends a flight and sends what may be sent now.
-func (f *flight) finish() {
+// finish ends a flight of n writes, whose callers are expected back, and sends what may be sent now.
+func (f *flight) finish(n int) {
 	s := f.scheduler
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.expected = 0; n > 1 {
+		s.expected, s.until = n, time.Now().Add(regroupFor)
+	}
 	*f.batcher--
 	s.flights = slices.DeleteFunc(s.flights, func(other *flight) bool { return other == f })
 	s.dispatchLocked()
@@ -91,15 +82,18 @@ func (f *flight) finish() {
 // dispatchLocked sends what may be sent now, and sees to it that the rest is checked again.
 func (s *Scheduler) dispatchLocked() {
 	for s.queued > 0 && (len(s.flights) == 0 || len(s.flights) == 1 && s.queued >= overlap) {
+		if len(s.flights) == 0 && s.expected > 0 && time.Now().Before(s.until) {
+			s.armLocked(time.Until(s.until))
+			return
+		}
 		next := s.nextLocked()
 		if next == nil {
 			break
 		}
 		next.sendLocked()
 	}
-	if s.queued > 0 && !s.armed {
-		s.armed = true
-		s.armLocked()
+	if s.queued > 0 {
+		s.armLocked(checkEvery)
 	}
 }
 
@@ -122,13 +116,18 @@ func (s *Scheduler) nextLocked() (next queue) {
 	return next
 }
 
-// armLocked sets the timer.
-func (s *Scheduler) armLocked() {
-	if s.timer == nil {
-		s.timer = time.AfterFunc(checkEvery, s.check)
+// armLocked sets the timer, unless it fires sooner.
+func (s *Scheduler) armLocked(after time.Duration) {
+	at := time.Now().Add(after)
+	switch {
+	case !s.alarm.IsZero() && !s.alarm.After(at):
 		return
+	case s.timer == nil:
+		s.timer = time.AfterFunc(after, s.check)
+	default:
+		s.timer.Reset(after)
 	}
-	s.timer.Reset(checkEvery)
+	s.alarm = at
 }
 
 // check stops waiting for slow flights, and returns writes that were queued for too long to their callers. It runs
@@ -136,7 +135,7 @@ func (s *Scheduler) armLocked() {
 func (s *Scheduler) check() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.armed = false
+	s.alarm = time.Time{}
 	now := time.Now()
 	for _, b := range s.batchers {
 		b.expireLocked(now)
