@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -288,5 +289,22 @@ func TestTheEndOfAnExecution(t *testing.T) {
 		if want := result + " true false 1"; got != want {
 			t.Errorf("%s: result, end, lane and events are %s, want %s", end, got, want)
 		}
+	}
+}
+
+// A body is read when it runs, so a call of a function that is gone would be found by whoever makes it.
+func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
+	t.Parallel()
+	rows, err := pgtest.DB(t).Query(t.Context(), `
+		select distinct p.proname || ' calls ' || m[1] from pg_proc p
+		 cross join lateral regexp_matches(p.prosrc, 'lanekeeper\.(\w+)\s*\(', 'g') m
+		 where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
+		   and not exists (select from pg_proc q where q.pronamespace = 'lanekeeper'::regnamespace and q.proname = m[1])`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil || len(gone) > 0 {
+		t.Errorf("functions that do not exist: %v, %v", gone, err)
 	}
 }

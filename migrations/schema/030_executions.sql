@@ -1047,6 +1047,17 @@ comment on function lanekeeper.sweep_agent_waits is
 
 -- The pause.
 
+create or replace function lanekeeper.check_agent_reason(p_by text, p_reason text) returns void language plpgsql immutable as $$
+begin
+  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
+    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+      using errcode = '22023';
+  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
+    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
+  end if;
+end $$;
+comment on function lanekeeper.check_agent_reason is 'Refuse a name or a reason that no page can show.';
+
 create or replace function pause_agent(p_reason text, p_by text default 'admin')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
 language plpgsql volatile security definer set search_path from current set lock_timeout = '2s' as $$
@@ -1055,12 +1066,8 @@ declare
   p agent_pauses;
   note_ uuid;
 begin
-  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
-    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
-      using errcode = '22023';
-  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
-    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
-  elsif p_reason is null or p_reason !~ '[^[:space:]]' then
+  perform lanekeeper.check_agent_reason(p_by, p_reason);
+  if p_reason is null or p_reason !~ '[^[:space:]]' then
     raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
   end if;
   begin
@@ -1094,12 +1101,7 @@ declare
   trace_ text := lanekeeper.agent_trace_id('op');
   note_ uuid;
 begin
-  if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
-    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
-      using errcode = '22023';
-  elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
-    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
-  end if;
+  perform lanekeeper.check_agent_reason(p_by, p_reason);
   update agent_pauses n set resumed_at = clock_timestamp(), resumed_by = p_by, resume_reason = coalesce(p_reason, '')
    where n.resumed_at is null returning n.* into p;
   if not found then

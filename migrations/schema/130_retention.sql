@@ -74,7 +74,7 @@ declare
   before_ jsonb := '{}';
   after_ jsonb := '{}';
 begin
-  perform lanekeeper.agent_pause_check(p_by, p_reason);
+  perform lanekeeper.check_agent_reason(p_by, p_reason);
   if p_keep is null or jsonb_typeof(p_keep) <> 'object' or p_keep = '{}' then
     raise exception 'no policy is given' using errcode = '22023', hint = 'Such as {"activity": "90 days", "events": "forever"}.';
   end if;
