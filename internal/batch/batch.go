@@ -3,8 +3,8 @@
 // A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
 // time, and a second one beside it while many writes are queued. A write that finds nothing in flight is made at once
 // by its own caller, so a single caller pays nothing. Writes that arrive meanwhile are queued, and the longest queue
-// is sent next, as a whole. It waits for as many new writes as the batch before had, for 1 ms at most: callers who
-// write again at once fall into step.
+// is sent next, as a whole. A batch of few waits for as many new writes as the batch before had, for 1 ms at most:
+// callers who write again at once fall into step.
 //
 // Each caller gets the answer to its own write, after the commit. A write that the batch left out is made alone by
 // its caller. So are the writes of a batch that failed and certainly changed nothing: one bad write fails alone. A

@@ -82,7 +82,7 @@ func (f *flight) finish(n int) {
 // dispatchLocked sends what may be sent now, and sees to it that the rest is checked again.
 func (s *Scheduler) dispatchLocked() {
 	for s.queued > 0 && (len(s.flights) == 0 || len(s.flights) == 1 && s.queued >= overlap) {
-		if len(s.flights) == 0 && s.expected > 0 && time.Now().Before(s.until) {
+		if len(s.flights) == 0 && s.queued < overlap && s.expected > 0 && time.Now().Before(s.until) {
 			s.armLocked(time.Until(s.until))
 			return
 		}
