@@ -340,7 +340,7 @@ const recordedColumns = `held, steps, claims, prints, failed, outputs, times`
 func scanClaimed(rows pgx.Rows, further []any) (claimed, bool, error) {
 	var x claimed
 	if rows.RawValues()[0] == nil {
-		return x, false, scan(rows, append(make([]any, executionColumns+7), further...))
+		return x, false, rows.Scan(append(make([]any, executionColumns+7), further...)...)
 	}
 	var steps, prints []string
 	var claims []int64
@@ -348,7 +348,7 @@ func scanClaimed(rows pgx.Rows, further []any) (claimed, bool, error) {
 	var outputs []json.RawMessage
 	var times []time.Time
 	into := append(x.targets(), &x.held, &steps, &claims, &prints, &failed, &outputs, &times)
-	if err := scan(rows, append(into, further...)); err != nil {
+	if err := rows.Scan(append(into, further...)...); err != nil {
 		return x, false, err
 	}
 	x.checkpoints, x.interrupted = make(map[string]Checkpoint, len(steps)), map[string]bool{}

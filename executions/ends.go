@@ -236,9 +236,9 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	var place int
 	var c closed
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
-	err = each(rows, into, func() error {
+	_, err = pgx.ForEachRow(rows, into, func() error {
 		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
-		c.result, c.variables = nil, nil
+		c.result, c.variables = nil, nil // the next row has bytes of its own
 		return nil
 	})
 	if err != nil {

@@ -3,13 +3,9 @@ package executions
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
@@ -38,26 +34,6 @@ func (e *Engine) Works() bool { return e.works() }
 
 // SweepPause is how long the sweeper may sleep.
 func (e *Engine) SweepPause() time.Duration { return e.due.pause(time.Hour) }
-
-// ReadBoth reads executions as a claim does, and as pgx does.
-func ReadBoth(ctx context.Context, db postgres.DB, mode pgx.QueryExecMode) (ours, theirs []Execution, err error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_executions order by id`, mode)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer rows.Close()
-	for rows.Next() {
-		var a, b Execution
-		if err := errors.Join(scan(rows, a.targets()), rows.Scan(b.targets()...)); err != nil {
-			return nil, nil, err
-		}
-		ours, theirs = append(ours, a), append(theirs, b)
-	}
-	return ours, theirs, rows.Err()
-}
-
-// Scan is how a row of any query is read.
-func Scan(rows pgx.Rows, into ...any) error { return scan(rows, into) }
 
 // AsStored is JSON as jsonb gives it back.
 func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -98,8 +100,9 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	answers := make([]batch.Answer[Execution], len(opens))
 	var n int
 	var b begun
-	err = each(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
 		b.execution(&answers[n-1].Value, &opens[n-1], worker)
+		b.input = nil // the next row has bytes of its own
 		return nil
 	})
 	if err != nil {
