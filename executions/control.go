@@ -35,7 +35,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		err := e.pool.SendBatch(ctx, b).Close() // which sets status
 		now, err := cancelledNow(id, status, err)
 		if err == nil && now.Ended() {
-			e.tellParent(ctx, id)
+			e.deliverCompletion(ctx, id)
 			e.announceEnds(ctx, ends)
 		}
 		return now, err
@@ -169,7 +169,7 @@ func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err err
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)
 	}
 	if len(ends) > 0 {
-		e.tellParent(ctx, id)
+		e.deliverCompletion(ctx, id)
 		e.announceEnds(ctx, ends)
 	}
 	return done, nil

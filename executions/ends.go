@@ -77,20 +77,20 @@ func (r *run) afterEnd(ctx context.Context, status Status, failure error, done f
 	r.e.log.InfoContext(ctx, "execution completed", about...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
 	if r.exec.ParentID != nil || done.awaited { // the next turn of a thread may wait for this one
-		r.e.tellParent(context.WithoutCancel(ctx), r.exec.ID)
+		r.e.deliverCompletion(context.WithoutCancel(ctx), r.exec.ID)
 	}
 	r.e.logFreed(ctx, r.exec.ID, done.freed)
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.freed))
 }
 
-// tellParent resumes the executions that wait for one that has ended. The sweep does it where this cannot.
-func (e *Engine) tellParent(ctx context.Context, id string) {
-	if err := e.tryTellParent(ctx, id); err != nil {
+// deliverCompletion resumes the executions that wait for the completion of id. After a failure the sweep does it.
+func (e *Engine) deliverCompletion(ctx context.Context, id string) {
+	if err := e.tryDeliverCompletion(ctx, id); err != nil {
 		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
 	}
 }
 
-func (e *Engine) tryTellParent(ctx context.Context, id string) error {
+func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	var woken int

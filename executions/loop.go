@@ -69,7 +69,7 @@ func (r *run) snapshot(ctx context.Context, s spec, at any) (output json.RawMess
 	if r.replay != nil {
 		return nil, false, r.replay.beyond(r, s.key)
 	}
-	if err := r.caughtUp(ctx); err != nil { // lest a record comes after those that the state stands for
+	if err := r.flushDeferred(ctx); err != nil { // lest a record comes after those that the state stands for
 		return nil, false, err
 	}
 	if output, mended, err = encode(at); err != nil {

@@ -100,7 +100,7 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	case refused != nil:
 		if errors.Is(refused, ErrEnded) {
 			e.announceEnds(ctx, ends)
-			e.tellParent(ctx, id)
+			e.deliverCompletion(ctx, id)
 		}
 		return RunLock{}, refused
 	}

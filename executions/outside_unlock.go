@@ -75,6 +75,6 @@ func (e *Engine) released(ctx context.Context, id, traceID string, status Status
 			e.log.WarnContext(ctx, "count of released locks not read", append(about, "error", err)...)
 		}
 		e.logReleased(ctx, id, freed, about...)
-		e.tellParent(ctx, id)
+		e.deliverCompletion(ctx, id)
 	}
 }

@@ -78,13 +78,13 @@ func (r *run) putOff(ctx context.Context, p *putOff) error {
 		return nil
 	}
 	r.putTimer = time.AfterFunc(putOffFor, func() {
-		_ = r.caughtUp(context.WithoutCancel(ctx)) // an error has stopped the run
+		_ = r.flushDeferred(context.WithoutCancel(ctx)) // an error has stopped the run
 	})
 	return nil
 }
 
-// caughtUp returns when nothing is put off any more. An error has stopped the run.
-func (r *run) caughtUp(ctx context.Context) error {
+// flushDeferred returns when nothing is put off any more. An error has stopped the run.
+func (r *run) flushDeferred(ctx context.Context) error {
 	r.recording.Lock()
 	defer r.recording.Unlock()
 	return r.recordPutOff(ctx)

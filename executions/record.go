@@ -32,7 +32,7 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	point, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
-		if err := r.caughtUp(ctx); err != nil {
+		if err := r.flushDeferred(ctx); err != nil {
 			return true, value, err
 		}
 		if r.e.stopping() {
@@ -163,7 +163,7 @@ func keep[T any](ctx context.Context, r *run, s spec, effect *Effect, value T, f
 
 // record writes the result of a step, after what was put off.
 func (r *run) record(ctx context.Context, s spec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
-	if err := r.caughtUp(ctx); err != nil {
+	if err := r.flushDeferred(ctx); err != nil {
 		return err
 	}
 	return r.recordNow(ctx, s, effect, value, output, failure)

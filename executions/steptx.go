@@ -167,7 +167,7 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 // recorded are not made again.
 func (r *run) reread(ctx context.Context, tx postgres.DB, step string) error {
 	r.forget(step)
-	if err := r.caughtUp(ctx); err != nil {
+	if err := r.flushDeferred(ctx); err != nil {
 		return err
 	}
 	rows, err := tx.Query(ctx, `

@@ -188,7 +188,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.completeCancels(ctx); err != nil {
 		return err
 	}
-	if err := e.tellParents(ctx); err != nil { // before timers: a child that has ended does not count as timed out
+	if err := e.deliverCompletions(ctx); err != nil { // before timers: a child that has ended does not count as timed out
 		return err
 	}
 	b := &pgx.Batch{}
@@ -219,9 +219,9 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return err
 }
 
-// tellParents resumes the parents of executions that have ended, where whoever ended them could not. Each is a
+// deliverCompletions resumes the parents of executions that have ended, where whoever ended them could not. Each is a
 // transaction: one that cannot be resumed yet delays few others.
-func (e *Engine) tellParents(ctx context.Context) error {
+func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
 		postgres.Strict{"most": sweptMost})
@@ -234,7 +234,7 @@ func (e *Engine) tellParents(ctx context.Context) error {
 	}
 	locked := 0
 	for _, id := range ids {
-		switch err := e.tryTellParent(ctx, id); {
+		switch err := e.tryDeliverCompletion(ctx, id); {
 		case postgres.IsCode(err, "55P03"):
 			if locked++; locked == 10 {
 				return nil

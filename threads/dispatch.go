@@ -98,7 +98,7 @@ func (d *Dispatcher) flushThreads(ctx context.Context, handed <-chan string) {
 
 // lookAround does what notifications may have missed.
 func (d *Dispatcher) lookAround(ctx context.Context) {
-	if _, err := clean(ctx, d.Pool, d.Logger, unwanted); err != nil && ctx.Err() == nil {
+	if _, err := clean(ctx, d.Pool, d.Logger, idleGrace); err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 	d.flush(ctx, "")
@@ -128,7 +128,7 @@ func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
 		select exists (select from agent_locks l where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
 		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
-		_, err = clean(ctx, d.Pool, d.Logger, unwanted)
+		_, err = clean(ctx, d.Pool, d.Logger, idleGrace)
 	}
 	if err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)

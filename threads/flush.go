@@ -53,9 +53,9 @@ type Freed struct {
 	IdleSeconds int64   `json:"idle_seconds"`
 }
 
-// unwanted is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak
+// idleGrace is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak
 // in it. Who does takes it over; meanwhile it is there to be seen.
-const unwanted = 5 * time.Minute
+const idleGrace = 5 * time.Minute
 
 // Clean frees the threads whose holder has ended, is gone, or has not sent anything for the time of its lease, and
 // logs each.

@@ -13,7 +13,7 @@ import (
 )
 
 // Backoff pauses between two tries. The pause doubles from First to Max, and as much again is added at random at most.
-// The zero value of its other fields is the beginning.
+// Set First and Max, and use a new one for each series of tries.
 type Backoff struct {
 	First, Max time.Duration
 
