@@ -2,13 +2,20 @@ package executions_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -306,5 +313,621 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 				t.Errorf("%d AGENT_COMPLETED", n)
 			}
 		})
+	}
+}
+
+// A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's comes to it.
+func TestACallThatIsWaitedBesideIsNotMadeAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var runs, calls atomic.Int32
+	var class atomic.Value
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		run := runs.Add(1)
+		group, ctx := errgroup.WithContext(ctx)
+		begun := make(chan struct{})
+		group.Go(func() error {
+			if run == 2 {
+				<-ctx.Done() // slower than the other branch
+			}
+			_, err := executions.Do(executions.Scope(ctx, "calls"), "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+				func(ctx context.Context, _ *executions.Effect) (int, error) {
+					if calls.Add(1) > 1 {
+						return 0, nil
+					}
+					close(begun)
+					<-ctx.Done()
+					return 0, ctx.Err()
+				})
+			failure, ok := errors.AsType[*executions.StepError](err)
+			if ok {
+				class.Store(failure.Class)
+				return nil
+			}
+			return err
+		})
+		group.Go(func() error {
+			if run == 1 {
+				<-begun
+			}
+			for _, key := range []string{"first", "second"} {
+				if _, err := executions.Wait(executions.Scope(ctx, "waits"), key, executions.Event(key, 0)); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		return ends("done", group.Wait())
+	}))
+	id := p.begin(t, "flow")
+	for _, key := range []string{"first", "second"} {
+		pgtest.Eventually(t, patience, func() bool {
+			x := get(t, pool, id)
+			return x.Status == executions.Waiting && *x.WaitingKey == key
+		}, "it waits")
+		if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until(t, pool, id, executions.Completed)
+	if calls.Load() != 1 || class.Load() != executions.ClassUnknown {
+		t.Errorf("called %d times, and the call ended %v", calls.Load(), class.Load())
+	}
+}
+
+// A connection that breaks in a step is no result of it, also when another branch has come to further steps meanwhile.
+func TestABrokenConnectionBesideAnotherBranchIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var tries atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		group, ctx := errgroup.WithContext(ctx)
+		begun, beside := make(chan struct{}), make(chan struct{})
+		group.Go(func() error {
+			_, err := executions.Step(executions.Scope(ctx, "one"), "read", func(ctx context.Context) (int, error) {
+				if tries.Add(1) > 1 {
+					return 0, nil
+				}
+				close(begun)
+				<-beside
+				_, err := pool.Exec(ctx, `select pg_terminate_backend(pg_backend_pid())`, postgres.Strict{})
+				return 0, err
+			})
+			return err
+		})
+		group.Go(func() error {
+			defer close(beside)
+			<-begun
+			_, err := executions.Step(executions.Scope(ctx, "other"), "step", func(context.Context) (int, error) { return 0, nil })
+			return err
+		})
+		return ends("done", group.Wait())
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
+	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
+		t.Errorf("%s after %d tries", got.Status, tries.Load())
+	}
+}
+
+// Whoever waits is called again from the top, which neither a transaction nor a call that must not be repeated can be.
+func TestThereAreNoWaitsWithinWhatCannotBeBegunAgain(t *testing.T) {
+	t.Parallel()
+	waits := map[string]func(ctx context.Context) error{
+		"wait": func(ctx context.Context) error {
+			_, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond))
+			return err
+		},
+		"child": func(ctx context.Context) error {
+			_, err := executions.Trigger(ctx, "child", executions.Child{Flow: "none", Wait: true})
+			return err
+		},
+	}
+	for name, wait := range waits {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var failed []error
+			got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+				_, first := executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) { return 0, wait(ctx) })
+				_, second := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+					func(ctx context.Context, _ *executions.Effect) (int, error) { return 0, wait(ctx) })
+				failed = append(failed, first, second)
+				return nil, nil
+			})
+			for _, err := range failed {
+				if err == nil || !strings.Contains(err.Error(), "there are no waits within") {
+					t.Errorf("the wait answered %v", err)
+				}
+			}
+			if n := value[int](t, pool, `select count(*) from agent_executions`); n != 1 || got.Status != executions.Completed {
+				t.Errorf("%d executions, and the status is %s", n, got.Status)
+			}
+		})
+	}
+}
+
+func TestRowsThatAreLeftOpenAreAnErrorOfTheTransaction(t *testing.T) {
+	t.Parallel()
+	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		_, err := executions.StepTx(ctx, "read", func(ctx context.Context, tx pgx.Tx) (bool, error) {
+			rows, err := tx.Query(ctx, `select generate_series(1, 1000)`)
+			return err == nil && rows.Next(), err
+		})
+		return fmt.Sprint(err), nil
+	})
+	if want := `"the transaction is still being read from: close the rows of its queries"`; string(got.Result) != want {
+		t.Errorf("%s", got.Result)
+	}
+}
+
+// A run that a step has called for goes on elsewhere with the keys that it has there, and waits where the step may not.
+func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var effects atomic.Int32
+	var p *process
+	p = start(t, pool, map[string]executions.Func{
+		"outer": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			closed := executions.Gate(executions.Scope(ctx, "branch"), func(ctx context.Context) error {
+				if x, _ := executions.Current(ctx); x.Flow != "outer" {
+					return errors.New("the gate is that of the outer run")
+				}
+				return nil
+			})
+			return ends(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+				func(ctx context.Context, _ *executions.Effect) (string, error) {
+					x, err := p.RunHere(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
+					return x.ID, err
+				}))
+		},
+		"inner": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			n, err := executions.Step(ctx, "effect", func(context.Context) (int32, error) { return effects.Add(1), nil })
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+				return executions.Result{}, err
+			}
+			return ends(n, nil)
+		},
+	})
+	outer, err := p.RunNow(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
+	if err != nil || outer.Status != executions.Completed {
+		t.Fatalf("%s, %v, %v", outer.Status, outer.ErrorMessage, err)
+	}
+	var id string
+	if err := json.Unmarshal(outer.Result, &id); err != nil {
+		t.Fatal(err)
+	}
+	var inner executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		inner, err = executions.Get(t.Context(), pool, id)
+		return err == nil && inner.Status.Ended()
+	}, "the inner run ends")
+	if inner.Status != executions.Completed || string(inner.Result) != "1" || effects.Load() != 1 {
+		t.Errorf("%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
+	}
+}
+
+func TestTransactionsLeaveAConnectionToTheStepsWithinThem(t *testing.T) {
+	t.Parallel()
+	config := pgtest.DB(t).Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = 3, 0, 0
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) {
+			for range 3 {
+				if _, err := executions.Step(ctx, "within", func(context.Context) (int, error) { return 1, nil }); err != nil {
+					return 0, err
+				}
+			}
+			return executions.StepTx(ctx, "write too", func(context.Context, pgx.Tx) (int, error) { return 1, nil })
+		}))
+	}))
+	for range 30 {
+		p.begin(t, "flow")
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
+	}, "all end")
+}
+
+// declined is an error type of which code returns a nil pointer as an error.
+type declined struct{ by string }
+
+func (d *declined) Error() string { return d.by }
+
+// unfolded has a cause, for which nothing is asked but by errors.Is.
+type unfolded struct{ cause error }
+
+func (*unfolded) Error() string   { return "unfolded" }
+func (u *unfolded) Unwrap() error { return u.cause }
+
+// explosive is a value whose own method panics.
+type explosive struct{}
+
+func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
+
+// What the code hands over is asked by the engine where nothing above it would catch a panic: it would end the process, and each one that
+// goes on with the execution.
+func TestMethodsOfWhatTheCodeReturnsMayPanic(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
+	flows := map[string]executions.Func{
+		"nil error": func(context.Context, json.RawMessage) (executions.Result, error) {
+			var err *declined
+			return executions.Result{}, err
+		},
+		"nil cause": func(context.Context, json.RawMessage) (executions.Result, error) {
+			var err *unfolded
+			return executions.Result{}, err
+		},
+		"nil error of a step": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Step(ctx, "a", func(context.Context) (int, error) {
+				var err *declined
+				return 0, err
+			}))
+		},
+		"result": func(context.Context, json.RawMessage) (executions.Result, error) { return ends(explosive{}, nil) },
+		"result of a step": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Step(ctx, "a", func(context.Context) (explosive, error) { return explosive{}, nil }))
+		},
+		"result of a transaction": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.StepTx(ctx, "a", func(context.Context, pgx.Tx) (explosive, error) { return explosive{}, nil }))
+		},
+		"result of a call": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive, error) { return explosive{}, nil }))
+		},
+	}
+	p := start(t, pool, flows)
+	for name := range flows {
+		got, err := p.RunNow(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
+		if err != nil || got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "panic") {
+			t.Errorf("%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
+		}
+		if named := got.FailedStep != nil && *got.FailedStep == "a"; named != strings.Contains(name, " of a ") {
+			t.Errorf("%s: the failed step is %v", name, got.FailedStep)
+		}
+	}
+	if got := value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(activity.Error) {
+		t.Errorf("the call whose result cannot be stored is %s", got)
+	}
+}
+
+type classed struct{ class string }
+
+func (classed) Error() string        { return "declined" }
+func (c classed) ErrorClass() string { return c.class }
+
+// Such words come from other services.
+func TestWhatACallSaysOfItselfMayBeNoText(t *testing.T) {
+	t.Parallel()
+	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		call := executions.Call{Entry: activity.Entry{Skill: "call"}}
+		_, err := executions.Do(ctx, "fails", call, func(_ context.Context, effect *executions.Effect) (int, error) {
+			effect.Model = "a\x00\xff"
+			return 0, classed{"c\x00\xff"}
+		})
+		n, failed := executions.Do(ctx, "works", call, func(_ context.Context, effect *executions.Effect) (int, error) {
+			effect.Model = "a\x00\xff"
+			return 7, nil
+		})
+		if failed != nil {
+			return nil, failed
+		}
+		return []any{err.Error(), n}, nil
+	})
+	if string(got.Result) != `["declined", 7]` {
+		t.Errorf("%s %s", got.Status, got.Result)
+	}
+	args := postgres.Strict{"id": got.ID}
+	if text := value[string](t, pool, `
+		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity where execution_id = @id`, args); text !=
+		"fails error a\ufffd c\ufffd, works success a\ufffd " {
+		t.Errorf("%q", text)
+	}
+}
+
+// One such row would make each sum that it is in no number either, of which there is no JSON.
+func TestACostThatIsNoAmountIsAnError(t *testing.T) {
+	t.Parallel()
+	var calls atomic.Int32
+	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		var said []string
+		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999} {
+			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+				func(_ context.Context, effect *executions.Effect) (int, error) {
+					calls.Add(1)
+					effect.CostUSD = cost
+					return 1, nil
+				})
+			said = append(said, fmt.Sprint(err))
+		}
+		return said, nil
+	})
+	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 || !strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
+		t.Errorf("%s %s after %d calls", got.Status, said, calls.Load())
+	}
+	if sums := value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd) from agent_activity`); sums != "error error error success 99999999.000000" {
+		t.Error(sums)
+	}
+}
+
+func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
+	t.Parallel()
+	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		return executions.Step(ctx, "a", func(context.Context) (fmt.Stringer, error) { return time.Second, nil })
+	})
+	if got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "does not fit fmt.Stringer") {
+		t.Errorf("%s %v", got.Status, got.ErrorMessage)
+	}
+}
+
+// untilOver is a call, or a step, that goes on until its context ends.
+func untilOver(ctx context.Context, _ *executions.Effect) (int, error) {
+	<-ctx.Done()
+	return 0, ctx.Err()
+}
+
+// A step that the code itself ends, by a limit of time or because another branch has failed, has an error for a result, as any other
+// that fails: the same in every run.
+func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
+	t.Parallel()
+	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
+	cases := map[string]struct {
+		fn   func(ctx context.Context) error
+		want executions.StepError
+	}{
+		"a step with a limit": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { return untilOver(ctx, nil) })
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a call with a limit": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.Do(ctx, "slow", call, untilOver)
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a transaction with a limit": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, tx pgx.Tx) (int, error) {
+				_, err := tx.Exec(ctx, `select pg_sleep(60)`)
+				return 0, err
+			})
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a transaction whose function looks at its limit alone": {func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+			defer cancel()
+			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, _ pgx.Tx) (int, error) { return untilOver(ctx, nil) })
+			return err
+		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
+		"a call beside one that fails": {func(ctx context.Context) (err error) {
+			group, ctx := errgroup.WithContext(ctx)
+			begun := make(chan struct{})
+			group.Go(func() error {
+				defer close(begun)
+				_, err = executions.Do(executions.Scope(ctx, "one"), "slow", call, func(ctx context.Context, effect *executions.Effect) (int, error) {
+					begun <- struct{}{}
+					return untilOver(ctx, effect)
+				})
+				return nil
+			})
+			group.Go(func() error {
+				<-begun
+				return errors.New("failed")
+			})
+			if failed := group.Wait(); failed == nil {
+				return errors.New("the group did not fail")
+			}
+			return err
+		}, executions.StepError{Step: "one/slow", Class: "error", Message: "context canceled"}},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var seen []executions.StepError
+			got, pool := replayed(t, func(ctx context.Context, again bool) (any, error) {
+				err := c.fn(ctx)
+				failure, ok := errors.AsType[*executions.StepError](err)
+				if !ok {
+					return nil, fmt.Errorf("not a StepError: %w", err)
+				}
+				seen = append(seen, *failure)
+				return nil, nil
+			})
+			if diff := cmp.Diff([]executions.StepError{c.want, c.want}, seen); diff != "" || got.Status != executions.Completed {
+				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call' and status <> 'error'`); n != 0 {
+				t.Errorf("%d rows of the call do not say that it failed", n)
+			}
+		})
+	}
+}
+
+// A step to which the code comes when its own limit is over does not begin, and that is its result: a later run, which is
+// there in time because it has everything before on record, would otherwise do what this one did without.
+func TestAStepThatItsLimitKeepsFromBeginningIsRecorded(t *testing.T) {
+	t.Parallel()
+	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
+		"step": func(ctx context.Context, made *atomic.Int64) error {
+			_, err := executions.Step(ctx, "late", func(context.Context) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"call": func(ctx context.Context, made *atomic.Int64) error {
+			call := executions.Call{Entry: activity.Entry{Skill: "call"}}
+			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"transaction": func(ctx context.Context, made *atomic.Int64) error {
+			_, err := executions.StepTx(ctx, "late", func(context.Context, pgx.Tx) (int64, error) { return made.Add(1), nil })
+			return err
+		},
+		"wait": func(ctx context.Context, _ *atomic.Int64) error {
+			_, err := executions.Wait(ctx, "late", executions.Event("key", time.Hour))
+			return err
+		},
+	}
+	for name, fn := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var made atomic.Int64
+			var seen []string
+			got, pool := replayed(t, func(ctx context.Context, again bool) (any, error) {
+				if !again {
+					ended, cancel := context.WithTimeout(ctx, 0)
+					defer cancel()
+					ctx = ended
+				}
+				err := fn(ctx, &made)
+				failure, ok := errors.AsType[*executions.StepError](err)
+				if !ok {
+					return nil, fmt.Errorf("not a StepError: %w", err)
+				}
+				seen = append(seen, failure.Step+": "+failure.Class+", "+failure.Message)
+				return nil, nil
+			})
+			const late = "late: timeout, context deadline exceeded"
+			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed || made.Load() != 0 {
+				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
+			}
+			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
+				t.Errorf("%d rows of a call that was not made", n)
+			}
+		})
+	}
+}
+
+// A name may look like the key of another step.
+func TestNoTwoStepsShareAKey(t *testing.T) {
+	t.Parallel()
+	for _, names := range [][]string{{"a", "a", "a#2", "a"}, {"a#2", "a", "a", "a"}, {"a", "a#2", "a#2", "a", "a#2#2", "a#1", "a#"}} {
+		t.Run(strings.Join(names, " "), func(t *testing.T) {
+			t.Parallel()
+			var seen [][]int
+			got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+				var all []int
+				for i, name := range names {
+					n, err := executions.Step(ctx, name, func(context.Context) (int, error) { return i, nil })
+					if err != nil {
+						return nil, err
+					}
+					all = append(all, n)
+				}
+				seen = append(seen, all)
+				return nil, nil
+			})
+			if diff := cmp.Diff(seen[0], seen[1]); diff != "" || got.Status != executions.Completed {
+				t.Errorf("status %s, results (-first +again):\n%s", got.Status, diff)
+			}
+		})
+	}
+}
+
+// What a transaction has called stays called when its connection breaks and it is tried again.
+func TestACallWithinATransactionIsMadeOnce(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"write", "table/write"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			callWithin(t, name)
+		})
+	}
+}
+
+// callWithin makes a call in a transaction of a name, whose connection breaks.
+func callWithin(t *testing.T, name string) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	effects(t, pool)
+	var calls, tries atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (int32, error) {
+			n, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
+			if err == nil && tries.Add(1) == 1 {
+				_, err = tx.Exec(ctx, `select pg_terminate_backend(pg_backend_pid())`)
+			}
+			if err == nil {
+				_, err = tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": "write"})
+			}
+			return n, err
+		}))
+	}))
+	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	if calls.Load() != 1 || tries.Load() != 2 || string(got.Result) != "1" {
+		t.Errorf("called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
+	}
+	if n := value[int](t, pool, `select count(*) from effects`); n != 1 {
+		t.Errorf("%d effects", n)
+	}
+}
+
+// A snapshot takes the place of the records in its own loop, whatever the names of other steps are, and its state is that of every run.
+func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
+	t.Parallel()
+	var steps atomic.Int32
+	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		n, err := executions.Step(ctx, "mail@home", func(context.Context) (int32, error) { return steps.Add(1), nil })
+		if err != nil {
+			return nil, err
+		}
+		at := 0
+		_, err = executions.Loop(ctx, "mail", nil, func(ctx context.Context, _ json.RawMessage) (json.RawMessage, bool, error) {
+			at++
+			return json.RawMessage(fmt.Sprintf(`{"of": %d, "n": 1e2}`, at)), at == 3, nil
+		})
+		return n, err
+	})
+	if steps.Load() != 1 || string(got.Result) != "1" {
+		t.Errorf("the step beside the loop ran %d times, result %s", steps.Load(), got.Result)
+	}
+}
+
+// What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for what is in it, a
+// loop's snapshot takes its place, and a replay comes to all of it.
+func TestWhatAStepIsMadeOfHasItsKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	inner := func(ctx context.Context) (string, error) {
+		return executions.Step(ctx, "in/ner", func(ctx context.Context) (string, error) { return executions.StepKey(ctx), nil })
+	}
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		gated := executions.Gate(ctx, func(ctx context.Context) error {
+			_, err := executions.Step(ctx, "gate", func(context.Context) (int, error) { return 1, nil })
+			return err
+		})
+		key, err := executions.Phase(gated, "pha/se", func(ctx context.Context, _ *executions.Effect) (string, error) {
+			return inner(executions.Gate(ctx, nil))
+		})
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Loop(ctx, "lo/op", key, func(ctx context.Context, all string) (string, bool, error) {
+			key, err := inner(ctx)
+			return all + " " + key, key == "lo/op@16/in/ner", err
+		}))
+	}))
+	id := p.begin(t, "flow")
+	got := until(t, pool, id, executions.Completed)
+	var keys string
+	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
+		t.Errorf("keys of the steps: %s, %v", got.Result, err)
+	}
+	steps := value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
+	if want := "pha/before se/gate pha/se/in/ner pha/se lo/op"; steps != want {
+		t.Errorf("recorded %s, want %s", steps, want)
+	}
+	if replay, err := p.Replay(t.Context(), id); err != nil || !replay.Equal {
+		t.Errorf("the replay: %+v, %v", replay.Divergence, err)
 	}
 }

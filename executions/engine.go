@@ -17,6 +17,7 @@ import (
 	"github.com/riverqueue/river"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -340,3 +341,25 @@ func name() string {
 	}
 	return fmt.Sprintf("%s pid %d", host, os.Getpid())
 }
+
+// Observer is told what happens to executions in this process, for metrics. Its methods must return at once.
+type Observer interface {
+	// Began and Left frame a run: a claim that this process works on.
+	Began(x Execution)
+	Left(x Execution)
+	// Lost says that the claim went elsewhere under the run.
+	Lost(x Execution)
+	// Ended says that the run has written the end of its execution, or that it was cancelled under it.
+	Ended(x Execution, status Status)
+	// Closed says that the end of a step's activity was written.
+	Closed(e activity.Entry, o activity.Outcome, took time.Duration)
+}
+
+// unobserved is the Observer of an engine that has none.
+type unobserved struct{}
+
+func (unobserved) Began(Execution)                                        {}
+func (unobserved) Left(Execution)                                         {}
+func (unobserved) Lost(Execution)                                         {}
+func (unobserved) Ended(Execution, Status)                                {}
+func (unobserved) Closed(activity.Entry, activity.Outcome, time.Duration) {}

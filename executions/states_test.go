@@ -1,15 +1,24 @@
 package executions_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -380,5 +389,370 @@ func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
 			x.id, x.claim, child.id); !told {
 			t.Error("one waits for an execution that has ended")
 		}
+	}
+}
+
+// What the database refuses of one run does not touch those that end with it.
+func TestAnEndThatIsRefusedFailsAlone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	gathered := make(chan struct{})
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		<-gathered
+		if string(input) == "3" {
+			return executions.Result{Value: json.RawMessage(`1e999999`)}, nil // JSON, and more than jsonb can hold
+		}
+		return executions.Result{Value: input}, nil
+	}}, never, func(o *executions.Options) { o.Workers = 12 })
+	ids := make([]string, 12)
+	for i := range ids {
+		ids[i] = p.beginWith(t, i)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) == len(ids)
+	}, "all are claimed")
+	close(gathered)
+	for i, id := range ids {
+		want := executions.Completed
+		if i == 3 {
+			want = executions.Failed
+		}
+		if x := until(t, pool, id, want); want == executions.Completed && string(x.Result) != fmt.Sprint(i) {
+			t.Errorf("the result of %d is %s", i, x.Result)
+		}
+	}
+}
+
+func TestAnEventThatIsRefusedFailsAlone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0))
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	group, ctx := errgroup.WithContext(t.Context())
+	for caller := range 8 {
+		group.Go(func() error {
+			for i := range 25 {
+				id, wrong := fmt.Sprint(caller, "-", i), (caller+i)%5 == 0
+				if wrong {
+					id = "completed " + id // reserved
+				}
+				_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint(caller, "-", i), nil, id)
+				if wrong != postgres.IsCode(err, "22023") || !wrong && err != nil {
+					return fmt.Errorf("event %s: %w", id, err)
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 160 {
+		t.Errorf("%d events are recorded, want 160", n)
+	}
+}
+
+// The closed sets are domains, which hold for every writer.
+func TestARowKeepsItsRules(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := pending(t, pool)
+	for column, bad := range map[string]string{
+		"trace_id": `''`, "surface": `'page'`, "flow": `''`, "queue": `'slow'`, "priority": `5`, "max_attempts": `0`, "on_lost": `'hope'`,
+		"progress_seconds": `-1`, "waiting_for": `'godot'`, "result_type": `'fine'`, "status": `'sleeping'`,
+	} {
+		_, err := pool.Exec(t.Context(), `update agent_executions set `+column+` = `+bad+` where id = $1`, id)
+		if !postgres.IsCode(err, "23514") {
+			t.Errorf("%s = %s: %v", column, bad, err)
+		}
+		if column == "trace_id" || column == "surface" || column == "flow" {
+			continue
+		}
+		_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, `+column+`) values ($1, 'flow', 'flow', `+bad+`)`, string(trace.New(trace.Flow)))
+		if !postgres.IsCode(err, "23514") {
+			t.Errorf("a row with %s = %s: %v", column, bad, err)
+		}
+	}
+}
+
+// attacks are writes that no rule allows, whatever the state of execution $1. Each ends with rows that were written.
+var attacks = map[string]string{
+	"no status":            `update agent_executions set status = 'banana' where id = $1`,
+	"null status":          `update agent_executions set status = null where id = $1`,
+	"begins ended":         `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f', 'completed' where $1::uuid is not null`,
+	"begins waiting":       `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f', 'waiting' where $1::uuid is not null`,
+	"unknown surface":      `insert into agent_executions (trace_id, surface, flow) select 't', 'page', 'f' where $1::uuid is not null`,
+	"claim goes back":      `update agent_executions set claim = -1 where id = $1`,
+	"unknown wait":         `update agent_executions set waiting_for = 'godot' where id = $1`,
+	"unknown result":       `update agent_executions set result_type = 'fine' where id = $1`,
+	"stale checkpoint":     `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', 99)`,
+	"old checkpoint":       `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', -1)`,
+	"checkpoint of none":   `insert into agent_checkpoints (execution_id, step, claim) select gen_random_uuid(), 'stolen', 1 where $1::uuid is not null`,
+	"checkpoint moved":     `update agent_checkpoints set claim = 99 where execution_id = $1`,
+	"begins while paused":  `insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 't', 'flow', 'f', 'running', gen_random_uuid() where $1::uuid is not null`,
+	"claimed while paused": `update agent_executions set status = 'running', claimed_by = gen_random_uuid() where id = $1 and status = 'pending'`,
+	"stale activity":       `insert into agent_activity (trace_id, execution_id, claim, kind, agent, surface, skill_name, status) values ('t', $1, 99, 'note', 'a', 'flow', 's', 'success')`,
+	"claimed without run":  `update agent_executions set claimed_by = gen_random_uuid(), status = status where id = $1 and status <> 'running'`,
+	"ended without an end": `update agent_executions set completed_at = clock_timestamp() where id = $1 and completed_at is null`,
+	"end taken back":       `update agent_executions set completed_at = null where id = $1 and completed_at is not null`,
+}
+
+// settings are the names that the code has ever set, and those that it read to let something pass.
+func settings(t *testing.T) []string {
+	t.Helper()
+	names := map[string]bool{}
+	for _, n := range []string{"valid", "follows", "fenced", "unpaused", "changed", "claimed", "missed"} {
+		names["lanekeeper."+n] = true
+	}
+	paths, err := filepath.Glob("../migrations/schema/*.sql")
+	if err != nil || len(paths) == 0 {
+		t.Fatalf("no schema: %v", err)
+	}
+	for _, p := range paths {
+		text, err := os.ReadFile(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile(`'(lanekeeper\.[a-z_]+)'`).FindAllStringSubmatch(string(text), -1) {
+			names[m[1]] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(names))
+}
+
+// Nobody below superuser writes past a rule: by no setting, in no state, with every right on the tables.
+func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	role := "attacker_" + strings.ToLower(value[string](t, pool, `select current_database()`))
+	exec(t, pool, fmt.Sprintf(`create role %q`, role))
+	t.Cleanup(func() {
+		ctx := context.WithoutCancel(t.Context())
+		if _, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role), pgx.QueryExecModeSimpleProtocol); err != nil {
+			t.Error(err)
+		}
+	})
+	exec(t, pool, fmt.Sprintf(`
+		grant all on all tables in schema public to %[1]q;
+		grant usage on schema lanekeeper to %[1]q;
+		grant execute on all functions in schema lanekeeper to %[1]q`, role))
+	subjects := map[executions.Status]subject{}
+	for _, s := range states {
+		subjects[s] = inState(t, pool, s)
+	}
+	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
+		subjects[executions.Running].id, subjects[executions.Running].claim)
+	exec(t, pool, `select pause_agent('an attack')`)
+	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints) from agent_executions x`
+	before := value[string](t, pool, everything)
+	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler hands on what a session sets
+	for _, as := range []string{"owner", role} {
+		for _, value := range []string{"", "yes", "on", "{}"} {
+			attackAs(t, direct, as, value, subjects)
+		}
+	}
+	if after := value[string](t, pool, everything); after != before {
+		t.Error("something was written")
+	}
+}
+
+// attackAs tries each attack on an execution in each state, with every setting at a value.
+func attackAs(t *testing.T, url, role, value string, subjects map[executions.Status]subject) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
+	for _, name := range settings(t) {
+		if _, err := conn.Exec(t.Context(), `select set_config($1, $2, false)`, name, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if role != "owner" {
+		if _, err := conn.Exec(t.Context(), fmt.Sprintf(`set role %q`, role)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for state, x := range subjects {
+		for what, sql := range attacks {
+			tag, err := conn.Exec(t.Context(), sql, x.id)
+			if err == nil && tag.RowsAffected() > 0 || err != nil && !refusedByRule(err) {
+				t.Errorf("%s with settings %q: %s of one that is %s: %v, %d rows", role, value, what, state, err, tag.RowsAffected())
+			}
+		}
+		for _, to := range states {
+			if to == state || slices.Contains(next[state], to) {
+				continue
+			}
+			if _, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id, string(to)); !refusedByRule(err) {
+				t.Errorf("%s with settings %q: from %s to %s: %v", role, value, state, to, err)
+			}
+		}
+		copied(t, conn, x)
+	}
+}
+
+// copied tries to load rows past the rules.
+func copied(t *testing.T, conn *pgx.Conn, x subject) {
+	t.Helper()
+	id, err := conn.PgConn().EscapeString(x.id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, from := range map[string][2]string{
+		"an execution that ended": {`copy agent_executions (trace_id, surface, flow, status) from stdin`, "t\tflow\tf\tcompleted\n"},
+		"a stale checkpoint":      {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
+	} {
+		if _, err := conn.PgConn().CopyFrom(t.Context(), strings.NewReader(from[1]), from[0]); !refusedByRule(err) {
+			t.Errorf("%s was copied: %v", what, err)
+		}
+	}
+}
+
+// refusedByRule reports whether an error is a rule's: not one of syntax, rights or the connection.
+func refusedByRule(err error) bool {
+	var e *pgconn.PgError
+	return errors.As(err, &e) && slices.Contains([]string{"LK001", "LK002", "LK003", "23502", "23514"}, e.Code)
+}
+
+// lines collects a program's log.
+type lines struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
+
+// said returns the records, in order, whose message is one of some.
+func (l *lines) said(t *testing.T, messages ...string) (got []map[string]any) {
+	t.Helper()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	d := json.NewDecoder(bytes.NewReader(l.text.Bytes()))
+	for d.More() {
+		var record map[string]any
+		if err := d.Decode(&record); err != nil {
+			t.Fatal(err)
+		}
+		if slices.Contains(messages, record["msg"].(string)) {
+			got = append(got, record)
+		}
+	}
+	return got
+}
+
+// The log tells the life of an execution, also when its wait was ended by SQL alone, or by a sweep.
+func TestTheLogTellsEveryTransition(t *testing.T) {
+	t.Parallel()
+	for name, wake := range map[string]string{
+		"by SQL": `select deliver_agent_event('EVENT_COMPLETED', 'key', '{}')`,
+		"by a sweep": `
+			with due as (update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' returning id)
+			select count(*) from due`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			l := &lines{}
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				if _, err := executions.Lane(ctx, "thread:x"); err != nil {
+					return executions.Result{}, err
+				}
+				return ends(executions.Wait(ctx, "event", executions.Event("key", 0)))
+			}), l.into)
+			id := p.begin(t, "flow")
+			until(t, pool, id, executions.Waiting)
+			exec(t, pool, wake)
+			until(t, pool, id, executions.Completed)
+			pgtest.Eventually(t, patience, func() bool { return len(l.said(t, "locks released")) > 0 }, "the end is told")
+			var told []string
+			for _, record := range l.said(t, "execution started", "action requires wait", "execution waiting", "execution resumed",
+				"continuing from checkpoint", "execution completed", "event emitted", "locks released") {
+				told = append(told, record["msg"].(string))
+			}
+			want := []string{
+				"execution started", "action requires wait", "execution waiting", "execution resumed", "continuing from checkpoint",
+				"execution completed", "event emitted", "locks released",
+			}
+			if !slices.Equal(told, want) {
+				t.Errorf("told %q", told)
+			}
+			if _, named := l.said(t, "execution resumed")[0]["event"]; named == (name == "by a sweep") {
+				t.Errorf("an event is named: %t", named)
+			}
+			for message, attribute := range map[string][2]any{
+				"execution waiting":          {"waiting_for", "event"},
+				"execution resumed":          {"timed_out", name == "by a sweep"},
+				"continuing from checkpoint": {"checkpoints", 1.0},
+				"execution completed":        {"result_type", "success"},
+				"event emitted":              {"event", "AGENT_COMPLETED"},
+				"locks released":             {"count", 1.0},
+			} {
+				if records := l.said(t, message); len(records) != 1 || records[0][attribute[0].(string)] != attribute[1] {
+					t.Errorf("%s: %v, want %v", message, records, attribute)
+				}
+			}
+		})
+	}
+}
+
+// An end that no run says itself, because another has brought it about, is told all the same, and once.
+func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		result string
+		end    func(t *testing.T, p *process, id string)
+	}{
+		"a cancel": {"cancelled", func(t *testing.T, p *process, id string) {
+			if _, err := p.Cancel(t.Context(), id, "ana", "not wanted"); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
+			expire(t, p.pool, id)
+			if err := p.Sweep(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
+			expire(t, p.pool, id)
+			if _, err := p.LockRun(t.Context(), id, "second", time.Minute); !errors.Is(err, executions.ErrEnded) {
+				t.Fatal(err)
+			}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := &lines{}
+			p := prepare(t, pgtest.DB(t), nil, l.into)
+			id, others := p.external(t), p.external(t)
+			p.lock(t, id, "first")
+			exec(t, p.pool, `
+				insert into agent_events (id, event, key) values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
+				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
+			exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
+			c.end(t, p, id)
+			if _, err := p.Cancel(t.Context(), id, "ana", "again"); err != nil {
+				t.Fatal(err)
+			}
+			for message, attribute := range map[string][2]any{
+				"execution completed": {"result_type", c.result},
+				"event emitted":       {"key", id},
+				"locks released":      {"count", 1.0},
+				"lane released":       {"lane", "thread:x"},
+			} {
+				records := l.said(t, message)
+				if len(records) != 1 || records[0]["execution_id"] != id || records[0][attribute[0].(string)] != attribute[1] {
+					t.Errorf("%s: %v, want %v", message, records, attribute)
+				}
+			}
+		})
 	}
 }

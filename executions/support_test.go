@@ -3,7 +3,9 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"log/slog"
+	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -13,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -172,3 +175,15 @@ func replayed(t *testing.T, fn func(ctx context.Context, again bool) (any, error
 }
 
 func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+func TestMain(m *testing.M) {
+	if url := os.Getenv(restartURL); url != "" {
+		if err := doomed(url); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	pgtest.AtOnce(6)
+	pgtest.Main(leaks.Tests{M: m})
+}

@@ -2,14 +2,18 @@ package executions_test
 
 import (
 	"context"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no longer waited for.
@@ -198,4 +202,287 @@ func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
 		}
 		return value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
+}
+
+// sweepPatience is far longer than a sweep takes, and far shorter than a client leaves a transaction open.
+const sweepPatience = 30 * time.Second
+
+// What another transaction has locked is left to a later sweep, and no other execution waits for it.
+func TestASweepPassesOverWhatIsLocked(t *testing.T) {
+	t.Parallel()
+	const (
+		lane = `select from agent_locks where lane = 'automation:a' for update`
+		end  = `insert into agent_events (event, key, external_id)
+		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l where l.lane = 'automation:a'`
+	)
+	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
+		gone := worker(t, pool)
+		held, free = pending(t, pool), pending(t, pool)
+		for _, id := range []string{held, free} {
+			mustClaim(t, pool, id, gone)
+			exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
+		}
+		exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`, postgres.Strict{"id": gone})
+		return held, free
+	}
+	waits := func(t *testing.T, pool *pgxpool.Pool, wait string) (held, free string) {
+		held, free = pending(t, pool), pending(t, pool)
+		exec(t, pool, `update agent_executions set status = 'running'`)
+		exec(t, pool, `update agent_executions set status = 'waiting', waiting_step = 'w', `+wait)
+		return held, free
+	}
+	for name, one := range map[string]struct {
+		lock    string
+		prepare func(t *testing.T, pool *pgxpool.Pool) (held, free string)
+		then    executions.Status
+	}{
+		"timer": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			return waits(t, pool, `waiting_for = 'delay', waiting_until = clock_timestamp() - interval '1 hour'`)
+		}, executions.Running},
+		"child": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			return waits(t, pool, `waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text, waiting_until = clock_timestamp() - interval '1 hour'`)
+		}, executions.Running},
+		"lane wanted": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			return waits(t, pool, `waiting_for = 'lane', waiting_key = 'automation:free'`)
+		}, executions.Running},
+		"lost worker": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			return lost(t, pool, `on_lost = 'fail'`)
+		}, executions.Failed},
+		"no progress": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			held, free := lost(t, pool, `on_lost = 'fail', progress_seconds = 1, updated_at = clock_timestamp() - interval '1 hour'`)
+			exec(t, pool, `update agent_workers set expires_at = clock_timestamp() + interval '1 hour'`)
+			return held, free
+		}, executions.Failed},
+		"end": {end, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
+			return lost(t, pool, `on_lost = 'fail'`)
+		}, executions.Failed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			p := prepare(t, pool, flow(nothing))
+			held, free := one.prepare(t, pool)
+			exec(t, pool, `
+				insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
+				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600, x.id
+				  from agent_executions x where x.id = @id`, postgres.Strict{"id": held})
+			before, err := executions.Get(t.Context(), pool, held)
+			if err != nil {
+				t.Fatal(err)
+			}
+			tx := leftOpen(t, pool, one.lock)
+			ctx, cancel := context.WithTimeout(t.Context(), sweepPatience)
+			defer cancel()
+			if err := p.Sweep(ctx); err != nil {
+				t.Fatal(err)
+			}
+			until(t, pool, free, one.then)
+			if x, err := executions.Get(t.Context(), pool, held); err != nil || x.Status != before.Status || x.Claim != before.Claim {
+				t.Errorf("what is locked: %+v, %v", x, err)
+			}
+			if err := tx.Rollback(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Sweep(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			until(t, pool, held, one.then)
+		})
+	}
+}
+
+// A process that is stopped in the middle of a step's transaction keeps its executions until the server ends that.
+func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	l := &lines{}
+	p := prepare(t, pool, nil, l.into)
+	lost := worker(t, pool)
+	mustClaim(t, pool, pending(t, pool), lost)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }() // it was ended
+	if _, err := tx.Exec(t.Context(), `select from agent_executions for key share`); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
+	pid := value[int](t, tx, `select pg_backend_pid() from pg_sleep(1.1)`)
+	for range 2 {
+		if err := p.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	said := l.said(t, "lost executions not taken over yet, their rows are locked")
+	if len(said) != 1 || said[0]["worker"] != "test" || said[0]["executions"] != 1.0 ||
+		!strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)) {
+		t.Errorf("after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
+		t.Errorf("%d executions are still the lost worker's", n)
+	}
+}
+
+// A process that starts after an outage finds the workers of before, and says nothing of them until it has swept.
+func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	l := &lines{}
+	p := prepare(t, pool, nil, l.into)
+	mustClaim(t, pool, pending(t, pool), worker(t, pool))
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
+	err := p.Put(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
+		t.Errorf("%d executions are still the lost worker's", n)
+	}
+	if said := l.said(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
+		t.Errorf("it is told %v", said)
+	}
+}
+
+func nothing(context.Context) (executions.Result, error) { return executions.Result{}, nil }
+
+func every(spec string) executions.Schedule {
+	return executions.Schedule{Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: spec, Timezone: "UTC"}
+}
+
+func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(nothing))
+	start(t, pool, flow(nothing))
+	if err := p.Put(t.Context(), every("@every 1s")); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
+	}, "four ticks have run")
+	bad := value[int](t, pool, `select count(*) - count(distinct dedupe_key) from agent_executions`)
+	odd := value[int](t, pool, `select count(*) from agent_executions where dedupe_key not like 'pulse ____-__-__T__:__:__%Z' or surface <> 'heartbeat'`)
+	if bad != 0 || odd != 0 {
+		t.Errorf("%d executions share a tick, %d have another key or surface", bad, odd)
+	}
+}
+
+// River's leader ticks. While a dead one is still the leader nobody would, but for the sweep.
+func TestTicksGoOnWhileTheLeaderIsDead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `
+		insert into river.river_leader (name, leader_id, elected_at, expires_at)
+		values ('default', 'dead', now(), now() + interval '1 hour')`)
+	p := start(t, pool, flow(nothing))
+	if err := p.Put(t.Context(), every("@every 1s")); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
+	}, "two ticks have run")
+	if leader := value[string](t, pool, `select leader_id from river.river_leader`); leader != "dead" {
+		t.Errorf("%s became the leader, so this shows nothing", leader)
+	}
+}
+
+func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	if err := p.Put(t.Context(), every("*/30 * * * *")); err != nil {
+		t.Fatal(err)
+	}
+	for round := range 5 {
+		exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
+		var group errgroup.Group
+		for range 8 {
+			group.Go(func() error { return p.Tick(t.Context()) })
+		}
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if n := value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
+			t.Fatalf("%d executions after %d due times", n, round+1)
+		}
+		if !value[bool](t, pool, `select next_run_at > clock_timestamp() and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
+			t.Error("the schedule did not move on")
+		}
+	}
+}
+
+func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	next := func() time.Time { return value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
+	put := func(s executions.Schedule) {
+		t.Helper()
+		if err := p.Put(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(every("@every 1h"))
+	exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 minute'`)
+	due := next()
+	put(every("@every 1h"))
+	if !next().Equal(due) {
+		t.Errorf("due %s, then %s", due, next())
+	}
+	put(every("@every 2h"))
+	if left := time.Until(next()); left < 119*time.Minute || left > 121*time.Minute {
+		t.Errorf("another interval is due in %s", left)
+	}
+}
+
+func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	for says, s := range map[string]executions.Schedule{
+		"minute":      every("61 * * * *"),
+		"5":           every("* * *"),
+		"Mars/Base":   {Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "Mars/Base"},
+		"a name":      {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		"a flow":      {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		`and "radio"`: {Name: "pulse", Flow: "flow", Surface: "radio", Cron: "* * * * *", Timezone: "UTC"},
+	} {
+		if err := p.Put(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("want %q in the error, got %v", says, err)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_schedules`); n != 0 {
+		t.Errorf("%d schedules were written", n)
+	}
+}
+
+func TestABrokenScheduleDoesNotHoldUpTheOthers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	for name, change := range map[string]string{
+		"bad cron": `cron = '* *'`, "bad zone": `timezone = 'Mars/Base'`, "bad surface": `surface = 'radio'`, "good": `name = 'good'`,
+	} {
+		exec(t, pool, `
+			insert into agent_schedules (name, flow, surface, cron, timezone, next_run_at)
+			values (@name, 'flow', 'heartbeat', '* * * * *', 'UTC', clock_timestamp() - interval '1 minute')`, postgres.Strict{"name": name})
+		exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
+	}
+	err := p.Tick(t.Context())
+	if err == nil || strings.Count(err.Error(), "schedule bad") != 3 {
+		t.Errorf("the error does not name the three: %v", err)
+	}
+	if keys := value[string](t, pool, `select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
+		t.Errorf("started %q", keys)
+	}
 }

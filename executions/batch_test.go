@@ -1,0 +1,851 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Many callers run executions at once, and flows that fail or panic disturb no other: each execution ends once, with
+// its checkpoints.
+func TestManyCallersShareTheirWrites(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var ran atomic.Int32
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		switch ran.Add(1) % 8 {
+		case 1:
+			panic("of the flow")
+		case 2:
+			return executions.Result{}, errors.New("of the flow")
+		}
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	var group errgroup.Group
+	for range 48 {
+		group.Go(func() error {
+			for range 20 {
+				x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+				if err != nil {
+					return err
+				}
+				if x.Status != executions.Completed && x.Status != executions.Failed {
+					return fmt.Errorf("execution %s is %s", x.ID, x.Status)
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	if n := value[int](t, pool, `
+		select count(*) from agent_executions x where x.completed_at is null
+		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
+		    or (select count(*) from agent_checkpoints c where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
+		t.Errorf("%d of the executions are not as they should have ended", n)
+	}
+}
+
+// A crash of the database may take a start along that nothing durable has followed. Then there has been no execution:
+// its run ends with an error that says so, and nothing of it is written.
+func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("", "executions-") //nolint:usetesting // the test's own folder is closed to the server's user
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	open := func() (*pgserver.Server, *pgxpool.Pool) {
+		server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { pool.Close(); _ = server.Stop(context.WithoutCancel(t.Context())) })
+		return server, pool
+	}
+	server, pool := open()
+	if _, err := migrations.Up(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	lease := func(o *executions.Options) { o.LeaseTTL = time.Minute }
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	}), lease)
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	durable, err := p.RunNow(t.Context(), spec) // which begins the lease
+	if err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `alter system set wal_writer_delay = '10s'`)
+	exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, patience, func() bool { return value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
+	time.Sleep(time.Second) // the pause that its writer was in is over
+	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	content, err := os.ReadFile(filepath.Join(server.Dir(), "data", "postmaster.pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(strings.SplitN(string(content), "\n", 2)[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	_ = server.Stop(t.Context())
+	<-server.Done()
+	pool.Close()
+	_, pool = open()
+	p = prepare(t, pool, p.flows, lease)
+	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "crash of the database") {
+		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
+	}
+	if n := value[int](t, pool, `
+		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events where execution_id <> @id::uuid)
+		     + (select count(*) from agent_checkpoints where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
+		t.Errorf("%d rows of executions that were lost", n)
+	}
+	if x := get(t, pool, durable.ID); x.Status != executions.Completed {
+		t.Errorf("what had ended is %s", x.Status)
+	}
+}
+
+// awaitsStandby returns when a commit of this server waits for a standby. Its sessions know of the setting sooner:
+// commits wait from when the server's checkpointer has read it.
+func awaitsStandby(t *testing.T, url string) {
+	t.Helper()
+	watch, err := pgx.Connect(t.Context(), url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = watch.Close(context.WithoutCancel(t.Context())) }()
+	for range 1000 {
+		conn, err := pgx.Connect(t.Context(), url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pid := conn.PgConn().PID()
+		ctx, leave := context.WithTimeout(t.Context(), patience)
+		ended := make(chan error, 1)
+		go func() {
+			_, err := conn.Exec(ctx, `create table if not exists committed (n int)`)
+			if err == nil {
+				_, err = conn.Exec(ctx, `insert into committed values (1)`)
+			}
+			ended <- err
+		}()
+		var waits bool
+		pgtest.Eventually(t, patience, func() bool {
+			if len(ended) > 0 {
+				return true
+			}
+			waits = value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
+			return waits
+		}, "a commit ends, or waits for a standby")
+		leave()
+		<-ended
+		_ = conn.Close(context.WithoutCancel(t.Context()))
+		if waits {
+			return
+		}
+	}
+	t.Fatal("no commit waits for a standby")
+}
+
+// A start for others waits until it is on disk, and where a standby has to have it, until that has. One for a caller
+// who runs it here does not: its end does. A standby that never comes tells which is which.
+func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
+	t.Parallel()
+	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	}()
+	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	if _, err := migrations.Up(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+		func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	if _, err := p.RunNow(t.Context(), spec); err != nil { // which begins the lease
+		t.Fatal(err)
+	}
+	exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
+	exec(t, pool, `select pg_reload_conf()`)
+	awaitsStandby(t, server.URL())
+	specs := []executions.Spec{spec, spec}
+	begin := func(here ...bool) ([]executions.Execution, error) {
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		defer cancel()
+		return p.StartSeveral(ctx, specs, here)
+	}
+	got, err := begin(true, true)
+	if err != nil {
+		t.Fatalf("starts that are run here wait for the standby: %v", err)
+	}
+	if got, err := begin(true, false); err == nil {
+		t.Errorf("%d starts, of which one is for others, did not wait for the standby", len(got))
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	if _, err := pool.Exec(ctx, `
+		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}', '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
+		t.Error("ends did not wait for the standby")
+	}
+	// Its lease has ended, of which the process does not know: it is told that they are in the queue.
+	exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
+	if got, err := begin(true, true); err == nil {
+		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
+	}
+	exec(t, pool, `alter system reset synchronous_standby_names`)
+	exec(t, pool, `select pg_reload_conf()`)
+}
+
+// recordAll records a step of each execution, with variables where they are given, and returns the places of those that were kept.
+func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
+	err = db.QueryRow(ctx, `
+		select coalesce(string_agg(i::text, ' ' order by i), '')
+		  from generate_series(1, @n::int) i
+		 where i not in (
+		   select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
+		          (@variables::text[])::jsonb[]) where verdict = 'alone')`,
+		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&kept)
+	return kept, err
+}
+
+// Of a batch of steps those are written whose claim is live and whose row nobody has locked against it, and nothing of the others.
+func TestABatchOfStepsIsWrittenUnderEachClaim(t *testing.T) {
+	t.Parallel()
+	t.Run("with variables", func(t *testing.T) { batchOfSteps(t, true, "1 6 11 14") })
+	t.Run("without", func(t *testing.T) { batchOfSteps(t, false, "1 6 11 13 14") })
+}
+
+func batchOfSteps(t *testing.T, showing bool, kept string) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	live, dead := worker(t, pool), worker(t, pool)
+	names := []string{"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended", "shown", "shown stale", "unshowable", "live"}
+	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)), make([]*string, len(names))
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	for i, name := range names {
+		steps[i] = "step"
+		if i > 0 && name == "live" { // another branch of the first
+			ids[i], claims[i], steps[i] = ids[0], claims[0], "other"
+			continue
+		}
+		ids[i] = pending(t, pool)
+		args := postgres.Strict{"id": ids[i]}
+		if name == "pending" {
+			continue
+		}
+		claims[i] = mustClaim(t, pool, ids[i], map[bool]string{true: dead, false: live}[name == "dead"])
+		if showing && (strings.HasPrefix(name, "shown") || name == "unshowable") {
+			variables[i] = new(`{"x": 2}`)
+		}
+		switch name {
+		case "stale", "shown stale":
+			claims[i]--
+		case "ahead":
+			claims[i]++
+		case "locked":
+			exec(t, tx, `select from agent_executions where id = @id for update`, args)
+		case "written", "unshowable": // in a step of another branch, beside which others may write, but not the row
+			exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[i], "claim": claims[i]})
+			if name == "unshowable" {
+				exec(t, tx, `update agent_executions set progress_seconds = 9 where id = @id`, args)
+			}
+		case "cancelled":
+			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+			claims[i]++ // the number that a cancel leaves is nobody's
+		case "parked":
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			claims[i]++
+		case "ended":
+			exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
+		}
+	}
+	expire(t, pool, ids[slices.Index(names, "dead")])
+	before := make([]string, len(ids))
+	for i, id := range ids {
+		before[i] = everything(t, pool, id)
+	}
+	got, err := recordAll(t.Context(), pool, ids, claims, steps, variables)
+	if err != nil || got != kept {
+		t.Errorf("%s were kept: %v", got, err)
+	}
+	for i, name := range names {
+		if !slices.Contains(strings.Fields(kept), strconv.Itoa(i+1)) {
+			if after := everything(t, pool, ids[i]); after != before[i] {
+				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
+			}
+			continue
+		}
+		record := value[string](t, pool, `
+			select claim || fingerprint || failed || output from agent_checkpoints where execution_id = @id and step = @step`,
+			postgres.Strict{"id": ids[i], "step": steps[i]})
+		x := get(t, pool, ids[i])
+		if shown := string(x.Variables) == `{"x": 2}`; record != "1printfalse3" || shown != (showing && name == "shown") {
+			t.Errorf("%s: record %s, variables %s", name, record, x.Variables)
+		}
+	}
+}
+
+// A step that is on record keeps its first result, and takes those beside it out of their batch: they are written one by one.
+func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	ids, claims := make([]string, 2), make([]int64, 2)
+	for i := range ids {
+		ids[i] = pending(t, pool)
+		claims[i] = mustClaim(t, pool, ids[i], w)
+	}
+	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '"earlier"')`, postgres.Strict{"id": ids[1]})
+	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
+	got, err := recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, []*string{new(`{"x": 2}`), nil})
+	if !postgres.IsCode(err, "23505") {
+		t.Errorf("%s were kept: %v", got, err)
+	}
+	if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+		t.Errorf("before %s\nafter  %s", before, after)
+	}
+}
+
+// A claim is not taken away under a write that it fences: who takes it waits for the write, although the lock of the fence lets others
+// write beside it.
+func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := pending(t, pool)
+	claim := mustClaim(t, pool, id, worker(t, pool))
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": id, "claim": claim})
+	exec(t, pool, `update agent_executions set progress_seconds = 9 where id = @id`, postgres.Strict{"id": id})
+	_, err = pool.Exec(t.Context(), `
+		with briefly as materialized (select set_config('lock_timeout', '100ms', true))
+		update agent_executions x set claim = x.claim + 1 from briefly where x.id = @id`, postgres.Strict{"id": id})
+	if !postgres.IsCode(err, "55P03") {
+		t.Errorf("the claim was taken: %v", err)
+	}
+}
+
+// One whose claim is not live is told from its neighbour also where every row could be locked, in the order of the batch.
+func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
+		for _, ends := range []bool{false, true} {
+			t.Run(name+map[bool]string{true: ", ends"}[ends], func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				live, dead := worker(t, pool), worker(t, pool)
+				ids, claims := []string{pending(t, pool), pending(t, pool)}, make([]int64, 2)
+				slices.Sort(ids)
+				claims[0] = mustClaim(t, pool, ids[0], live)
+				if name != "pending" {
+					claims[1] = mustClaim(t, pool, ids[1], map[bool]string{true: dead, false: live}[name == "dead"])
+				}
+				args := postgres.Strict{"id": ids[1]}
+				switch name {
+				case "stale":
+					claims[1]--
+				case "ahead":
+					claims[1]++
+				case "dead":
+					expire(t, pool, ids[1])
+				case "cancelled":
+					exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+					claims[1]++
+				case "parked":
+					exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+					claims[1]++
+				case "nobody's":
+					exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
+				}
+				before := everything(t, pool, ids[1])
+				want, got := "1", ""
+				if name == "live" {
+					want = "1 2"
+				}
+				if ends {
+					got = closeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
+				} else {
+					var err error
+					if got, err = recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if after := everything(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
+					t.Errorf("%s were written:\nbefore %s\nafter  %s", got, before, after)
+				}
+			})
+		}
+	}
+}
+
+// closeAll ends executions, with their last steps, and returns the places of those that ended.
+func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
+	t.Helper()
+	return value[string](t, db, `
+		select coalesce(string_agg(n::text, ' ' order by n), '')
+		  from lanekeeper.complete_agent_executions(@ids, @claims, (
+		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb, 'variables', '{"x": 2}'::jsonb)
+		             || case when s is null then '{}' else jsonb_build_object('step', s, 'print', 'print', 'output', 3) end order by i)
+		      from (select i, (@steps::text[])[i] as s from generate_series(1, cardinality(@ids::uuid[])) i) u))`,
+		postgres.Strict{"ids": ids, "claims": claims, "steps": steps, "status": status})
+}
+
+// Of an end that is left to be made by itself nothing is written, its last step neither.
+func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	live, dead := worker(t, pool), worker(t, pool)
+	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "twice", "twice", "stepless"}
+	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
+	for i, name := range names {
+		if name != "stepless" {
+			steps[i] = new("last")
+		}
+		w := map[bool]string{true: dead, false: live}[name == "dead"]
+		if i > 0 && names[i-1] == name {
+			ids[i], claims[i] = ids[i-1], claims[i-1]
+			continue
+		}
+		ids[i] = pending(t, pool)
+		claims[i] = mustClaim(t, pool, ids[i], w)
+		args := postgres.Strict{"id": ids[i]}
+		switch name {
+		case "stale":
+			claims[i]--
+		case "lane":
+			exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
+		case "lender":
+			exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
+			exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
+		case "cancelled":
+			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+			claims[i]++ // the number that a cancel leaves is nobody's
+		case "parked":
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			claims[i]++
+		case "reserved":
+			exec(t, pool, `
+				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id, 's', '{}', 1, 1, 0)`, args)
+		}
+	}
+	expire(t, pool, ids[2])
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
+	before := make([]string, len(ids))
+	for i, id := range ids {
+		before[i] = everything(t, pool, id)
+	}
+	if got := closeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 12" {
+		t.Errorf("%s ended", got)
+	}
+	for i, name := range names {
+		x := get(t, pool, ids[i])
+		switch name {
+		case "live", "stepless", "twice":
+			step := value[string](t, pool, `
+				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
+				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
+			want := map[string]string{"live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
+			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` || string(x.Variables) != `{"x": 2}` || step != want {
+				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
+			}
+			if n := completions(t, pool, ids[i]); n != 1 {
+				t.Errorf("%s: %d events", name, n)
+			}
+		default:
+			if after := everything(t, pool, ids[i]); after != before[i] {
+				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
+			}
+		}
+	}
+	if young := value[bool](t, pool, `
+		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c join agent_executions x on x.id = c.execution_id`); young {
+		t.Error("a step is younger than the end of its execution")
+	}
+	for _, status := range []string{"waiting", "cancelled", "running"} {
+		_, err := pool.Exec(t.Context(), `
+			select lanekeeper.complete_agent_executions('{}', '{}', jsonb_build_array('{"status": "completed"}'::jsonb, jsonb_build_object('status', @status::text)))`,
+			postgres.Strict{"status": status})
+		if !postgres.IsCode(err, "22023") {
+			t.Errorf("an end as %s: %v", status, err)
+		}
+	}
+}
+
+// onRecord is what may be there of the end of @id before it ends.
+var onRecord = map[string]string{
+	"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
+	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
+}
+
+// A last step that is on record takes the ends beside it out of their batch: they are written one by one.
+func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	ids, claims := make([]string, 2), make([]int64, 2)
+	for i := range ids {
+		ids[i] = pending(t, pool)
+		claims[i] = mustClaim(t, pool, ids[i], w)
+	}
+	exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
+	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
+	_, err := pool.Exec(t.Context(), `
+		select lanekeeper.complete_agent_executions(@ids, @claims, '[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
+		postgres.Strict{"ids": ids, "claims": claims})
+	if !postgres.IsCode(err, "23505") {
+		t.Errorf("they ended: %v", err)
+	}
+	if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+		t.Errorf("before %s\nafter  %s", before, after)
+	}
+}
+
+// What is on record of an end already does not keep an execution from ending: the first result of a step counts, and somebody's event stays.
+func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	flows := map[string]executions.Func{}
+	for what, record := range onRecord {
+		flows[what] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Step(ctx, "last", func(ctx context.Context) (string, error) {
+				x, _ := executions.Current(ctx)
+				_, err := pool.Exec(ctx, record, postgres.Strict{"id": x.ID})
+				return "later", err
+			}))
+		}
+	}
+	p := start(t, pool, flows)
+	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
+		x := until(t, pool, p.begin(t, what), executions.Completed)
+		got := value[string](t, pool, `
+			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,
+			postgres.Strict{"id": x.ID})
+		if got != want {
+			t.Errorf("%s: %s", what, got)
+		}
+	}
+}
+
+// consequence is something that follows the end of an execution which has more than a result.
+type consequence struct {
+	flow    string // "flow" when it is not set
+	status  string // "completed" when it is not set
+	prepare string // of @id
+	follows string // true when it has happened to @id
+}
+
+var consequences = map[string]consequence{
+	"none":  {prepare: `select @id::text`, follows: `select @id <> ''`},
+	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type', 'success', 'result_summary', 'said', 'locks_released', 0)`},
+	"call": {
+		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind) values (lanekeeper.agent_uuid7(), @id, 1, 's', 'call')`,
+		follows: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
+	},
+	"approval": {
+		prepare: `insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+			values ('t', @id::text::uuid, 's', true, 'skill', 1, '{}', @id::text, clock_timestamp() + interval '1 hour')`,
+		follows: `select bool_and(status = 'expired') from agent_approvals where execution_id = @id`,
+	},
+	"request": {
+		prepare: `insert into agent_requests (kind, execution_id, trace_id) values ('signature', @id, 't')`,
+		follows: `select bool_and(status = 'closed') from agent_requests where execution_id = @id`,
+	},
+	"parent": {
+		prepare: `with p as (
+			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running') returning id)
+			select id, @id::text from p`,
+		follows: `select count(*) = 1 from agent_untold_ends where execution_id = @id`,
+	},
+	"target": {
+		prepare: `insert into agent_webhook_targets (name, url, secrets, events) values ('t' || right(@id::text, 12), 'http://localhost/' || @id::text, '{whsec_x}', '{execution.completed}')`,
+		follows: `select count(*) > 0 from agent_webhook_outbox where strpos(payload::text, @id::text) > 0`,
+	},
+	"delivery": {
+		flow: "webhook", status: "failed",
+		prepare: `with d as (
+			  insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, execution_id, body, body_sha256)
+			  values ('e', @id::text, 't', 't', @id::text::uuid, '', '') returning id)
+			update agent_executions set input = jsonb_build_object('delivery', (select id from d)) where id = @id::text::uuid`,
+		follows: `select bool_and(status = 'dead') from agent_webhook_deliveries where execution_id = @id`,
+	},
+	"outside": {
+		flow:    "external:there",
+		prepare: `select @id::text`,
+		follows: `select count(*) = 1 from agent_status_changes where execution_id = @id and status = 'completed'`,
+	},
+	"automation": {
+		prepare: `insert into agent_automations (name, trigger, event, prompt) values (@id::text, 'event', 'AGENT_COMPLETED', 'do')`,
+		follows: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id where v.key = @id::text`,
+	},
+}
+
+// prepared makes a pending execution one that a worker runs, of which something is to follow.
+func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) string {
+	t.Helper()
+	args := postgres.Strict{"id": id}
+	if c.flow != "" {
+		exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
+	}
+	exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`, postgres.Strict{"id": id, "w": w})
+	exec(t, pool, c.prepare, args)
+	if strings.Contains(c.follows, "agent_untold_ends") {
+		exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text where trace_id = 't' and status = 'running'`, args)
+	}
+	return id
+}
+
+// pendingAs is a pending execution with an id of one's own.
+func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
+	t.Helper()
+	exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
+		postgres.Strict{"id": id, "trace": string(trace.New(trace.Flow))})
+	return id
+}
+
+// Executions that began together and at other times: for those that began together one look tells of all.
+const (
+	early  = "01930000-0000-7000-8000-000000000001"
+	first  = "01939999-9900-7000-8000-000000000001"
+	second = "01939999-9980-7000-8000-000000000002"
+	third  = "01939999-99ff-7000-8000-000000000003"
+)
+
+// layouts are batches, with the place of the execution that has something: alone, among those that began with it, and far from them.
+var layouts = map[string]struct {
+	ids []string
+	at  int
+}{
+	"alone":   {ids: []string{first}},
+	"between": {ids: []string{first, second, third}, at: 1},
+	"after":   {ids: []string{early, third}, at: 1},
+	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
+}
+
+// What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do with it.
+func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
+	t.Parallel()
+	for name, c := range consequences {
+		for place, l := range layouts {
+			t.Run(name+" "+place, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				w, status := worker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
+				alone := c.prepared(t, pool, pending(t, pool), w)
+				claims, ended := make([]int64, len(l.ids)), make([]string, len(l.ids))
+				for i, id := range l.ids {
+					pendingAs(t, pool, id)
+					claims[i], ended[i] = 1, fmt.Sprint(i+1)
+					if i == l.at {
+						c.prepared(t, pool, id, w)
+					} else {
+						mustClaim(t, pool, id, w)
+					}
+				}
+				exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
+					t.Fatalf("%s ended", got)
+				}
+				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
+					if !value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
+						t.Errorf("it does not follow an end %s", how)
+					}
+				}
+				for _, id := range append([]string{alone}, l.ids...) {
+					if n := completions(t, pool, id); n != 1 {
+						t.Errorf("%d events of an end", n)
+					}
+				}
+			})
+		}
+	}
+}
+
+// Lanes and budgets have an order of their own: who has some is left to end by itself.
+func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
+	t.Parallel()
+	for what, take := range map[string]string{
+		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
+		"loan": `with l as (select acquire_agent_lock('lane', 'another'))
+			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid, lanekeeper.agent_uuid7(), 60 from l`,
+		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
+	} {
+		for place, l := range layouts {
+			t.Run(what+" "+place, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.DB(t)
+				w := worker(t, pool)
+				claims, want := make([]int64, len(l.ids)), []string{}
+				for i, id := range l.ids {
+					claims[i] = mustClaim(t, pool, pendingAs(t, pool, id), w)
+					if i != l.at {
+						want = append(want, fmt.Sprint(i+1))
+					}
+				}
+				exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
+				if got := closeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
+					t.Errorf("%q ended, want %q", got, want)
+				}
+				if x := get(t, pool, l.ids[l.at]); x.Status != executions.Running {
+					t.Errorf("it is %s", x.Status)
+				}
+			})
+		}
+	}
+}
+
+// Processes hear that a place of a limit is free.
+func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	for _, limited := range []string{"another", "flow"} {
+		exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
+		id := pending(t, pool)
+		mustClaim(t, pool, id, w)
+		conn, err := pgtest.Dialer(t, pool)(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
+		exec(t, conn, `listen agent_ready`)
+		if got := closeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
+			t.Fatalf("%s ended", got)
+		}
+		exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		heard, err := conn.WaitForNotification(ctx)
+		cancel()
+		if err != nil || (limited == "flow") != (heard.Payload == "") {
+			t.Errorf("with a limit of %s: heard %+v, %v", limited, heard, err)
+		}
+	}
+}
+
+// What the function tells the triggers is for its own statement: what else happens in the transaction follows the rules.
+func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	ended, next := pending(t, pool), pending(t, pool)
+	mustClaim(t, pool, ended, w)
+	mustClaim(t, pool, next, w)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if got := closeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
+		t.Fatalf("%s ended", got)
+	}
+	exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
+	if n := completions(t, tx, next); n != 1 {
+		t.Errorf("%d events of the end after it", n)
+	}
+	_, err = tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`, postgres.Strict{"id": ended})
+	if !postgres.IsCode(err, "LK001") {
+		t.Errorf("a step after the end: %v", err)
+	}
+}
+
+// A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its executions alone.
+func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	tx, err := pool.Begin(t.Context()) // one session
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	read := func() int {
+		return value[int](t, tx, `
+			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
+			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals', 'agent_activity_open', 'agent_locks')`)
+	}
+	batch := func() int {
+		ids := value[[]string](t, tx, `
+			select array_agg(id::text) from lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', null, null, @worker, '{0,0}', '{}')`,
+			postgres.Strict{"worker": w})
+		before := read()
+		exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
+			t.Fatalf("%s ended", got)
+		}
+		exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		return read() - before
+	}
+	small := batch()
+	for _, grow := range []string{
+		`insert into agent_executions (id, trace_id, surface, flow, status) select lanekeeper.agent_uuid7(), 't', 'flow', 'parent', 'running' from generate_series(1, 2000)`,
+		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text where flow = 'parent'`,
+		`insert into agent_requests (kind, execution_id, trace_id) select 'signature', id, 't' from agent_executions where flow = 'parent'`,
+		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions where flow = 'parent'`,
+		`insert into agent_activity_open (activity_id, execution_id, claim, step, kind) select id, id, 1, 's', 'call' from agent_executions where flow = 'parent'`,
+		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+		 select id::text, id::text, 1, clock_timestamp() + interval '1 hour', id from agent_executions where flow = 'parent'`,
+	} {
+		exec(t, tx, grow)
+	}
+	if large := batch(); large > small+20 {
+		t.Errorf("three executions read %d rows, and %d when the tables had grown", small, large)
+	}
+}

@@ -1,0 +1,596 @@
+package executions_test
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"math"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// unwritable keeps everybody from recording steps, and nobody from reading them, until the returned function is called.
+func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	exec(t, tx, `lock table agent_checkpoints in share row exclusive mode`)
+	ended := false
+	end = func() {
+		if !ended {
+			ended = true
+			if err := tx.Rollback(context.WithoutCancel(t.Context())); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	t.Cleanup(end)
+	return end
+}
+
+func shortLease(o *executions.Options) { o.LeaseTTL = time.Second }
+
+// another is a further step, before which the one before it is on record.
+func another(ctx context.Context) error {
+	_, err := executions.Step(ctx, "next", func(context.Context) (int, error) { return 0, nil })
+	return err
+}
+
+// The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the execution goes
+// on elsewhere, and the step is made again.
+func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	told := make(chan error, 1)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		if err == nil {
+			err = another(ctx)
+		}
+		if err != nil {
+			select {
+			case told <- err:
+			default: // of a later try
+			}
+		}
+		return ends(n, err)
+	}), shortLease)
+	end := unwritable(t, pool)
+	id := p.begin(t, "flow")
+	if err := receive(t, told); !errors.Is(err, executions.ErrLost) {
+		t.Errorf("the flow was told %v", err)
+	}
+	end()
+	x := until(t, pool, id, executions.Completed)
+	if calls.Load() < 2 || string(x.Result) == "1" {
+		t.Errorf("the step ran %d times, and ended with %s", calls.Load(), x.Result)
+	}
+}
+
+// The steps around one whose result could not be written have no result either, also where their own context has not heard yet
+// that the run was stopped, as that of a hold, and the database is there again by then.
+func TestAStepAroundAResultThatCannotBeWrittenHasNone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	ready, locked := make(chan struct{}), make(chan func(), 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Phase(context.WithoutCancel(ctx), "around", func(ctx context.Context, _ *executions.Effect) (int32, error) {
+			end := func() {}
+			n, err := executions.Do(ctx, "within", executions.Call{Entry: activity.Entry{Skill: "within"}, Idempotent: true},
+				func(context.Context, *executions.Effect) (int32, error) {
+					if calls.Add(1) == 1 {
+						close(ready)
+						end = <-locked
+					}
+					return calls.Load(), nil
+				})
+			end()
+			return n, err
+		})
+		return ends(n, err)
+	}), shortLease)
+	id := p.begin(t, "flow")
+	<-ready
+	locked <- unwritable(t, pool)
+	if x := until(t, pool, id, executions.Completed); string(x.Result) != "2" {
+		t.Errorf("it ended with %s", x.Result)
+	}
+}
+
+// Meanwhile somebody else has the claim: the result came too late, and the log says what it would have been.
+func TestAResultThatCameTooLateIsNoted(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	told := make(chan error, 1)
+	var calls atomic.Int32
+	body := flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(ctx context.Context) (int32, error) {
+			if calls.Add(1) > 1 {
+				return 2, nil
+			}
+			x, _ := executions.Current(ctx)
+			_, err := pool.Exec(ctx, `update agent_executions set claim = claim + 1, claimed_by = null, hinted_at = 'epoch' where id = @id`,
+				postgres.Strict{"id": x.ID})
+			return 1, err
+		})
+		if err == nil {
+			err = another(ctx)
+		}
+		if err != nil {
+			told <- err
+		}
+		return ends(n, err)
+	})
+	ghost := prepare(t, pool, body, shortLease)
+	end := unwritable(t, pool)
+	wait := ghost.runAside(t)
+	if err := receive(t, told); !errors.Is(err, executions.ErrStale) {
+		t.Errorf("the flow was told %v", err)
+	}
+	end()
+	x := wait()
+	start(t, pool, body)
+	if x = until(t, pool, x.ID, executions.Completed); string(x.Result) != "2" {
+		t.Errorf("ended with %s", x.Result)
+	}
+	noted := value[string](t, pool, `
+		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write' and error_class = 'stale'`,
+		postgres.Strict{"id": x.ID})
+	if noted != "1" {
+		t.Errorf("the log says it would have been %s", noted)
+	}
+}
+
+// The last step is written with the end, or not at all: then the execution goes on elsewhere, and makes the step again.
+func TestAnEndThatCannotBeWrittenTakesTheLastStepAlong(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		return ends(n, err)
+	}), shortLease)
+	end := unwritable(t, pool)
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return calls.Load() > 1 }, "the step is made again")
+	if x := get(t, pool, id); x.Status.Ended() {
+		t.Errorf("it is %s before its step is on record", x.Status)
+	}
+	end()
+	x := until(t, pool, id, executions.Completed)
+	if kept := value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
+		postgres.Strict{"id": id}); kept != string(x.Result) {
+		t.Errorf("the step is on record with %s, and the execution ended with %s", kept, x.Result)
+	}
+}
+
+// A result that is put off is written all the same when the code goes on without another step.
+func TestAResultIsOnRecordSoon(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	goOn := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil })
+		<-goOn
+		return ends(n, err)
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
+	}, "the step is on record while the code goes on")
+	close(goOn)
+	until(t, pool, id, executions.Completed)
+}
+
+// Branches that run at the same time: a step is on record before one of another branch that ended later.
+func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		for i := range 20 {
+			first := make(chan struct{})
+			other := make(chan error, 1)
+			go func() {
+				_, err := executions.Step(executions.Scope(ctx, "b"), "step", func(context.Context) (int, error) {
+					<-first
+					return 2, nil
+				})
+				other <- err
+			}()
+			_, err := executions.Step(executions.Scope(ctx, "a"), "step", func(context.Context) (int, error) { return i, nil })
+			close(first)
+			if err := errors.Join(err, <-other); err != nil {
+				return executions.Result{}, err
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	if n := value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 40 {
+		t.Errorf("%d records of 40 steps", n)
+	}
+	if n := value[int](t, pool, `
+		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id and b.step = 'b' || substr(a.step, 2)
+		 where a.execution_id = @id and a.step like 'a/%' and a.created_at > b.created_at`, postgres.Strict{"id": id}); n != 0 {
+		t.Errorf("%d steps are recorded before one that had ended when they went on", n)
+	}
+}
+
+// An exponent may be more than the database holds; that is told to the code, and so is not put off.
+func TestAResultThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	told := make(chan error, 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := executions.Step(ctx, "step", func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
+		told <- err
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	var failure *executions.StepError
+	if err := receive(t, told); !errors.As(err, &failure) || failure.Class != "result" {
+		t.Errorf("the code was told %v", err)
+	}
+	until(t, pool, id, executions.Completed)
+}
+
+// So may the name of a step.
+func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var long strings.Builder
+	for range 200 { // is not compressed to what an index holds
+		long.WriteString(rand.Text())
+	}
+	for what, name := range map[string]string{"NUL": "a\x00b", "bytes that are no text": "a\xffb", "a long name": long.String()} {
+		told := make(chan error, 1)
+		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
+			select {
+			case told <- err:
+			default: // it was told before
+			}
+			return executions.Result{}, nil
+		}))
+		id := p.begin(t, "flow")
+		if err := receive(t, told); err == nil {
+			t.Errorf("%s: the code was told nothing", what)
+		}
+		until(t, pool, id, executions.Completed)
+		p.stop()
+	}
+}
+
+// The end does not take a last step along that the database refuses: the run fails, instead of being made again and again.
+func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
+	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
+		return ends(n, err)
+	}))
+	x := until(t, pool, p.begin(t, "flow"), executions.Failed)
+	if x.FailedStep == nil || *x.FailedStep != "bad" || x.ErrorMessage == nil || !strings.Contains(*x.ErrorMessage, "could not be recorded") {
+		t.Errorf("it failed with %v at %v", x.ErrorMessage, x.FailedStep)
+	}
+	if n := calls.Load(); n != 1 {
+		t.Errorf("the step ran %d times", n)
+	}
+}
+
+// The function returns while the record of its last step is being written, which fails: the run does not end as if the step were on record.
+func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
+		perform pg_advisory_xact_lock(77);
+		raise exception 'no' using errcode = '22023';
+	end $$`)
+	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select pg_advisory_xact_lock(77)`)
+	returns := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		defer close(returns)
+		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
+		pgtest.Eventually(t, patience, func() bool {
+			return value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
+				and database = (select oid from pg_database where datname = current_database()))`)
+		}, "the record is being written")
+		return ends(n, err)
+	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
+	id := p.begin(t, "flow")
+	receive(t, returns)
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if x := until(t, pool, id, executions.Failed); x.FailedStep == nil || *x.FailedStep != "bad" {
+		t.Errorf("it failed at %v", x.FailedStep)
+	}
+}
+
+// What a flow has left behind is told that its steps are none any more, which nobody would record.
+func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	left := make(chan context.Context, 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		left <- context.WithoutCancel(ctx)
+		return executions.Result{}, nil
+	}))
+	id := p.begin(t, "flow")
+	ctx := <-left
+	until(t, pool, id, executions.Completed)
+	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
+	if !errors.Is(err, executions.ErrOutside) || !strings.Contains(err.Error(), "the flow has returned") {
+		t.Errorf("the step: %v", err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
+		t.Errorf("%d records", n)
+	}
+}
+
+// shown are the variables that everybody sees.
+func shown(t *testing.T, pool *pgxpool.Pool, id string) string {
+	t.Helper()
+	text, err := compact(get(t, pool, id).Variables)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+type vars = map[string]any
+
+func set(ctx context.Context, v any, errs *error) {
+	*errs = errors.Join(*errs, executions.SetVariables(ctx, v))
+}
+
+func TestVariablesTravelWithTheNextWrite(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	seen := make(chan string, 10)
+	look := func(ctx context.Context) (int, error) {
+		x, _ := executions.Current(ctx)
+		now, err := executions.Get(ctx, pool, x.ID)
+		text, wrong := compact(now.Variables)
+		seen <- string(text)
+		return 0, errors.Join(err, wrong)
+	}
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		var wrong error
+		set(ctx, vars{"a": 1}, &wrong)
+		_, one := executions.Step(ctx, "first", look)  // not written yet
+		_, two := executions.Step(ctx, "second", look) // with the first's checkpoint
+		set(ctx, vars{"a": 2, "nul": "\x00"}, &wrong)
+		_, three := executions.StepTx(ctx, "third", func(context.Context, pgx.Tx) (int, error) { return 0, nil })
+		_, four := executions.Step(ctx, "fourth", look) // with the transaction
+		set(ctx, vars{"a": 3}, &wrong)
+		if err := errors.Join(wrong, one, two, three, four); err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "event", executions.Event("go", 0)); err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{}, executions.SetVariables(ctx, vars{"a": 4})
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	for i, want := range []string{`{}`, `{"a":1}`, "{\"a\":2,\"nul\":\"\ufffd\"}"} {
+		if got := receive(t, seen); got != want {
+			t.Errorf("look %d: %s, want %s", i, got, want)
+		}
+	}
+	if got := shown(t, pool, id); got != `{"a":3}` {
+		t.Errorf("while it waits: %s", got)
+	}
+	mustDeliver(t, pool, "go", `{}`)
+	until(t, pool, id, executions.Completed)
+	if got := shown(t, pool, id); got != `{"a":4}` {
+		t.Errorf("after its end: %s", got)
+	}
+}
+
+// A crash loses what was staged; the replay sets it again, and what the row shows never goes back meanwhile.
+func TestAReplaySetsVariablesAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	g := newGate(t)
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		for i := range 3 {
+			if err := executions.SetVariables(ctx, vars{"i": i}); err != nil {
+				return executions.Result{}, err
+			}
+			if i < 2 {
+				// Written at once, with what is set until then.
+				if _, err := executions.StepTx(ctx, "step", func(context.Context, pgx.Tx) (int, error) { return i, nil }); err != nil {
+					return executions.Result{}, err
+				}
+			}
+		}
+		g.pass(ctx)
+		return ends(executions.Step(ctx, "last", func(context.Context) (int, error) { return 0, nil }))
+	})
+	asleep := prepare(t, pool, flows)
+	wait := asleep.runAside(t)
+	id := g.arrival(t)
+	if got := shown(t, pool, id); got != `{"i":1}` {
+		t.Errorf("staged variables are shown before they are written: %s", got)
+	}
+	expire(t, pool, id)
+	start(t, pool, flows)
+	until(t, pool, id, executions.Completed)
+	if got := shown(t, pool, id); got != `{"i":2}` {
+		t.Errorf("after the replay: %s", got)
+	}
+	g.open()
+	wait()
+}
+
+// A claim that was lost writes no variables.
+func TestAStaleClaimWritesNoVariables(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	g := newGate(t)
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		who := "successor"
+		if g.pass(ctx) {
+			who = "ghost"
+		}
+		if err := executions.SetVariables(ctx, vars{"by": who}); err != nil {
+			return executions.Result{}, err
+		}
+		if who == "ghost" {
+			_, wait := executions.Wait(ctx, "event", executions.Event("key", 0))
+			return executions.Result{}, wait
+		}
+		return executions.Result{}, nil
+	})
+	asleep := prepare(t, pool, flows)
+	wait := asleep.runAside(t)
+	id := g.arrival(t)
+	expire(t, pool, id)
+	start(t, pool, flows)
+	until(t, pool, id, executions.Completed)
+	g.open()
+	wait()
+	if got := shown(t, pool, id); got != `{"by":"successor"}` {
+		t.Errorf("shown %s", got)
+	}
+}
+
+func TestVariablesAreAnObject(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, v := range map[string]any{"list": []int{1}, "null": nil, "channel": make(chan int), "huge": json.RawMessage(`{"n": 1e999}`), "nan": math.NaN()} {
+		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			return executions.Result{}, executions.SetVariables(ctx, v)
+		}))
+		if got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil || got.Status != executions.Failed {
+			t.Errorf("%s: %s, %v", name, got.Status, err)
+		}
+	}
+	if err := executions.SetVariables(t.Context(), vars{}); !errors.Is(err, executions.ErrOutside) {
+		t.Errorf("outside: %v", err)
+	}
+}
+
+// What the database cannot hold is left out, and does not keep the execution from its end.
+func TestVariablesThatCannotBeStoredStopNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if err := executions.SetVariables(ctx, json.RawMessage(`{"n": 0.`+strings.Repeat("0", 20000)+`1}`)); err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	}))
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+}
+
+// The record of an end names the step that ended it, and none that failed and was dealt with.
+func TestTheEndNamesTheStepThatFailed(t *testing.T) {
+	t.Parallel()
+	fails := func(ctx context.Context, name string) error {
+		_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 0, errors.New(name + " broke") })
+		return err
+	}
+	for name, c := range map[string]struct {
+		flow body
+		end  executions.Status
+		want string
+	}{
+		"by itself": {func(ctx context.Context) (executions.Result, error) { return executions.Result{}, fails(ctx, "b") }, executions.Failed, "b"},
+		"after one that was handled": {func(ctx context.Context) (executions.Result, error) {
+			if fails(ctx, "a") == nil {
+				return executions.Result{}, errors.New("a did not fail")
+			}
+			return executions.Result{}, fails(ctx, "b")
+		}, executions.Failed, "b"},
+		"before a step that tidied up": {func(ctx context.Context) (executions.Result, error) {
+			broken := fails(ctx, "b")
+			_, err := executions.Step(ctx, "tidy", func(context.Context) (int, error) { return 0, nil })
+			return executions.Result{}, errors.Join(err, broken)
+		}, executions.Failed, "b"},
+		"none": {func(ctx context.Context) (executions.Result, error) {
+			if fails(ctx, "a") == nil {
+				return executions.Result{}, errors.New("a did not fail")
+			}
+			_, err := executions.Step(ctx, "fine", func(context.Context) (int, error) { return 0, nil })
+			return executions.Result{}, errors.Join(err, errors.New("something else"))
+		}, executions.Failed, ""},
+		"a wait": {func(ctx context.Context) (executions.Result, error) {
+			out, err := executions.Wait(ctx, "reply", executions.Event("never", 30*time.Millisecond))
+			if err == nil && out.TimedOut {
+				err = executions.ErrTimedOut
+			}
+			return executions.Result{}, err
+		}, executions.Timeout, "reply"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := start(t, pgtest.DB(t), flow(c.flow))
+			x := until(t, p.pool, p.begin(t, "flow"), c.end)
+			if str(x.FailedStep) != c.want || str(x.ErrorMessage) == "" {
+				t.Errorf("failed step %q, %q", str(x.FailedStep), str(x.ErrorMessage))
+			}
+		})
+	}
+}
+
+// A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables go with the next write.
+func TestVariablesOfATransactionWaitForNobody(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	other, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		if err := executions.SetVariables(ctx, vars{"a": 1}); err != nil {
+			return executions.Result{}, err
+		}
+		bounded, cancel := context.WithTimeout(ctx, patience/2)
+		defer cancel()
+		if _, err := executions.StepTx(bounded, "step", func(ctx context.Context, _ pgx.Tx) (int, error) {
+			_, err := other.Exec(ctx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": x.ID})
+			return 1, err
+		}); err != nil {
+			return executions.Result{}, err
+		}
+		if got := shown(t, pool, x.ID); got != `{}` {
+			t.Errorf("beside who has the row: %s", got)
+		}
+		return executions.Result{}, other.Rollback(ctx)
+	}))
+	id := p.begin(t, "flow")
+	x := until(t, pool, id, executions.Completed)
+	if got := shown(t, pool, x.ID); got != `{"a":1}` {
+		t.Errorf("in the end: %s", got)
+	}
+}

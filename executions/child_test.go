@@ -1,0 +1,636 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// family is a parent that starts a child in a step and waits for it. The engine is known only after the flows.
+type family struct {
+	engine *executions.Engine
+	child  body
+	before func(ctx context.Context, childID string) // between the child's start and the wait
+}
+
+func (f *family) flows() map[string]executions.Func {
+	return map[string]executions.Func{
+		"parent": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			me, _ := executions.Current(ctx)
+			child, err := executions.StepTx(ctx, "start child", func(ctx context.Context, tx pgx.Tx) (string, error) {
+				x, _, err := f.engine.StartTx(ctx, tx, executions.Spec{
+					Flow: "child", Surface: trace.Flow, TraceID: trace.ID(me.TraceID), ParentID: me.ID, Awaited: true,
+				})
+				return x.ID, err
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if f.before != nil {
+				f.before(ctx, child)
+			}
+			return ends(executions.Wait(ctx, "child", executions.Agent(child, time.Minute)))
+		},
+		"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return f.child(ctx)
+		},
+	}
+}
+
+// childStatus is what a parent learned of its child.
+func childStatus(t *testing.T, parent executions.Execution) string {
+	t.Helper()
+	out := outcome(t, parent)
+	var end struct {
+		Status string `json:"status"`
+	}
+	if err := json.Unmarshal(out.Data, &end); err != nil {
+		t.Fatal(err)
+	}
+	return end.Status
+}
+
+func TestAParentLearnsHowItsChildEnded(t *testing.T) {
+	for name, c := range map[string]struct {
+		child body
+		want  string
+	}{
+		"done":   {func(context.Context) (executions.Result, error) { return executions.Result{Summary: "fine"}, nil }, "completed"},
+		"failed": {func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") }, "failed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool := pgtest.DB(t)
+			f := &family{child: c.child}
+			p := start(t, pool, f.flows())
+			f.engine = p.Engine
+			parent := until(t, pool, p.begin(t, "parent"), executions.Completed)
+			if got := childStatus(t, parent); got != c.want {
+				t.Errorf("the child is %s, want %s", got, c.want)
+			}
+		})
+	}
+}
+
+// A child may end before its parent waits, at that very moment, or after: the parent goes on once.
+func TestAChildsEndIsNeverMissed(t *testing.T) {
+	pool := pgtest.DB(t)
+	f := &family{child: func(context.Context) (executions.Result, error) { return executions.Result{}, nil }}
+	var waits atomic.Int32
+	f.before = func(ctx context.Context, id string) {
+		if waits.Add(1)%3 == 0 { // every third parent comes late
+			deadline := time.Now().Add(patience)
+			for time.Now().Before(deadline) {
+				if x, err := executions.Get(ctx, pool, id); err == nil && x.Status.Ended() {
+					return
+				}
+			}
+		}
+	}
+	p := start(t, pool, f.flows())
+	f.engine = p.Engine
+	var parents []string
+	for range 12 {
+		parents = append(parents, p.begin(t, "parent"))
+	}
+	for _, id := range parents {
+		x := until(t, pool, id, executions.Completed)
+		if got := childStatus(t, x); got != "completed" {
+			t.Errorf("parent %s learned %s", id, got)
+		}
+	}
+}
+
+// Nobody tells the parent of a child that was cancelled by plain SQL: the sweep does.
+func TestTheSweepTellsParents(t *testing.T) {
+	pool := pgtest.DB(t)
+	hang := func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
+	}
+	f := &family{child: hang}
+	p := start(t, pool, f.flows())
+	f.engine = p.Engine
+	parent := p.begin(t, "parent")
+	child := *until(t, pool, parent, executions.Waiting).WaitingKey
+	until(t, pool, child, executions.Waiting)
+	exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
+	if got := childStatus(t, until(t, pool, parent, executions.Completed)); got != "cancelled" {
+		t.Errorf("the child is %s", got)
+	}
+}
+
+func TestCancellingAParentCancelsWhatItWaitsFor(t *testing.T) {
+	pool := pgtest.DB(t)
+	f := &family{child: func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
+	}}
+	p := start(t, pool, f.flows())
+	f.engine = p.Engine
+	parent := p.begin(t, "parent")
+	awaited := *until(t, pool, parent, executions.Waiting).WaitingKey
+	until(t, pool, awaited, executions.Waiting)
+	free, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, free.ID, executions.Waiting)
+	if _, err := p.Cancel(t.Context(), parent, "admin", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	if x := until(t, pool, awaited, executions.Cancelled); x.CancelReason == nil || *x.CancelReason != "its parent was cancelled: enough" {
+		t.Errorf("the child was cancelled because of %v", x.CancelReason)
+	}
+	if x, err := executions.Get(t.Context(), pool, free.ID); err != nil || x.Status != executions.Waiting {
+		t.Errorf("a child that nobody waits for is %s, %v", x.Status, err)
+	}
+}
+
+func TestWhatACallersTransactionInsertsIsRunAfterItsCommit(t *testing.T) {
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{Summary: "ran"}, nil }))
+	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
+	undone := errors.New("undone")
+	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+		if _, created, err := p.InsertClaimed(t.Context(), tx, spec); err != nil || !created {
+			t.Fatalf("created %v, %v", created, err)
+		}
+		return undone
+	})
+	if !errors.Is(err, undone) || value[int](t, pool, `select count(*) from agent_executions`) != 0 {
+		t.Fatalf("a rolled back insert left something: %v", err)
+	}
+	var claimed executions.Execution
+	for i := range 2 {
+		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+			got, created, err := p.InsertClaimed(t.Context(), tx, spec)
+			if i == 0 {
+				claimed = got
+			} else if got.ID != claimed.ID {
+				t.Errorf("the key led to %s and %s", claimed.ID, got.ID)
+			}
+			if created != (i == 0) {
+				t.Errorf("insert %d: created %v", i, created)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	x, err := p.RunClaimed(t.Context(), claimed)
+	if err != nil || x.Status != executions.Completed || x.ResultSummary != "ran" {
+		t.Errorf("%s %q, %v", x.Status, x.ResultSummary, err)
+	}
+}
+
+// A process that dies between the commit and the run leaves a claim; another process takes it over.
+func TestAClaimThatIsNeverRunGoesElsewhere(t *testing.T) {
+	pool := pgtest.DB(t)
+	flows := flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })
+	dead := prepare(t, pool, flows)
+	var claimed executions.Execution
+	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
+		claimed, _, err = dead.InsertClaimed(t.Context(), tx, executions.Spec{Flow: "flow", Surface: trace.Chat})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	expire(t, pool, claimed.ID)
+	start(t, pool, flows)
+	until(t, pool, claimed.ID, executions.Completed)
+}
+
+// RunHere leaves what its caller has no time for to others; RunClaimed, as RunNow, cancels it.
+func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
+	pool := pgtest.DB(t)
+	ctx, leave := context.WithCancel(t.Context())
+	first := true
+	p := start(t, pool, flow(func(inner context.Context) (executions.Result, error) {
+		if first {
+			first = false
+			leave()
+			<-inner.Done()
+			return executions.Result{}, context.Cause(inner)
+		}
+		return executions.Result{Summary: "elsewhere"}, nil
+	}))
+	x, err := p.RunHere(ctx, executions.Spec{Flow: "flow", Surface: trace.Chat})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if end := until(t, pool, x.ID, executions.Completed); end.ResultSummary != "elsewhere" {
+		t.Errorf("ended with %q", end.ResultSummary)
+	}
+}
+
+func TestASettlementCommitsWithTheResult(t *testing.T) {
+	pool := pgtest.DB(t)
+	exec(t, pool, `create table settled (what text primary key)`)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		for i, fail := range []error{nil, errors.New("no")} {
+			_, err := executions.Do(ctx, fmt.Sprint("call ", i), executions.Call{},
+				func(_ context.Context, effect *executions.Effect) (bool, error) {
+					effect.Settle = func(b *pgx.Batch) {
+						b.Queue(`insert into settled values (@what) on conflict do nothing`, postgres.Strict{"what": fmt.Sprint(i)})
+					}
+					return true, fail
+				})
+			if err != nil && fail == nil {
+				return executions.Result{}, err
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	if n := value[int](t, pool, `select count(*) from settled`); n != 2 {
+		t.Errorf("%d of 2 calls were settled", n)
+	}
+}
+
+func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
+	pool := pgtest.DB(t)
+	keeper := lanes.NewKeeper(pool, lanes.Options{})
+	first, err := keeper.Acquire(t.Context(), "thread:x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits := make(chan struct{})
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if _, err := executions.LaneWait(ctx, "thread:x", 50*time.Millisecond); !errors.Is(err, lanes.ErrBusy) {
+			return executions.Result{}, fmt.Errorf("beyond its patience: %w", err)
+		}
+		close(waits)
+		hold, err := executions.LaneWait(ctx, "thread:x", patience)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		if err := hold.Context().Err(); err != nil {
+			return executions.Result{}, fmt.Errorf("the hold has ended before it began: %w", err)
+		}
+		return executions.Result{Value: hold.Token()}, nil
+	}))
+	id := p.begin(t, "flow")
+	receive(t, waits)
+	if err := first.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	x := until(t, pool, id, executions.Completed)
+	var token int64
+	if err := json.Unmarshal(x.Result, &token); err != nil || token <= first.Token() {
+		t.Errorf("token %d after %d, %v", token, first.Token(), err)
+	}
+}
+
+// A process that wakes after its claim was taken over may still ask for a lane. It must not keep it: the
+// successor does not know of it.
+func TestAStaleClaimKeepsNoLane(t *testing.T) {
+	pool := pgtest.DB(t)
+	g := newGate(t)
+	lanes := make(chan error, 1)
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		if !g.pass(ctx) {
+			return executions.Result{}, nil // the successor takes no lane
+		}
+		_, err := executions.Lane(ctx, "pipeline:late")
+		lanes <- err
+		return executions.Result{}, err
+	})
+	asleep := prepare(t, pool, flows)
+	wait := asleep.runAside(t)
+	id := g.arrival(t)
+	expire(t, pool, id)
+	start(t, pool, flows)
+	until(t, pool, id, executions.Completed)
+	g.open()
+	if err := receive(t, lanes); !errors.Is(err, executions.ErrStale) {
+		t.Errorf("a lost claim took a lane: %v", err)
+	}
+	wait()
+	if value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`) {
+		t.Error("a lost claim keeps a lane")
+	}
+}
+
+// A wait for a lane ends neither while somebody stands in its queue, nor never because the execution has it itself.
+func TestALaneIsWaitedForBehindItsQueue(t *testing.T) {
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if _, err := executions.Lane(ctx, "thread:own"); err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "own", executions.LaneFree("thread:own", time.Minute)); err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Wait(ctx, "queued", executions.LaneFree("thread:queued", time.Minute)))
+	}))
+	exec(t, pool, `select await_agent_lock('thread:queued', 'first', 60)`)
+	exec(t, pool, `select await_agent_lock('thread:queued', 'second', 60, 60)`)
+	exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	if n := value[int](t, pool, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id}); n != 1 {
+		t.Errorf("%d waits, want 1: it waits for itself, or over and over", n)
+	}
+	exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
+	until(t, pool, id, executions.Completed)
+}
+
+// triggers is a flow that triggers a child and ends with what it learned of it, and the child.
+func triggers(c executions.Child, child body) map[string]executions.Func {
+	c.Flow = "child"
+	return map[string]executions.Func{
+		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Trigger(ctx, "child", c))
+		},
+		"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) { return child(ctx) },
+	}
+}
+
+func hang(ctx context.Context) (executions.Result, error) {
+	return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
+}
+
+func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
+	t.Helper()
+	var got executions.Triggered
+	if err := json.Unmarshal(parent.Result, &got); err != nil {
+		t.Fatalf("result %s: %v", parent.Result, err)
+	}
+	return got
+}
+
+// childOf waits for the child that an execution started.
+func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
+	t.Helper()
+	pgtest.Eventually(t, patience, func() bool {
+		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": parent}).Scan(&id) == nil
+	}, "it has a child")
+	return id
+}
+
+func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		child body
+		want  executions.Triggered
+	}{
+		"done": {func(ctx context.Context) (executions.Result, error) {
+			return executions.Result{Summary: "fine", Value: 7}, executions.SetVariables(ctx, map[string]any{"name": "Ana"})
+		}, executions.Triggered{Status: "completed", Success: true, Summary: "fine", Result: json.RawMessage("7"), Variables: json.RawMessage(`{"name":"Ana"}`)}},
+		"failed": {
+			func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") },
+			executions.Triggered{Status: "failed", Error: "no"},
+		},
+		"timed out": {
+			func(context.Context) (executions.Result, error) { return executions.Result{}, executions.ErrTimedOut },
+			executions.Triggered{Status: "timeout", Error: executions.ErrTimedOut.Error()},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			p := start(t, pool, triggers(executions.Child{Wait: true}, c.child))
+			got := triggered(t, until(t, pool, p.begin(t, "flow"), executions.Completed))
+			if got.Status != c.want.Status || got.Success != c.want.Success || got.Summary != c.want.Summary || got.Error != c.want.Error || got.TimedOut {
+				t.Errorf("learned %+v", got)
+			}
+			if c.want.Result != nil && (string(got.Result) != string(c.want.Result) || !sameJSON(t, got.Variables, c.want.Variables)) {
+				t.Errorf("result %s, variables %s", got.Result, got.Variables)
+			}
+		})
+	}
+}
+
+func sameJSON(t *testing.T, one, two json.RawMessage) bool {
+	t.Helper()
+	a, err := compact(one)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := compact(two)
+	return err == nil && string(a) == string(b)
+}
+
+func TestTriggerWithoutWaitGoesOn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, triggers(executions.Child{}, hang))
+	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	child := until(t, pool, triggered(t, parent).ExecutionID, executions.Waiting)
+	if str(child.ParentID) != parent.ID || child.TraceID != parent.TraceID {
+		t.Errorf("child of %s in trace %s", str(child.ParentID), child.TraceID)
+	}
+}
+
+func TestAChildThatIsCancelledIsAResult(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
+	parent := p.begin(t, "flow")
+	child := childOf(t, pool, parent)
+	until(t, pool, child, executions.Waiting)
+	if _, err := p.Cancel(t.Context(), child, "admin", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != "cancelled" || got.Success {
+		t.Errorf("learned %+v", got)
+	}
+}
+
+// The child of a parent whose wait timed out goes on by itself: without the lanes, and not cancelled with the parent.
+func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, triggers(executions.Child{Wait: true, Timeout: 50 * time.Millisecond}, hang))
+	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	got := triggered(t, parent)
+	if !got.TimedOut || got.Success {
+		t.Errorf("learned %+v", got)
+	}
+	free := value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`, postgres.Strict{"id": got.ExecutionID})
+	if child := until(t, pool, got.ExecutionID, executions.Waiting); !free || child.Status != executions.Waiting {
+		t.Errorf("the child is %s, free %v", child.Status, free)
+	}
+}
+
+// A process dies between the start of the child and the wait: the next one starts no second child.
+func TestAChildIsStartedOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	g := newGate(t)
+	flows := map[string]executions.Func{
+		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			// The input comes from a record in another order of its members than it had at first.
+			input, err := executions.Step(ctx, "input", func(context.Context) (json.RawMessage, error) {
+				return json.RawMessage(`{"zebra": 1, "ant": {"b": 2, "a": 3}}`), nil
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+			c := executions.Child{Flow: "child", Input: input, Wait: true, Timeout: time.Hour}
+			if g.passed.Load() > 0 {
+				c.Timeout = 2 * time.Hour // the code has changed, but not what is done
+			}
+			gated := executions.Gate(ctx, func(ctx context.Context) error { g.pass(ctx); return nil })
+			id, err := executions.Trigger(ctx, "child", executions.Child{Flow: c.Flow, Input: c.Input, Timeout: c.Timeout})
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := executions.Step(gated, "between", func(context.Context) (int, error) { return 1, nil }); err != nil {
+				return executions.Result{}, err
+			}
+			return ends(executions.Wait(ctx, "end", executions.Agent(id.ExecutionID, c.Timeout)))
+		},
+		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
+	}
+	asleep := prepare(t, pool, flows)
+	wait := asleep.runAside(t)
+	id := g.arrival(t)
+	expire(t, pool, id)
+	start(t, pool, flows)
+	x := until(t, pool, id, executions.Completed)
+	g.open()
+	wait()
+	if n := value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID}); n != 1 {
+		t.Errorf("%d children", n)
+	}
+}
+
+// A child that ends where no process runs makes its parent ready, whoever tells it.
+func TestAParentIsResumedWithoutAProcess(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, tell := range map[string]func(child string){
+		"told": func(child string) {
+			exec(t, pool, `select lanekeeper.deliver_agent_completion(@child)`, postgres.Strict{"child": child})
+		},
+		"swept": func(string) { sweep(t, pool) },
+	} {
+		parent, child := newWaiter(t, pool), newWaiter(t, pool)
+		if parent.park("child", "agent", child.id) != nil {
+			t.Fatal("it has ended already")
+		}
+		exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
+		if n := value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`, postgres.Strict{"id": child.id}); n != 1 {
+			t.Errorf("%s: the end is not noted as one to be told", name)
+		}
+		if parent.status() != executions.Waiting {
+			t.Errorf("%s: the end itself woke the parent", name)
+		}
+		tell(child.id)
+		if out := parent.goOn("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
+			t.Errorf("%s: %+v", name, out)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_untold_ends`); n != 0 {
+		t.Errorf("%d ends are noted for ever", n)
+	}
+}
+
+// Who did not say how long it waits for a child waits as long as the child does, and those that it waits for.
+func TestAParentIsPatient(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	grandparent, parent, child := newWaiter(t, pool), newWaiter(t, pool), newWaiter(t, pool)
+	grandparent.park("child", "agent", parent.id)
+	parent.park("child", "agent", child.id)
+	child.park("event", "event", "never")
+	exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where waiting_for = 'agent'`)
+	sweep(t, pool)
+	for _, w := range []*waiter{grandparent, parent} {
+		ahead := value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false) from agent_executions where id = @id`,
+			postgres.Strict{"id": w.id})
+		if !ahead || w.status() != executions.Waiting {
+			t.Errorf("it is %s, ahead %v", w.status(), ahead)
+		}
+	}
+	exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
+	parent.due()
+	if out := parent.goOn("child"); out.TimedOut {
+		t.Errorf("told of the end by a timeout: %+v", out)
+	}
+	grandparent.due()
+	if out := grandparent.goOn("child"); !out.TimedOut { // its child runs, and has had its time
+		t.Errorf("%+v", out)
+	}
+}
+
+func TestCancellingAParentCancelsTheChildItTriggered(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var calls atomic.Int32
+	p := start(t, pool, triggers(executions.Child{Wait: true}, func(ctx context.Context) (executions.Result, error) {
+		calls.Add(1)
+		return hang(ctx)
+	}))
+	parent := p.begin(t, "flow")
+	until(t, pool, parent, executions.Waiting)
+	child := childOf(t, pool, parent)
+	until(t, pool, child, executions.Waiting)
+	if _, err := p.Cancel(t.Context(), parent, "admin", "enough"); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, child, executions.Cancelled)
+}
+
+// The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them waits for
+// the other's commit, so that the end is told.
+func TestAnEndAndTheWaitForItMeet(t *testing.T) {
+	t.Parallel()
+	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			parent, child := newWaiter(t, pool), newWaiter(t, pool)
+			end := func(ctx context.Context, db postgres.DB) error {
+				_, err := db.Exec(ctx, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+					postgres.Strict{"id": child.id, "claim": child.n})
+				return err
+			}
+			wait := func(ctx context.Context, db postgres.DB) error {
+				_, err := db.Exec(ctx, `select lanekeeper.wait_agent_execution(@id, @claim, 'child', 'agent', @child, null, null)`,
+					postgres.Strict{"id": parent.id, "claim": parent.n, "child": child.id})
+				return err
+			}
+			first, second := wait, end
+			if endFirst {
+				first, second = end, wait
+			}
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := first(t.Context(), tx); err != nil {
+				t.Fatal(err)
+			}
+			var done atomic.Bool
+			group, ctx := errgroup.WithContext(t.Context())
+			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
+			pgtest.Eventually(t, patience, func() bool {
+				return done.Load() || value[bool](t, pool, `
+					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
+			}, "the second is done, or waits for the first")
+			if err := errors.Join(tx.Commit(t.Context()), group.Wait()); err != nil {
+				t.Fatal(err)
+			}
+			sweep(t, pool)
+			if got := parent.status(); got != executions.Running {
+				t.Errorf("the parent is %s", got)
+			}
+		})
+	}
+}

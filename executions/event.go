@@ -1,0 +1,298 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/batch"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// occurrence is an event to deliver.
+type occurrence struct {
+	event, key string
+	data       json.RawMessage
+	id         *string
+	raiser     string // see raiser
+}
+
+// lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database
+// gives to one event at a time.
+func (o occurrence) lockName() string {
+	if o.id == nil {
+		return fmt.Sprintf("the wait for %s %.300q", o.event, o.key)
+	}
+	return fmt.Sprintf("event id %.300q", *o.id)
+}
+
+// handOver delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
+// as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
+// and the code that waits for it. The rest goes to the queue.
+func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
+	single := func(ctx context.Context) (Delivered, error) {
+		got, err := e.handSeveral(ctx, []occurrence{o})
+		if err != nil {
+			return Delivered{}, err
+		}
+		return got[0].Value, nil
+	}
+	alone := func() (got Delivered, err error) {
+		err = e.tryKey(ctx, o.lockName(), func(ctx context.Context) (err error) {
+			got, err = single(ctx)
+			return err
+		})
+		return got, err
+	}
+	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted
+	// for its statement.
+	var got Delivered
+	err := e.holdKey(ctx, o.lockName(), func() (err error) {
+		if postgres.IsSealed(ctx) || o.raiser != "" {
+			got, err = alone()
+		} else {
+			got, err = e.batchers.events.Do(ctx, o, alone)
+		}
+		return err
+	})
+	return got, err
+}
+
+// asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by
+// somebody's lock, and the workers are of more use elsewhere.
+const asideFor = 100 * time.Millisecond
+
+// places are workers set aside for what events wake, of each queue.
+type places struct {
+	e                       *Engine
+	background, interactive int // as many may be claimed
+
+	mu     sync.Mutex
+	lapsed bool
+	left   map[string]int
+	timer  *time.Timer
+}
+
+func (e *Engine) setAside(n int) *places {
+	p := &places{e: e, background: e.crews[Background].reserve(n), interactive: e.crews[Interactive].reserve(n)}
+	p.left = map[string]int{Background: p.background, Interactive: p.interactive}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.timer = time.AfterFunc(asideFor, p.giveBack)
+	return p
+}
+
+// take puts a worker to a claimed execution.
+func (p *places) take(x claimed, worker string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	c := p.e.crews[x.Queue]
+	if p.lapsed { // there may be one worker more for a while
+		c.run(c.life(), x, worker)
+		return
+	}
+	p.left[x.Queue]--
+	c.begin(c.life(), x, worker)
+}
+
+// giveBack returns what was not used.
+func (p *places) giveBack() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.timer.Stop()
+	if p.lapsed {
+		return
+	}
+	p.lapsed = true
+	for queue, n := range p.left {
+		p.e.crews[queue].vacate(n)
+	}
+}
+
+// handSeveral delivers events in one transaction. Of several, those that would have to wait for somebody are not
+// delivered, and the answer says so.
+func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.Answer[Delivered], error) {
+	if len(events) > 1 {
+		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
+		defer cancel()
+		ctx = bounded
+	}
+	worker, err := e.current(ctx)
+	if err != nil {
+		return nil, err
+	}
+	at := e.setAside(len(events))
+	defer at.giveBack()
+	rows, err := e.queryEvents(ctx, events, worker, at)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	answers := batch.Unanswered[Delivered](len(events))
+	var took []claimed
+	left := map[string]int{} // of each queue, what is to be claimed from it
+	for rows.Next() {
+		var n int
+		var eventID, executionID, queue *string
+		x, ok, err := scanClaimed(rows, []any{&n, &eventID, &executionID, &queue})
+		if err != nil {
+			return nil, err
+		}
+		if eventID != nil {
+			answers[n-1].Alone = false
+			answers[n-1].Value.EventID = *eventID
+		}
+		if executionID != nil {
+			answers[n-1].Value.Resumed = append(answers[n-1].Value.Resumed, *executionID)
+		}
+		switch {
+		case ok:
+			took = append(took, x)
+		case queue != nil:
+			left[*queue]++
+		}
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	for _, x := range took {
+		at.take(x, worker)
+	}
+	for queue, n := range left {
+		e.ready(queue, n)
+	}
+	return answers, nil
+}
+
+// queryEvents is the statement: for one event, which waits for the locks of others, or for several.
+func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at *places) (pgx.Rows, error) {
+	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
+	if len(events) == 1 {
+		o := events[0]
+		return e.pool.Query(ctx, `
+		select `+deliveredColumns+`
+		  from (select `+deliveredRow+`
+			          from (select set_config('lock_timeout', @patience, true) as patience, set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
+			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data, @id, @worker,
+			                    array_remove(array[case when @background > 0 then 'background' end, case when @interactive > 0 then 'interactive' end], null),
+			                    @skip) d) x`,
+			postgres.Strict{
+				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
+				"background": at.background, "interactive": at.interactive, "skip": skip, "patience": lockPatience,
+			})
+	}
+	n := len(events)
+	names, keys, data, ids := make([]string, n), make([]string, n), make([]*string, n), make([]*string, n)
+	for i, o := range events {
+		names[i], keys[i], data[i], ids[i] = o.event, o.key, jsonText(o.data), o.id
+	}
+	return e.pool.Query(ctx, `
+		select `+deliveredColumns+`
+		  from (select `+deliveredRow+`
+		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
+		postgres.Strict{
+			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
+			"interactive": at.interactive, "skip": skip,
+		})
+}
+
+// deliveredColumns are what a delivery returns, of rows x made of deliveredRow.
+const (
+	deliveredColumns = columns + `, ` + recordedColumns + `, n, event_id::text, execution_id::text, woken_queue`
+	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
+		d.queue as woken_queue`
+)
+
+// Delivered says what an event did.
+type Delivered struct {
+	EventID string   `json:"event_id"`
+	Resumed []string `json:"resumed"` // executions whose wait it ended
+}
+
+// Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first that will. id,
+// where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its
+// own: in a process that runs executions that is one statement, which also claims what it woke where this process has a
+// worker free for it, so that it goes on at once; events of other callers at the same time share the commit. An id or a
+// wait that an open transaction holds is waited for as WithLockPatience says. In a transaction, workers hear of it when
+// that commits.
+func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
+	if len(data) == 0 {
+		data = json.RawMessage("{}")
+	}
+	o := occurrence{event, key, data, null(id), raiser(ctx)}
+	var got Delivered
+	var err error
+	inTx := func(tx pgx.Tx) (err error) {
+		got, err = e.deliverTx(ctx, tx, o)
+		return err
+	}
+	switch {
+	case !isPool(db):
+		err = postgres.InTx(ctx, db, inTx)
+	case e.works():
+		got, err = e.handOver(ctx, o)
+	default:
+		err = e.withKey(ctx, o.lockName(), func(ctx context.Context) error { return postgres.InTxWithin(ctx, e.pool, inTx) })
+	}
+	if isPool(db) {
+		err = postgres.ExplainLock(ctx, e.pool, err, o.lockName(), "agent_events", "agent_executions")
+	}
+	if err != nil {
+		return Delivered{}, fmt.Errorf("deliver event %s: %w", event, err)
+	}
+	e.log.InfoContext(ctx, "event emitted", "event", event, "key", key, "resumed", len(got.Resumed))
+	return got, nil
+}
+
+// deliverTx delivers an event in a transaction.
+func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o occurrence) (Delivered, error) {
+	got, hints, err := deliver(ctx, tx, postgres.Strict{"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser})
+	if err != nil {
+		return Delivered{}, err
+	}
+	return got, e.sendHints(ctx, tx, hints)
+}
+
+// raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes
+// from outside.
+func raiser(ctx context.Context) string {
+	span, inTrace := trace.From(ctx)
+	switch {
+	case !inTrace:
+		return ""
+	case span.ExecutionID != "":
+		return "execution " + span.ExecutionID
+	}
+	return "trace " + string(span.TraceID)
+}
+
+// deliver is the statement, and the hints for what it woke. The limit keeps the planner from reading the whole table,
+// since it believes that an event wakes a thousand.
+func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, hints []hint, err error) {
+	rows, err := db.Query(ctx, `
+		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
+		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
+		  from by cross join lateral lanekeeper.deliver_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end) d
+		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x on true`, args)
+	if err != nil {
+		return Delivered{}, nil, err
+	}
+	var executionID, queue *string
+	var wake, priority *int
+	_, err = pgx.ForEachRow(rows, []any{&got.EventID, &executionID, &wake, &queue, &priority}, func() error {
+		if executionID != nil {
+			got.Resumed = append(got.Resumed, *executionID)
+			hints = append(hints, hint{*executionID, *wake, *queue, *priority})
+		}
+		return nil
+	})
+	if err != nil {
+		return Delivered{}, nil, err
+	}
+	return got, hints, nil
+}

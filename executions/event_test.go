@@ -1,0 +1,756 @@
+package executions_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// parked inserts an execution that waits for an event of a key, by plain SQL.
+func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
+	t.Helper()
+	id := queued(t, pool, flow, "flow", priority)
+	n := mustClaim(t, pool, id, worker(t, pool))
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+		postgres.Strict{"id": id, "claim": n, "key": key})
+	return id
+}
+
+// handed is what became of one event.
+type handed struct {
+	N           int
+	EventID     *string
+	ExecutionID *string
+	Claimed     *int64
+	Held        bool
+	Steps       []string
+}
+
+// The ways to deliver events.
+const (
+	one     = "one waits for locks"
+	several = "a batch does not"
+)
+
+// hand delivers events as a process with free workers does: alone by a function for one, or several in one batch.
+func hand(t *testing.T, db postgres.DB, worker string, places int, by string, keys ...string) []handed {
+	t.Helper()
+	ids := make([]*string, len(keys))
+	names := make([]string, len(keys))
+	for i, key := range keys {
+		if name, id, ok := strings.Cut(key, "="); ok {
+			keys[i], ids[i] = name, &id
+		}
+		names[i] = "EVENT_COMPLETED"
+	}
+	from := `unnest(@names::text[], @keys::text[], @ids::text[]) with ordinality v (name, key, id, n)
+		 cross join lateral lanekeeper.deliver_agent_event(v.name, v.key, '{}', v.id, @worker,
+		            case when v.n <= @places then '{background,interactive}'::text[] else '{}' end, '{left}') d`
+	if by == several {
+		from = `lanekeeper.deliver_agent_events(@names, @keys, array_fill('{}'::jsonb, array[cardinality(@names::text[])]), @ids, @worker,
+		            @places, @places, '{left}') v`
+	}
+	rows, err := db.Query(t.Context(), `
+		select v.n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+from+` order by 1, 3`,
+		postgres.Strict{"names": names, "keys": keys, "ids": ids, "worker": worker, "places": places})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[handed])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// eachWay calls a test for a single event and for a batch.
+func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
+	t.Parallel()
+	for _, by := range []string{one, several} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			fn(t, pgtest.DB(t), by)
+		})
+	}
+}
+
+// What is claimed along with its event is what would be claimed next, and nothing else.
+func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := worker(t, pool)
+		cases := map[string]struct {
+			before, after string // SQL; X is the execution
+			flow          string
+			places        int
+			want          bool
+		}{
+			"nothing else":                     {flow: "flow", places: 2, want: true},
+			"no free worker":                   {flow: "flow"},
+			"a flow that is left to others":    {flow: "left", places: 2},
+			"a flow for workers outside":       {flow: "external", places: 2},
+			"a limit of its flow":              {before: `insert into agent_limits values ('flow', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
+			"a limit of its surface":           {before: `insert into agent_limits values ('surface', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
+			"something else is ready":          {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other')`, after: `delete from agent_executions where flow = 'other'`, flow: "flow", places: 2},
+			"what is ready is held by a limit": {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other'); insert into agent_limits values ('flow', 'other', 0)`, after: `delete from agent_executions where flow = 'other'; delete from agent_limits`, flow: "flow", places: 2, want: true},
+			"a pause":                          {before: `select pause_agent('test')`, after: `select resume_agent()`, flow: "flow", places: 2},
+			"a lease that is over":             {before: `update agent_workers set expires_at = clock_timestamp() where name = 'test'`, after: `update agent_workers set expires_at = clock_timestamp() + interval '1 minute'`, flow: "flow", places: 2},
+		}
+		for name, c := range cases {
+			id := ""
+			if c.flow == "external" {
+				id = value[string](t, pool, `
+					insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'external') returning id::text`)
+				lock := value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`, postgres.Strict{"id": id})
+				exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`, postgres.Strict{"id": id, "lock": lock, "key": name})
+			} else {
+				id = parked(t, pool, name, c.flow, 2)
+			}
+			script(t, pool, c.before)
+			got := hand(t, pool, me, c.places, by, name)
+			script(t, pool, c.after)
+			x := get(t, pool, id)
+			if len(got) != 1 || str(got[0].ExecutionID) != id || x.Status != executions.Running {
+				t.Fatalf("%s: delivered %+v, status %s", name, got, x.Status)
+			}
+			switch claimed := got[0].Claimed != nil; {
+			case claimed != c.want, claimed != (x.ClaimedBy != nil):
+				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, str(x.ClaimedBy))
+			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
+				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
+			}
+			exec(t, pool, `delete from agent_executions`)
+		}
+	})
+}
+
+// script runs statements of a test.
+func script(t *testing.T, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	for s := range strings.SplitSeq(sql, ";") {
+		if s != "" {
+			exec(t, pool, s)
+		}
+	}
+}
+
+func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := worker(t, pool)
+		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
+		got := hand(t, pool, me, 1, by, "k")
+		if by == several { // a batch leaves what is not for one alone
+			if len(got) != 1 || got[0].EventID != nil {
+				t.Fatalf("a batch delivered %+v", got)
+			}
+			got = hand(t, pool, me, 1, one, "k")
+		}
+		if len(got) != 2 {
+			t.Fatalf("delivered %+v", got)
+		}
+		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
+			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, str(x.ClaimedBy))
+		}
+		claimReady(t, pool, me, 1)
+		if x := get(t, pool, first); x.ClaimedBy == nil {
+			t.Error("the one of more priority was not first")
+		}
+	})
+}
+
+func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := worker(t, pool)
+		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
+		first := hand(t, pool, me, 9, by, "one=id")
+		again := hand(t, pool, me, 9, by, "two=id")
+		if len(again) != 1 || again[0].ExecutionID != nil || str(again[0].EventID) != str(first[0].EventID) {
+			t.Errorf("the repetition: %+v of %+v", again, first)
+		}
+		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
+			t.Errorf("they are %s and %s", a, b)
+		}
+		if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
+			t.Errorf("%d events are recorded", n)
+		}
+		hand(t, pool, me, 9, by, "kept")
+		if n := value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
+			t.Error("an event that nobody waits for was not kept")
+		}
+	})
+}
+
+// A batch waits for nobody: what it would wait for it leaves, and the answer says so.
+func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	me := worker(t, pool)
+	ids := map[string]string{}
+	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
+		ids[key] = parked(t, pool, key, "flow", 2)
+	}
+	exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
+		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": ids["lane"] + "#2", "id": ids["lane"]})
+	held, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	got := hand(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
+	delivered := map[int]bool{}
+	for _, h := range got {
+		delivered[h.N] = h.EventID != nil
+	}
+	for n, want := range []bool{true, false, false, false, true, false, true, false, true} {
+		if delivered[n+1] != want {
+			t.Errorf("event %d was delivered %t, want %t", n+1, delivered[n+1], want)
+		}
+	}
+	for key, id := range ids {
+		want := executions.Waiting
+		if key == "plain" || key == "twice" {
+			want = executions.Running
+		}
+		if x := get(t, pool, id); x.Status != want {
+			t.Errorf("%s is %s, want %s", key, x.Status, want)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
+		t.Errorf("%d events are recorded, want 4", n)
+	}
+}
+
+func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0), never) // no sweep helps
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	ids := []string{p.beginWith(t, "k"), p.beginWith(t, "k"), p.beginWith(t, "k")}
+	for _, id := range ids {
+		until(t, pool, id, executions.Waiting)
+	}
+	if got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil || len(got.Resumed) != len(ids) {
+		t.Fatalf("delivered %+v, %v", got, err)
+	}
+	for _, id := range ids {
+		until(t, pool, id, executions.Completed)
+	}
+}
+
+// A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is more to read.
+func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := worker(t, pool)
+		for lost, key := range []string{"never", "once"} {
+			id := pending(t, pool)
+			if lost > 0 {
+				lose(t, pool, id, "")
+			}
+			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
+			got := hand(t, pool, me, 1, by, key)
+			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
+				t.Errorf("lost %s: %+v", key, got)
+			}
+			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			held := func() bool {
+				return value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`, postgres.Strict{"worker": me})
+			}
+			if held() {
+				t.Error("what was lost in the middle of nothing is said to be held")
+			}
+			exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			exec(t, pool, `
+				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
+				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
+			if !held() {
+				t.Error("a call that was interrupted is not said")
+			}
+			exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
+		}
+	})
+}
+
+func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := parked(t, pool, "k", "flow", 2)
+	exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
+		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
+	var owner atomic.Value
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked and expires_at > clock_timestamp()`)
+		owner.Store(by)
+		return executions.Result{}, err
+	}), never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	x := until(t, pool, id, executions.Completed)
+	if owner.Load() != fmt.Sprintf("%s#%d", id, x.Claim) {
+		t.Errorf("the lane was held by %v, under claim %d", owner.Load(), x.Claim)
+	}
+}
+
+// A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
+func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
+	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		id := parked(t, pool, "k", "flow", 2)
+		exec(t, pool, `update agent_executions set input = '"k"'`)
+		dead := worker(t, pool)
+		if got := hand(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
+			t.Fatalf("not claimed: %+v", got)
+		}
+		expire(t, pool, id)
+		sweep(t, pool)
+		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
+			t.Errorf("after the death it is claimed by %q, attempt %d", str(x.ClaimedBy), x.Attempt)
+		}
+		start(t, pool, awaits(0))
+		if out := outcome(t, until(t, pool, id, executions.Completed)); out.Event != "EVENT_COMPLETED" {
+			t.Errorf("the outcome is %+v", out)
+		}
+	})
+}
+
+// Processes of the version before use the functions of before.
+func TestOldAndNewProcessesWorkTogether(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0))
+	const n = 60
+	ids := make([]string, n)
+	for i := range ids {
+		ids[i] = p.beginWith(t, fmt.Sprint("k", i))
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
+	}, "all wait")
+	old := worker(t, pool)
+	group, ctx := errgroup.WithContext(t.Context())
+	for i := range n {
+		event := fmt.Sprint("once ", i)
+		group.Go(func() error { return deliver(ctx, pool, fmt.Sprint("k", i), "{}", event) })
+		group.Go(func() error {
+			_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint("k", i), nil, event)
+			return err
+		})
+	}
+	group.Go(func() error { // the old process claims and ends what it finds
+		for range n {
+			_, err := pool.Exec(ctx, `
+				select lanekeeper.complete_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
+				  from lanekeeper.claim_agent_executions('background', @worker, 2) c where not c.missed`, postgres.Strict{"worker": old})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range ids {
+		if x := until(t, pool, id, executions.Completed); x.Claim != 3 || completions(t, pool, id) != 1 {
+			t.Errorf("it was claimed %d times and ended %d times", x.Claim, completions(t, pool, id))
+		}
+	}
+}
+
+// However the statistics of the table are, who waits is found without a look at all who wait.
+func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
+	exec(t, pool, `analyze agent_executions`) // as long as nobody waits
+	exec(t, pool, `update agent_executions set status = 'running'`)
+	exec(t, pool, `
+		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
+	id := value[string](t, pool, `select max(id::text) from agent_executions`)
+	me := worker(t, pool)
+	read := func(tx postgres.DB) int {
+		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
+	}
+	for name, sql := range map[string]string{
+		"one":       `select count(*) from lanekeeper.deliver_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, '{background}')`,
+		"several":   `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
+		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
+		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
+		"a parent":  `select lanekeeper.deliver_agent_completion(@key::uuid, @worker <> '')`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+			before := read(tx)
+			value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
+			if n := read(tx) - before; n > 100 {
+				t.Errorf("%d rows were read to find one that waits", n)
+			}
+		})
+	}
+}
+
+// An event that is held up by somebody's lock does not keep the worker that was meant for what it wakes.
+func TestAnEventThatIsHeldUpKeepsNoWorker(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
+	held := p.beginWith(t, "held")
+	until(t, pool, held, executions.Waiting)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select lanekeeper.agent_wait_lock('event', 'held')`)
+	var group errgroup.Group
+	group.Go(func() error {
+		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
+		return err
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
+			and database = (select oid from pg_database where datname = current_database())`) > 0
+	}, "the event waits")
+	mustDeliver(t, pool, "other", "{}")
+	until(t, pool, p.beginWith(t, "other"), executions.Completed)
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	until(t, pool, held, executions.Completed)
+}
+
+// What a replay calls must not reach the database in the company of others.
+func TestASealedEventJoinsNoBatch(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, awaits(0))
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	sealed, _ := postgres.Sealed(t.Context())
+	group, ctx := errgroup.WithContext(t.Context())
+	for caller := range 6 {
+		group.Go(func() error {
+			for i := range 20 {
+				if caller == 0 {
+					if _, err := p.Deliver(sealed, pool, "EVENT_COMPLETED", "sealed", nil, ""); err == nil {
+						return errors.New("an event was delivered under a seal")
+					}
+					continue
+				}
+				if _, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint(caller, "-", i), nil, ""); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`); n != 0 {
+		t.Errorf("%d events got through the seal", n)
+	}
+}
+
+func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	ran := make(chan string, 10)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		ran <- x.ID
+		return executions.Result{}, nil
+	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `lock table agent_events in share mode`) // no end can be written
+	first, second := p.begin(t, "flow"), p.begin(t, "flow")
+	if a, b := receive(t, ran), receive(t, ran); a != first || b != second {
+		t.Errorf("%s and %s ran, want %s and %s", a, b, first, second)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, first, executions.Completed)
+	until(t, pool, second, executions.Completed)
+}
+
+// The record that comes with the claim is the one that is stored: of the wait alone, and with what was recorded before it.
+func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	me := worker(t, pool)
+	for _, record := range []struct {
+		before string
+		steps  int
+	}{
+		{"", 1},
+		{"early", 2},
+		{"event", 1}, // whatever stands under the name of the wait stays
+	} {
+		id := parked(t, pool, "k", "flow", 2)
+		if record.before != "" {
+			exec(t, pool, `
+				insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
+				select id, @step, claim, 'print', true, '{"a": 1}' from agent_executions where id = @id`, postgres.Strict{"id": id, "step": record.before})
+		}
+		var steps []string
+		var answered, stored string
+		err := pool.QueryRow(t.Context(), `
+			select steps, jsonb_build_array(claims, prints, failed, outputs, times)::text
+			  from lanekeeper.deliver_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, @worker, '{background}')`,
+			postgres.Strict{"worker": me}).Scan(&steps, &answered)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = pool.QueryRow(t.Context(), `
+			select jsonb_build_array(jsonb_agg(c.claim order by s.n), jsonb_agg(c.fingerprint order by s.n), jsonb_agg(c.failed order by s.n),
+			                         jsonb_agg(c.output order by s.n), jsonb_agg(c.created_at order by s.n))::text
+			  from unnest(@steps::text[]) with ordinality s (step, n)
+			  left join agent_checkpoints c on c.execution_id = @id and c.step = s.step`,
+			postgres.Strict{"steps": steps, "id": id}).Scan(&stored)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(steps) != record.steps || answered != stored {
+			t.Errorf("after %q: steps %q were answered as %s, stored is %s", record.before, steps, answered, stored)
+		}
+		exec(t, pool, `delete from agent_executions`)
+	}
+}
+
+// meanwhile lets an event wait for the row of the execution that waits for it, changes something, and lets it go on.
+func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []handed {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
+	done := make(chan []handed, 1)
+	go func() {
+		defer close(done) // also when it fails
+		done <- hand(t, pool, worker, 2, one, "k")
+	}()
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, pool, `
+			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
+	}, "the event waits")
+	change(tx)
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return <-done
+}
+
+// What decides is looked at when the row is locked, not before.
+func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		change  func(t *testing.T, tx pgx.Tx, id, worker string)
+		status  executions.Status
+		claimed bool
+	}{
+		"nothing": {func(*testing.T, pgx.Tx, string, string) {}, executions.Running, true},
+		"the lease of the worker ends": {func(t *testing.T, tx pgx.Tx, _, worker string) {
+			exec(t, tx, `update agent_workers set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": worker})
+		}, executions.Running, false},
+		"a limit is set": {func(t *testing.T, tx pgx.Tx, _, _ string) {
+			exec(t, tx, `insert into agent_limits values ('flow', 'flow', 9)`)
+		}, executions.Running, false},
+		"it gets a lane": {func(t *testing.T, tx pgx.Tx, id, _ string) {
+			exec(t, tx, `
+				insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
+				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
+		}, executions.Running, true},
+		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
+			exec(t, tx, `select lanekeeper.resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
+		}, executions.Running, false},
+		"it is cancelled": {func(t *testing.T, tx pgx.Tx, id, _ string) {
+			exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})
+		}, executions.Cancelled, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			me, id := worker(t, pool), parked(t, pool, "k", "flow", 2)
+			got := meanwhile(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
+			x := get(t, pool, id)
+			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {
+				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, str(x.ClaimedBy))
+			}
+			taken := value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
+			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine || (got[0].ExecutionID != nil) != mine {
+				t.Errorf("the event is taken %t, answered %+v", taken, got)
+			}
+			if n := value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`, postgres.Strict{"id": id}); n > 0 {
+				t.Error("the lane did not go on with it")
+			}
+		})
+	}
+}
+
+// Who raised an event is noted for that event, whatever it wakes, and for no other of the transaction.
+func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for range 2 {
+		parked(t, pool, "two", "flow", 2)
+	}
+	parked(t, pool, "one", "flow", 2)
+	request := value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
+	for name, event := range map[string][2]string{
+		"nobody waits":  {"EVENT_COMPLETED", "none"},
+		"one waits":     {"EVENT_COMPLETED", "one"},
+		"two wait":      {"EVENT_COMPLETED", "two"},
+		"a test's kind": {"AGENT_COMPLETED", request},
+	} {
+		tx, err := pool.Begin(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ids []string
+		for i, raiser := range []string{"trace fl_a", ""} {
+			ids = append(ids, value[string](t, tx, `
+				with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
+				select event_id::text from by cross join lateral lanekeeper.deliver_agent_event(case when by.raiser is not null then @event end, @key,
+				       '{"status": "completed", "result_type": "success"}', @id) limit 1`,
+				postgres.Strict{"event": event[0], "key": event[1], "id": fmt.Sprint(name, i), "raiser": raiser}))
+		}
+		if err := tx.Commit(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for i, want := range []string{"trace fl_a", ""} {
+			got := value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised' and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
+			if got != want {
+				t.Errorf("%s: event %d was raised by %q, want %q", name, i, got, want)
+			}
+		}
+	}
+}
+
+func (w *waiter) say(thread, text string) (queued bool) {
+	w.t.Helper()
+	return value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
+		postgres.Strict{"thread": thread, "id": w.id, "claim": w.n, "text": text})
+}
+
+func hears(t *testing.T, db postgres.DB, thread, text string) {
+	t.Helper()
+	exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
+}
+
+func answer(out *executions.Outcome) string {
+	if out == nil {
+		return "nothing"
+	}
+	return string(out.Data)
+}
+
+// Only what comes after the question is an answer to it, also when it was said before the wait began.
+func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	w := newWaiter(t, pool)
+	hears(t, pool, "t", "old")
+	w.say("t", "how old are you?")
+	if got := w.park("first", "response", "t"); got != nil {
+		t.Fatalf("what came before the question answered it: %s", answer(got))
+	}
+	hears(t, pool, "t", "seven")
+	if got := w.goOn("first"); !strings.Contains(answer(got), "seven") {
+		t.Errorf("answered with %s", answer(got))
+	}
+	w.say("t", "and your name?")
+	hears(t, pool, "t", "Ana")
+	hears(t, pool, "t", "or Eva")
+	if got := w.park("second", "response", "t"); !strings.Contains(answer(got), "Ana") {
+		t.Errorf("answered with %s", answer(got))
+	}
+	if got := w.park("third", "response", "t"); !strings.Contains(answer(got), "Eva") { // it asked nothing new
+		t.Errorf("answered with %s", answer(got))
+	}
+}
+
+// A message and a question are written at the same moment: the order of the thread says which came first, whatever their clocks said.
+func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	w := newWaiter(t, pool)
+	w.say("t", "question")
+	hears(t, pool, "t", "answer")
+	exec(t, pool, `update agent_events set created_at = created_at - interval '1 second' where key = 't'`)
+	if got := w.park("first", "response", "t"); !strings.Contains(answer(got), "answer") {
+		t.Errorf("answered with %s", answer(got))
+	}
+	hears(t, pool, "t", "early")
+	exec(t, pool, `update agent_events set created_at = created_at + interval '1 minute' where key = 't'`)
+	w.say("t", "question again")
+	if got := w.park("second", "response", "t"); got != nil {
+		t.Errorf("answered with %s", answer(got))
+	}
+}
+
+// While a question stands in the queue nothing answers it, and its time does not run.
+func TestAQuestionInTheQueueHasTime(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	first, second := newWaiter(t, pool), newWaiter(t, pool)
+	if first.say("t", "one") {
+		t.Fatal("the first to speak was queued")
+	}
+	if !second.say("t", "two") || second.park("wait", "response", "t") != nil {
+		t.Fatal("the second to speak was not queued, or answered")
+	}
+	first.park("wait", "response", "t")
+	hears(t, pool, "t", "answer to one")
+	if got := first.goOn("wait"); !strings.Contains(answer(got), "answer to one") || second.status() != executions.Waiting {
+		t.Fatalf("the first got %s, the second is %s", answer(got), second.status())
+	}
+	days := func() int {
+		return value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int from agent_executions where id = @id`,
+			postgres.Strict{"id": second.id})
+	}
+	if n := days(); n != 30 {
+		t.Errorf("its time runs while it is queued: %d days", n)
+	}
+	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
+	exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
+	if n := days(); n != 1 {
+		t.Errorf("it has %d days for the answer, want 1", n)
+	}
+	hears(t, pool, "t", "answer to two")
+	if got := second.goOn("wait"); !strings.Contains(answer(got), "answer to two") {
+		t.Errorf("the second got %s", answer(got))
+	}
+}

@@ -1,0 +1,393 @@
+package executions
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// External is the flow that a worker outside of this program runs. "external:NAME" are such flows too, for
+// workers that do different things.
+const External = "external"
+
+// IsExternal reports whether workers outside run a flow.
+func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
+
+// Flows names the registered flows, sorted; those of the fallback are not among them.
+func (e *Engine) Flows() []string { return slices.Sorted(maps.Keys(e.flows)) }
+
+// What can be wrong with a run lock. Each comes as a *RunError.
+var (
+	// ErrHeld reports a run that another worker's live lock holds.
+	ErrHeld = errors.New("the run is locked by another worker")
+	// ErrVoid reports a lock that is not, or no longer, the run's.
+	ErrVoid = errors.New("the lock is void")
+	// ErrDifferent reports a step that was recorded with another output.
+	ErrDifferent = errors.New("the step was recorded with another output")
+	// ErrNotOutside reports a run that this program's own processes run.
+	ErrNotOutside = errors.New("the run is not one for workers outside")
+	// ErrNotReady reports a run that waits for something, so that there is nothing to do.
+	ErrNotReady = errors.New("the run waits")
+	// ErrEnded reports a run that has ended.
+	ErrEnded = errors.New("the run has ended")
+	// ErrMalformed reports an argument that cannot be: the text says which.
+	ErrMalformed = errors.New("not valid")
+)
+
+// RunError says why something about a run lock was refused; errors.Is finds which of the errors above it is.
+type RunError struct {
+	Err     error
+	TraceID string // of the run; empty where that is unknown
+	Holder  string // the owner of the live lock; empty without one
+	Detail  string // for people: what is so, and what to do
+}
+
+func (e *RunError) Error() string {
+	if e.Detail == "" {
+		return e.Err.Error()
+	}
+	return e.Err.Error() + ": " + e.Detail
+}
+
+func (e *RunError) Unwrap() error { return e.Err }
+
+// RunLock is the right to run an execution from outside, with all that is needed to go on.
+type RunLock struct {
+	LockID      string // a secret: whoever knows it may write as the run
+	ExpiresAt   time.Time
+	Execution   Execution
+	Checkpoints []Checkpoint // what was recorded so far, in its order
+}
+
+// LockRun locks an execution for a worker outside, and reads its state in the same transaction. owner names the worker,
+// one process of it: the owner of the live lock gets the same lock again, prolonged. The lock is void when ttl (whole
+// seconds, up to a day) has passed without a beat. One that is over already is settled first: the run fails or is handed
+// on, as its on_lost says.
+//
+// Errors: ErrNotFound, ErrNotOutside, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
+func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
+	var got RunLock
+	var refused error
+	var ends []ended
+	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
+		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
+		if err != nil || !errors.Is(refused, ErrEnded) {
+			return err // a refusal commits: what the end of the last lock meant is settled all the same
+		}
+		b := &pgx.Batch{}
+		endedIn(b, &ends)
+		return tx.SendBatch(ctx, b).Close()
+	})
+	if held, paused := errors.AsType[*PausedError](refusedByPause(ctx, e.pool, err)); paused {
+		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it when that is over"}
+	}
+	switch {
+	case err != nil:
+		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, malformed(err))
+	case refused != nil:
+		if errors.Is(refused, ErrEnded) {
+			e.announceEnds(ctx, ends)
+			e.deliverCompletion(ctx, id)
+		}
+		return RunLock{}, refused
+	}
+	message := "execution resumed"
+	if got.Execution.Claim == 1 {
+		message = "execution started"
+	}
+	e.log.InfoContext(ctx, message, append(named(got.Execution.TraceID, id), "flow", got.Execution.Flow, //nolint:sloglint // one of two constants
+		"claim", got.Execution.Claim, "checkpoints", len(got.Checkpoints), "owner", owner)...)
+	return got, nil
+}
+
+// lockRun is LockRun in a transaction.
+func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration) (got RunLock, refused, err error) {
+	var lockID, holder, why *string
+	var expires *time.Time
+	err = tx.QueryRow(ctx, `select lock_id, expires_at, holder, refused from lock_agent_execution(@id, @owner, @ttl)`,
+		postgres.Strict{"id": id, "owner": owner, "ttl": int(min(max(ttl, 0), 1<<20*time.Second).Seconds())}).
+		Scan(&lockID, &expires, &holder, &why)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return RunLock{}, nil, ErrNotFound
+	}
+	if err != nil {
+		return RunLock{}, nil, err
+	}
+	if got.Execution, err = Get(ctx, tx, id); err != nil {
+		return RunLock{}, nil, err
+	}
+	if why != nil {
+		return RunLock{}, refusal(*why, got.Execution, holder, expires), nil
+	}
+	got.LockID, got.ExpiresAt = *lockID, *expires
+	got.Checkpoints, err = Checkpoints(ctx, tx, id)
+	return got, nil, err
+}
+
+// refusal is why a lock was not given.
+func refusal(why string, x Execution, holder *string, expires *time.Time) error {
+	x = x.Redacted()
+	refused := &RunError{TraceID: x.TraceID}
+	switch why {
+	case "held":
+		refused.Err, refused.Holder = ErrHeld, *holder
+		refused.Detail = fmt.Sprintf("%s has it until %s, or longer if it beats", *holder, expires.UTC().Format(time.RFC3339))
+	case "waiting":
+		refused.Err, refused.Detail = ErrNotReady, "for "+waitsFor(x)+"; lock it when that is over"
+	case "inside":
+		refused.Err, refused.Detail = ErrNotOutside, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
+	default:
+		refused.Err, refused.Detail = ErrEnded, howEnded(x)
+	}
+	return refused
+}
+
+// waitsFor says what an execution waits for.
+func waitsFor(x Execution) string {
+	if x.WaitingFor == nil || x.WaitingKey == nil || x.WaitingUntil == nil {
+		return "something that has just come"
+	}
+	return fmt.Sprintf("%s %s until %s", *x.WaitingFor, *x.WaitingKey, x.WaitingUntil.UTC().Format(time.RFC3339))
+}
+
+// howEnded says how an execution ended.
+func howEnded(x Execution) string {
+	for _, why := range []*string{x.ErrorMessage, x.CancelReason} {
+		if why != nil && *why != "" {
+			return fmt.Sprintf("%s, %s", x.Status, *why)
+		}
+	}
+	return string(x.Status)
+}
+
+// Beat is what became of one lock of BeatRuns.
+type Beat struct {
+	LockID          string
+	ExecutionID     *string // nil for a lock that is gone
+	TraceID         *string
+	Live            bool // the lock was prolonged, or its holder is told of a cancel; otherwise it is void
+	ExpiresAt       *time.Time
+	Status          *Status
+	CancelRequested bool // the execution was cancelled: stop the work. Told once, with that the lock is over
+}
+
+// BeatRuns prolongs locks, each by its own ttl, and answers in their order. It neither waits for a checkpoint that is
+// being written nor holds one up.
+func (e *Engine) BeatRuns(ctx context.Context, lockIDs []string) ([]Beat, error) {
+	return e.beat(ctx, lockIDs, nil)
+}
+
+// BeatRun is BeatRuns for the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
+func (e *Engine) BeatRun(ctx context.Context, id, lockID string) (Beat, error) {
+	got, err := e.beat(ctx, []string{lockID}, id)
+	if err != nil {
+		return Beat{}, err
+	}
+	if !got[0].Live {
+		return Beat{}, e.refuse(ctx, id, lockID, "beat", "", nil)
+	}
+	return got[0], nil
+}
+
+// beat prolongs locks, only those of one execution when id is not nil.
+func (e *Engine) beat(ctx context.Context, lockIDs []string, id any) ([]Beat, error) {
+	rows, err := e.pool.Query(ctx, `
+		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
+		postgres.Strict{"locks": lockIDs, "id": id})
+	if err != nil {
+		return nil, fmt.Errorf("beat locks: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Beat])
+	if err != nil {
+		return nil, fmt.Errorf("beat locks: %w", err)
+	}
+	for _, b := range got {
+		if id == nil && !b.Live && b.ExecutionID != nil {
+			e.recordStale(ctx, *b.ExecutionID, b.LockID, "beat", "", nil)
+		}
+	}
+	return got, nil
+}
+
+// CheckpointRun records a step under a lock. recorded is false when it was recorded before with this output, equal as
+// jsonb. Errors: ErrNotFound, ErrVoid with the reason, ErrDifferent, ErrMalformed.
+func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, output json.RawMessage) (traceID string, recorded bool, err error) {
+	if len(output) == 0 {
+		output = json.RawMessage("null")
+	}
+	var answer string
+	var trace *string
+	err = e.pool.QueryRow(ctx, `
+		select checkpoint_agent_execution(@id, @lock, @step, @output), (select trace_id from agent_executions where id = @id)`,
+		postgres.Strict{"id": id, "lock": lockID, "step": step, "output": output}).Scan(&answer, &trace)
+	if trace != nil {
+		traceID = *trace
+	}
+	switch {
+	case postgres.IsCode(err, "LK001"):
+		return "", false, e.refuse(ctx, id, lockID, "checkpoint", step, output)
+	case err != nil:
+		return "", false, fmt.Errorf("record step of execution %s: %w", id, malformed(err))
+	case answer == "different":
+		return traceID, false, &RunError{
+			Err: ErrDifferent, TraceID: traceID,
+			Detail: fmt.Sprintf("%.100q keeps the first; give each step a name of its own", step),
+		}
+	}
+	if answer == "created" {
+		e.log.InfoContext(ctx, "checkpoint saved", append(named(traceID, id), "step", step)...)
+	}
+	return traceID, answer == "created", nil
+}
+
+// refuse says why a lock is void, and records that a write under it was refused.
+func (e *Engine) refuse(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
+	refused := e.void(ctx, id)
+	if errors.Is(refused, ErrVoid) {
+		e.recordStale(ctx, id, lockID, write, step, output)
+	}
+	return refused
+}
+
+// recordStale records in the activity log that a write of a worker outside was refused. Of one lock a few have a row each, and the last one counts
+// the rest: a worker that goes on for hours fills no log.
+func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string, output json.RawMessage) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	var kept any
+	if len(output) > 0 {
+		kept = redact.JSON(output, activity.MaxField)
+	}
+	if _, err := e.pool.Exec(ctx, `select record_stale_agent_write(@id, @lock, @write, @step, @output)`,
+		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": kept}); err != nil {
+		e.log.WarnContext(ctx, "stale write not noted", "execution_id", id, "step", step, "error", err)
+		return
+	}
+	e.log.WarnContext(ctx, "stale write rejected", "execution_id", id, "write", write, "step", step)
+}
+
+// void says why a lock is void.
+func (e *Engine) void(ctx context.Context, id string) error {
+	x, err := Get(ctx, e.pool, id)
+	if err != nil {
+		return err
+	}
+	x = x.Redacted()
+	refused := &RunError{Err: ErrVoid, TraceID: x.TraceID}
+	var owner string
+	err = e.pool.QueryRow(ctx, `
+		select coalesce((select w.owner from agent_workers w join agent_executions x on x.claimed_by = w.id
+		                  where x.id = @id and w.expires_at > clock_timestamp()), '')`, postgres.Strict{"id": id}).Scan(&owner)
+	if err != nil {
+		return fmt.Errorf("read holder of execution %s: %w", id, err)
+	}
+	switch {
+	case x.Status.Ended():
+		refused.Detail = "the run has ended: " + howEnded(x) + ". Stop the work"
+	case x.Status == Waiting:
+		refused.Detail = "it was given back, and the run waits for " + waitsFor(x)
+	case owner != "":
+		refused.Holder = owner
+		refused.Detail = "the run is locked by " + owner + ". Stop the work: it goes on there"
+	default:
+		refused.Detail = "its time ran out, or it was given back. Stop the work, and lock the run anew to go on from its last checkpoint"
+	}
+	return refused
+}
+
+// named are the attributes that every line about a run has.
+func named(traceID, id string) []any {
+	return []any{slog.String("trace_id", traceID), slog.String("execution_id", id)}
+}
+
+// malformed turns what the database refuses as an argument into ErrMalformed, with its words.
+func malformed(err error) error {
+	refused, is := errors.AsType[*pgconn.PgError](err)
+	if !is || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, refused.Code) {
+		return err
+	}
+	return &RunError{Err: ErrMalformed, Detail: postgres.Told(refused)}
+}
+
+// Release is how a worker outside gives a lock back.
+type Release struct {
+	Status  Status // Completed, Failed or Waiting
+	Summary string // of the result
+	Result  json.RawMessage
+	Error   string // what failed
+	// With Waiting: what for, one of the eight kinds of Limits (response, agent, document, signature, test, event, delay,
+	// approval), and for how long. 0 is the kind's standard.
+	For     string
+	Key     string // not for a delay
+	Timeout time.Duration
+}
+
+// UnlockRun gives a lock back: the run ends, or waits and can be locked again, by any worker, when the wait is over. Its
+// outcome is then among the checkpoints as step "wait KIND N", N counting the run's waits. The status is the run's
+// afterwards: Running when what it waits for had come already.
+//
+// Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
+func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (status Status, traceID string, err error) {
+	var timeout any
+	if r.Timeout != 0 {
+		timeout = r.Timeout.Seconds()
+	}
+	var failure, result any
+	if r.Error != "" || r.Status == Failed {
+		failure = r.Error
+	}
+	if len(r.Result) > 0 {
+		result = r.Result
+	}
+	err = e.pool.QueryRow(ctx, `
+		select unlock_agent_execution(@id, @lock, @status, @summary, @error, @kind, @key, make_interval(secs => @timeout::float8), @result),
+		       (select trace_id from agent_executions where id = @id)`, postgres.Strict{
+		"id": id, "lock": lockID, "status": string(r.Status), "summary": r.Summary, "error": failure, "kind": null(r.For), "key": null(r.Key),
+		"timeout": timeout, "result": result,
+	}).Scan(&status, &traceID)
+	switch {
+	case postgres.IsCode(err, "LK001"):
+		return "", "", e.refuse(ctx, id, lockID, "release", string(r.Status), r.Result)
+	case err != nil:
+		return "", "", fmt.Errorf("unlock execution %s: %w", id, malformed(err))
+	}
+	e.released(ctx, id, traceID, status, r)
+	return status, traceID, nil
+}
+
+// released says what became of a run, and to whom.
+func (e *Engine) released(ctx context.Context, id, traceID string, status Status, r Release) {
+	about := named(traceID, id)
+	switch {
+	case status == Waiting:
+		e.log.InfoContext(ctx, "execution waiting", append(about, "waiting_for", r.For, "waiting_key", r.Key)...)
+		if r.Timeout > 0 {
+			e.soon(r.Timeout)
+		}
+	case status.Ended():
+		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(status), "status", string(status))...)
+		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", id)...)
+		var freed int
+		err := e.pool.QueryRow(ctx, `
+			select coalesce((data ->> 'locks_released')::int, 0) from agent_events where external_id = 'completed ' || @id`,
+			postgres.Strict{"id": id}).Scan(&freed)
+		if err != nil {
+			e.log.WarnContext(ctx, "count of released locks not read", append(about, "error", err)...)
+		}
+		e.logReleased(ctx, id, freed, about...)
+		e.deliverCompletion(ctx, id)
+	}
+}

@@ -1,0 +1,765 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// external starts a run for workers outside.
+func (p *process) external(t *testing.T, change ...func(*executions.Spec)) string {
+	t.Helper()
+	s := executions.Spec{Flow: "external:test", Surface: trace.Flow, Input: map[string]int{"n": 1}}
+	for _, c := range change {
+		c(&s)
+	}
+	x, _, err := p.Start(t.Context(), p.pool, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+func handOn(s *executions.Spec) { s.OnLost = "hand_on" }
+
+func (p *process) lock(t *testing.T, id, owner string) executions.RunLock {
+	t.Helper()
+	got, err := p.LockRun(t.Context(), id, owner, 30*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func (p *process) record(t *testing.T, id, lock, step, output string) bool {
+	t.Helper()
+	_, anew, err := p.CheckpointRun(t.Context(), id, lock, step, json.RawMessage(output))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return anew
+}
+
+// void checks that a lock can do nothing, and that each refusal has some words.
+func (p *process) void(t *testing.T, id, lock, words string) {
+	t.Helper()
+	_, beat := p.BeatRun(t.Context(), id, lock)
+	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
+	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.Release{Status: executions.Completed})
+	for what, err := range map[string]error{"beat": beat, "checkpoint": record, "unlock": unlock} {
+		if !errors.Is(err, executions.ErrVoid) || !strings.Contains(fmt.Sprint(err), words) || strings.Contains(fmt.Sprint(err), lock) {
+			t.Errorf("%s with a void lock: %v, want %q", what, err, words)
+		}
+	}
+}
+
+// workers counts the rows of locks.
+func workers(t *testing.T, db postgres.DB) int {
+	t.Helper()
+	return value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
+}
+
+// held begins a transaction that the test holds, until it rolls it back or ends.
+func held(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	return tx
+}
+
+func TestARunLockIsTakenKeptAndGivenBack(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id := p.external(t)
+	first := p.lock(t, id, "worker 1")
+	if first.Execution.Status != executions.Running || first.Execution.Claim != 1 || len(first.Checkpoints) != 0 || string(first.Execution.Input) != `{"n": 1}` {
+		t.Errorf("lock is %+v", first)
+	}
+	again := p.lock(t, id, "worker 1")
+	if again.LockID != first.LockID || again.ExpiresAt.Before(first.ExpiresAt) || again.Execution.Claim != 1 {
+		t.Errorf("the same owner got %+v after %+v", again, first)
+	}
+	var refused *executions.RunError
+	if _, err := p.LockRun(t.Context(), id, "worker 2", time.Minute); !errors.Is(err, executions.ErrHeld) || !errors.As(err, &refused) ||
+		refused.Holder != "worker 1" || refused.TraceID != first.Execution.TraceID {
+		t.Errorf("another got %v", err)
+	}
+	if !p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) || p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`) {
+		t.Error("the step is not recorded once")
+	}
+	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err, executions.ErrDifferent) {
+		t.Errorf("another output: %v", err)
+	}
+	beat, err := p.BeatRun(t.Context(), id, first.LockID)
+	if err != nil || !beat.Live || beat.CancelRequested || *beat.Status != executions.Running || !beat.ExpiresAt.After(again.ExpiresAt) {
+		t.Errorf("beat is %+v, %v", beat, err)
+	}
+	status, traceID, err := p.UnlockRun(t.Context(), id, first.LockID, executions.Release{
+		Status: executions.Completed, Summary: "done", Result: json.RawMessage(`[1]`),
+	})
+	if err != nil || status != executions.Completed || traceID != first.Execution.TraceID {
+		t.Errorf("unlock: %s %s %v", status, traceID, err)
+	}
+	if x := get(t, p.pool, id); x.ResultSummary != "done" || string(x.Result) != "[1]" || workers(t, p.pool) != 0 {
+		t.Errorf("ended as %+v with %d locks left", x, workers(t, p.pool))
+	}
+	p.void(t, id, first.LockID, "the run has ended: completed")
+	if _, err := p.LockRun(t.Context(), id, "worker 1", time.Minute); !errors.Is(err, executions.ErrEnded) {
+		t.Errorf("lock after the end: %v", err)
+	}
+}
+
+func TestWhatCannotBeLockedIsRefused(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	id := p.external(t)
+	const nobody = "018f0000-0000-7000-8000-000000000000"
+	for name, c := range map[string]struct {
+		id, owner string
+		ttl       time.Duration
+		want      error
+	}{
+		"unknown":       {nobody, "w", time.Minute, executions.ErrNotFound},
+		"inside":        {p.begin(t, "flow"), "w", time.Minute, executions.ErrNotOutside},
+		"no owner":      {id, "", time.Minute, executions.ErrMalformed},
+		"blank owner":   {id, "  ", time.Minute, executions.ErrMalformed},
+		"control":       {id, "a\nb", time.Minute, executions.ErrMalformed},
+		"long owner":    {id, strings.Repeat("x", 256), time.Minute, executions.ErrMalformed},
+		"no time":       {id, "w", 0, executions.ErrMalformed},
+		"negative time": {id, "w", -time.Minute, executions.ErrMalformed},
+		"long time":     {id, "w", 25 * time.Hour, executions.ErrMalformed},
+	} {
+		if _, err := p.LockRun(t.Context(), c.id, c.owner, c.ttl); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := p.BeatRun(t.Context(), nobody, "x"); !errors.Is(err, executions.ErrNotFound) {
+		t.Errorf("beat of nobody: %v", err)
+	}
+	lock, other := p.lock(t, id, "w"), p.external(t)
+	if _, err := p.BeatRun(t.Context(), other, lock.LockID); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("another run's lock: %v", err)
+	}
+	for step, output := range map[string]string{"": "1", "a\nb": "1", strings.Repeat("x", 501): "1", "nul": `"\u0000"`, "half": `"\ud800"`} {
+		if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, step, json.RawMessage(output)); !errors.Is(err, executions.ErrMalformed) {
+			t.Errorf("step %.10q with %s: %v", step, output, err)
+		}
+	}
+}
+
+func TestOneOfFiftyWorkersGetsTheLock(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id := p.external(t, handOn)
+	for round := range 3 {
+		var won atomic.Int32
+		var winner atomic.Value
+		group, ctx := errgroup.WithContext(t.Context())
+		for i := range 50 {
+			group.Go(func() error {
+				got, err := p.LockRun(ctx, id, fmt.Sprint("worker ", i), 30*time.Second)
+				if err == nil {
+					won.Add(1)
+					winner.Store(got.LockID)
+				} else if !errors.Is(err, executions.ErrHeld) {
+					return err
+				}
+				return nil
+			})
+		}
+		if err := group.Wait(); err != nil || won.Load() != 1 {
+			t.Fatalf("round %d: %d won, %v", round, won.Load(), err)
+		}
+		p.record(t, id, winner.Load().(string), fmt.Sprint("step ", round), "1")
+		expire(t, p.pool, id)
+	}
+}
+
+func TestBeatsAndCheckpointsDoNotWaitForOneAnother(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id := p.external(t)
+	lock := p.lock(t, id, "w")
+	checkpoint := held(t, p.pool)
+	exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
+	if _, err := p.BeatRun(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
+		t.Errorf("beat: %v", err)
+	}
+	if got, err := p.BeatRuns(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
+		t.Errorf("beat of many: %+v, %v", got, err)
+	}
+	if again := p.lock(t, id, "w"); again.LockID != lock.LockID {
+		t.Errorf("the same owner: %+v", again)
+	}
+	if err := checkpoint.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	beat := held(t, p.pool)
+	exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
+	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
+		t.Error("not recorded")
+	}
+}
+
+func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id, other := p.external(t, handOn), p.external(t)
+	lock := p.lock(t, id, "first")
+	p.lock(t, other, "w")
+	checkpoint := held(t, p.pool)
+	exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
+	expire(t, p.pool, id)
+	expire(t, p.pool, other)
+	sweep(t, p.pool)
+	if x := get(t, p.pool, other); x.Status != executions.Failed {
+		t.Errorf("the sweep was held up: %+v", x)
+	}
+	if x := get(t, p.pool, id); x.ClaimedBy == nil {
+		t.Error("the claim was taken under a write")
+	}
+	var group errgroup.Group
+	var second executions.RunLock
+	group.Go(func() (err error) {
+		second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
+		return err
+	})
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, p.pool, `select exists (select from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
+	}, "the takeover waits")
+	if err := checkpoint.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if len(second.Checkpoints) != 1 || second.Checkpoints[0].Step != "slow" || second.Execution.Claim != 3 {
+		t.Errorf("who took over saw %+v", second)
+	}
+	p.void(t, id, lock.LockID, "locked by second")
+}
+
+func TestALockThatRanOutIsSettledBeforeAnotherIsGiven(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	fails := p.external(t)
+	lock := p.lock(t, fails, "first")
+	expire(t, p.pool, fails)
+	p.void(t, fails, lock.LockID, "its time ran out")
+	if _, err := p.LockRun(t.Context(), fails, "second", time.Minute); !errors.Is(err, executions.ErrEnded) || !strings.Contains(err.Error(), "lease expired") {
+		t.Errorf("lock after the time of one that fails: %v", err)
+	}
+	if x := get(t, p.pool, fails); x.Status != executions.Failed || x.OnLost != "fail" {
+		t.Errorf("it is %+v", x)
+	}
+	goesOn := p.external(t, handOn)
+	lock = p.lock(t, goesOn, "first")
+	p.record(t, goesOn, lock.LockID, "a", `"mine"`)
+	expire(t, p.pool, goesOn)
+	if again := p.lock(t, goesOn, "first"); again.LockID == lock.LockID || again.Execution.Claim != 3 {
+		t.Errorf("the same owner, too late, got %+v", again)
+	}
+	p.void(t, goesOn, lock.LockID, "locked by first")
+	if n := workers(t, p.pool); n != 1 {
+		t.Errorf("%d locks are left", n)
+	}
+}
+
+func TestTheSweepFailsOrHandsOnAndHandsOnOnlySoOften(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	fails, goesOn := p.external(t), p.external(t, handOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
+	p.lock(t, fails, "w")
+	lock := p.lock(t, goesOn, "w 0")
+	p.record(t, goesOn, lock.LockID, "a", "1")
+	expire(t, p.pool, fails)
+	expire(t, p.pool, goesOn)
+	sweep(t, p.pool)
+	if x := get(t, p.pool, fails); x.Status != executions.Failed || *x.ErrorMessage != "the worker's lease expired" {
+		t.Errorf("it is %+v", x)
+	}
+	x := get(t, p.pool, goesOn)
+	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || workers(t, p.pool) != 0 {
+		t.Errorf("handed on it is %+v, %d locks", x, workers(t, p.pool))
+	}
+	for i := range 2 { // no step more is recorded
+		p.lock(t, goesOn, fmt.Sprint("w ", i+1))
+		expire(t, p.pool, goesOn)
+		sweep(t, p.pool)
+	}
+	if x := get(t, p.pool, goesOn); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "3 workers") {
+		t.Errorf("after three it is %+v", x)
+	}
+}
+
+func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	slow := func(s *executions.Spec) { s.ProgressSeconds = 60 }
+	fails, goesOn, works := p.external(t, slow), p.external(t, slow, handOn), p.external(t, slow)
+	locks := map[string]executions.RunLock{}
+	for _, id := range []string{fails, goesOn, works} {
+		locks[id] = p.lock(t, id, "w")
+	}
+	exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
+	p.record(t, works, locks[works].LockID, "a", "1")
+	for _, lock := range locks {
+		if got, err := p.BeatRuns(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
+			t.Fatalf("%+v, %v", got, err)
+		}
+	}
+	sweep(t, p.pool)
+	if x := get(t, p.pool, works); x.Status != executions.Running || x.ClaimedBy == nil {
+		t.Errorf("one that records its steps is %+v", x)
+	}
+	if x := get(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
+		t.Errorf("one that fails is %+v", x)
+	}
+	if x := get(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
+		t.Errorf("one that is handed on is %+v", x)
+	}
+	p.void(t, goesOn, locks[goesOn].LockID, "lock the run anew")
+	p.lock(t, goesOn, "another")
+	exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where owner = 'w'`)
+	sweep(t, p.pool)
+	if x, n := get(t, p.pool, goesOn), workers(t, p.pool); x.ClaimedBy == nil || n != 1 {
+		t.Errorf("with the second worker it is %+v, %d locks", x, n)
+	}
+}
+
+func TestACancelIsToldByTheNextBeatAndEndsTheLock(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id, before := p.external(t), p.external(t)
+	lock := p.lock(t, id, "w")
+	for _, x := range []string{id, before} {
+		if _, err := p.Cancel(t.Context(), x, "admin", "not wanted"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("checkpoint after a cancel: %v", err)
+	}
+	got, err := p.BeatRun(t.Context(), id, lock.LockID)
+	if err != nil || !got.CancelRequested || *got.Status != executions.Cancelled || got.ExpiresAt == nil {
+		t.Errorf("beat after a cancel: %+v, %v", got, err)
+	}
+	p.void(t, id, lock.LockID, "not wanted")
+	if n := workers(t, p.pool); n != 0 {
+		t.Errorf("%d locks are left", n)
+	}
+	if _, err := p.LockRun(t.Context(), before, "w", time.Minute); !errors.Is(err, executions.ErrEnded) {
+		t.Errorf("one that was cancelled before its start: %v", err)
+	}
+}
+
+func TestManyLocksBeatAtOnceEachForItself(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	var locks []string
+	for range 3 {
+		id := p.external(t)
+		locks = append(locks, p.lock(t, id, "w").LockID)
+	}
+	gone := p.external(t)
+	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
+	expire(t, p.pool, gone)
+	sweeping := held(t, p.pool) // as the sweep would hold it
+	exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
+	got, err := p.BeatRuns(t.Context(), locks)
+	if err != nil || len(got) != 5 {
+		t.Fatalf("%+v, %v", got, err)
+	}
+	for i, b := range got {
+		if b.LockID != locks[i] || b.Live != (i < 3) || b.Live && b.ExpiresAt == nil || (b.ExecutionID == nil) != (i == 4) {
+			t.Errorf("beat %d is %+v", i, b)
+		}
+	}
+}
+
+func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t-1" })
+	lock := p.lock(t, id, "w")
+	wait := func(r executions.Release) executions.Status {
+		t.Helper()
+		r.Status = executions.Waiting
+		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return status
+	}
+	for name, r := range map[string]executions.Release{
+		"unknown":  {For: "godot", Key: "k"},
+		"a lane":   {For: "lane", Key: "x"},
+		"no kind":  {Key: "k"},
+		"no key":   {For: "event"},
+		"no delay": {For: "delay"},
+		"too long": {For: "response", Key: "t", Timeout: 8 * 24 * time.Hour},
+	} {
+		r.Status = executions.Waiting
+		if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r); !errors.Is(err, executions.ErrMalformed) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if status := wait(executions.Release{For: "event", Key: "paid", Timeout: time.Hour}); status != executions.Waiting || workers(t, p.pool) != 0 {
+		t.Fatalf("status %s, %d locks", status, workers(t, p.pool))
+	}
+	p.void(t, id, lock.LockID, "waits for event paid")
+	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) || !strings.Contains(err.Error(), "event paid") {
+		t.Errorf("lock while it waits: %v", err)
+	}
+	if _, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "paid", json.RawMessage(`{"amount": 3}`), ""); err != nil {
+		t.Fatal(err)
+	}
+	lock = p.lock(t, id, "another")
+	var out executions.Outcome
+	if len(lock.Checkpoints) != 1 || lock.Checkpoints[0].Step != "wait event 1" || json.Unmarshal(lock.Checkpoints[0].Output, &out) != nil ||
+		string(out.Data) != `{"amount": 3}` || out.TimedOut {
+		t.Errorf("it goes on with %+v", lock.Checkpoints)
+	}
+	if _, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	if status := wait(executions.Release{For: "event", Key: "early"}); status != executions.Running || workers(t, p.pool) != 0 {
+		t.Errorf("for what had come it is %s", status)
+	}
+	for i, r := range []executions.Release{
+		{For: "response"},
+		{For: "agent", Key: p.external(t)},
+		{For: "document", Key: "d"},
+		{For: "signature", Key: "s"},
+		{For: "test", Key: "t"},
+		{For: "approval", Key: "a"},
+		{For: "delay", Timeout: time.Millisecond},
+	} {
+		lock = p.lock(t, id, "w")
+		if status := wait(r); status != executions.Waiting {
+			t.Errorf("%s: %s", r.For, status)
+		}
+		standard, _ := executions.Limits(r.For)
+		until := value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8 from agent_executions where id = $1`, id)
+		if want := max(standard, r.Timeout).Seconds(); until > want || until < want-120 {
+			t.Errorf("%s waits %v s, want %v", r.For, until, want)
+		}
+		exec(t, p.pool, `update agent_executions set waiting_until = clock_timestamp() where id = $1`, id)
+		sweep(t, p.pool)
+		step := fmt.Sprintf("wait %s %d", r.For, i+3)
+		if last := p.lock(t, id, "w").Checkpoints; last[len(last)-1].Step != step {
+			t.Errorf("the outcome is %+v, want %s", last[len(last)-1], step)
+		}
+	}
+	if keys := value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes where execution_id = $1 and status = 'waiting'`, id); keys !=
+		"event response agent document signature test approval delay" {
+		t.Errorf("it waited for %s", keys)
+	}
+}
+
+func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, nil)
+	id := p.external(t, handOn)
+	never := func(when string) {
+		t.Helper()
+		w := worker(t, pool)
+		if n, err := claim(t.Context(), pool, id, w); err != nil || n != 0 {
+			t.Errorf("%s it was claimed: %d, %v", when, n, err)
+		}
+		for range 2 {
+			sweep(t, pool)
+			if n := value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id); n != 0 {
+				t.Errorf("%s it is ready for a process", when)
+			}
+		}
+	}
+	never("new")
+	p.lock(t, id, "w")
+	expire(t, pool, id)
+	sweep(t, pool)
+	never("handed on")
+	lock := p.lock(t, id, "w")
+	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "event", Key: "k"}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	never("resumed")
+	claimed := p.lock(t, id, "w").Execution.Claim
+	exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
+	never("given up")
+	_, err := pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
+	if !postgres.IsCode(err, "LK002") {
+		t.Errorf("one that begins running: %v", err)
+	}
+}
+
+func TestTheEndOfAnOutsideRunWakesItsParent(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Trigger(ctx, "child", executions.Child{Flow: executions.External, Wait: true}))
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	child := value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
+	lock := p.lock(t, child, "w")
+	if _, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.Release{Status: executions.Failed, Error: "no paper"}); err != nil {
+		t.Fatal(err)
+	}
+	var got executions.Triggered
+	if err := json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got); err != nil {
+		t.Fatal(err)
+	}
+	if got.ExecutionID != child || got.Success || got.Error != "no paper" || got.Status != executions.Failed {
+		t.Errorf("the parent saw %+v", got)
+	}
+}
+
+func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
+	t.Parallel()
+	p := prepare(t, pgtest.DB(t), nil)
+	id := p.external(t)
+	lock := p.lock(t, id, "w")
+	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Completed}); err != nil {
+		t.Fatal(err)
+	}
+	got := value[[]string](t, p.pool, `select array_agg(n || ' ' || status order by n) from agent_status_changes where execution_id = $1`, id)
+	if diff := cmp.Diff([]string{"1 pending", "2 running", "3 completed"}, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few rows, of which the last counts the rest.
+func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	id := p.external(t, handOn)
+	late := p.lock(t, id, "late")
+	p.record(t, id, late.LockID, "first", `1`)
+	expire(t, pool, id)
+	next := p.lock(t, id, "next")
+	for i := range 26 {
+		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i), json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
+		if !errors.Is(err, executions.ErrVoid) {
+			t.Fatal(err)
+		}
+	}
+	p.void(t, id, late.LockID, "next") // a beat, a step and a release
+	if _, err := p.LockClaim(t.Context(), id, late.LockID); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("a message: %v", err)
+	}
+	if _, err := p.BeatRun(t.Context(), id, "another"); !errors.Is(err, executions.ErrVoid) {
+		t.Errorf("a beat of another lock: %v", err)
+	}
+	type refused struct {
+		Write, Step, Status, Class string
+		More                       int
+		Output                     string
+	}
+	rows, err := pool.Query(t.Context(), `
+		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0), coalesce((output -> 'output')::text, '')
+		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[refused])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 || got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
+		t.Errorf("recorded %+v", got)
+	}
+	for _, r := range got {
+		if strings.Contains(r.Output, "sk-secret") {
+			t.Errorf("a secret is kept: %s", r.Output)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
+		t.Error("the lock is in the log")
+	}
+	why := value[string](t, pool, `select string_agg((reason).what, '; ') from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
+		postgres.Strict{"trace": late.Execution.TraceID})
+	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
+		t.Errorf("why: %s", why)
+	}
+	if !p.record(t, id, next.LockID, "second", `2`) {
+		t.Error("the next one's step is not recorded")
+	}
+	if value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`) {
+		t.Error("a write of no execution is recorded")
+	}
+}
+
+// A worker outside that waits for a child lends it its thread, has it back afterwards, and learns what the child has come to: the same as inside.
+func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, nil)
+	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	says := func(id, lock, words string) (queued bool) {
+		t.Helper()
+		claim, err := p.LockClaim(t.Context(), id, lock)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
+	}
+	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
+	for n, ends := range []string{"while it waits", "before it waits"} {
+		lock := p.lock(t, id, "coordinator")
+		if says(id, lock.LockID, "I ask") {
+			t.Error("the coordinator's message queues")
+		}
+		child := p.external(t, func(s *executions.Spec) { s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true })
+		work := func() {
+			t.Helper()
+			mine := p.lock(t, child, "child")
+			if says(child, mine.LockID, "I answer") {
+				t.Error("the child's message queues")
+			}
+			exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
+			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.Release{
+				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if ends == "before it waits" {
+			work()
+		}
+		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "agent", Key: child})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ends == "while it waits" {
+			if status != executions.Waiting {
+				t.Errorf("it is %s", status)
+			}
+			work()
+		}
+		until(t, pool, id, executions.Running)
+		lock = p.lock(t, id, "coordinator")
+		var out struct {
+			Data struct {
+				Status    string
+				Variables map[string]any
+				Result    map[string]any
+			}
+		}
+		point := lock.Checkpoints[len(lock.Checkpoints)-1]
+		if err := json.Unmarshal(point.Output, &out); err != nil || out.Data.Status != "completed" || out.Data.Variables["color"] != "red" || out.Data.Result["n"] != 7.0 {
+			t.Errorf("%s: %s is %s, %v", ends, point.Step, point.Output, err)
+		}
+		if says(id, lock.LockID, fmt.Sprint("thanks ", n)) {
+			t.Error("the coordinator's message queues")
+		}
+	}
+}
+
+// Everything that touches the same few runs at once: whoever is refused is refused for a reason of the product's, never
+// by a deadlock; each step keeps its first output; and no step is recorded under a claim that was over.
+func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	const runs, actors, rounds = 4, 12, 40
+	ids := make([]string, runs)
+	for i := range ids {
+		ids[i] = p.external(t, handOn, func(s *executions.Spec) {
+			s.MaxAttempts, s.ProgressSeconds = 1000, 1
+			if i > 0 {
+				s.ParentID, s.Awaited = ids[0], true
+			}
+		})
+	}
+	var recorded atomic.Int32
+	began := time.Now()
+	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < patience } // a step has to be recorded, however slow the machine is
+	group, ctx := errgroup.WithContext(t.Context())
+	for a := range actors {
+		group.Go(func() error {
+			locks := map[string]string{}
+			for n := 0; n < rounds || hopeful(); n++ {
+				id := ids[rand.IntN(runs)]
+				var err error
+				switch what := rand.IntN(12); {
+				case what < 4:
+					var lock executions.RunLock
+					if lock, err = p.LockRun(ctx, id, fmt.Sprint("actor ", a), time.Second); err == nil {
+						locks[id] = lock.LockID
+					}
+				case what < 6:
+					var anew bool
+					if _, anew, err = p.CheckpointRun(ctx, id, locks[id], fmt.Sprint("step ", a, " ", n), json.RawMessage(`1`)); anew {
+						recorded.Add(1)
+					}
+				case what < 8:
+					all := []string{"none"}
+					for _, l := range locks {
+						all = append(all, l)
+					}
+					_, err = p.BeatRuns(ctx, all)
+				case what == 8:
+					_, _, err = p.UnlockRun(ctx, id, locks[id], executions.Release{Status: executions.Waiting, For: "event", Key: "k", Timeout: 50 * time.Millisecond})
+				case what == 9:
+					_, err = p.Deliver(ctx, pool, "EVENT_COMPLETED", "k", nil, "")
+				case what == 10:
+					_, err = pool.Exec(ctx, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms' where execution_id = @id`,
+						postgres.Strict{"id": id})
+				default:
+					err = p.Sweep(ctx)
+				}
+				if refused := new(executions.RunError); err != nil && !errors.As(err, &refused) {
+					return fmt.Errorf("actor %d, round %d: %w", a, n, err)
+				}
+			}
+			return nil
+		})
+	}
+	group.Go(func() error {
+		for wait := true; wait && ctx.Err() == nil; wait = hopeful() {
+			select {
+			case <-ctx.Done():
+			case <-time.After(500 * time.Millisecond):
+			}
+		}
+		_, err := p.Cancel(ctx, ids[0], "admin", "enough")
+		return err
+	})
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(recorded.Load()) || n == 0 {
+		t.Errorf("%d steps are recorded, %d were confirmed", n, recorded.Load())
+	}
+	for _, id := range ids {
+		if x := get(t, pool, id); x.Status != executions.Cancelled {
+			t.Errorf("it is %+v", x)
+		}
+	}
+}

@@ -1,0 +1,169 @@
+package executions
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
+func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
+	all := make([]opening, len(specs))
+	for i, s := range specs {
+		o, err := s.opening(here[i])
+		if err != nil {
+			return nil, err
+		}
+		all[i] = o
+	}
+	answers, err := e.startSeveral(ctx, all)
+	if err != nil {
+		return nil, err
+	}
+	started := make([]Execution, len(answers))
+	for i, a := range answers {
+		started[i] = a.Value
+	}
+	return started, nil
+}
+
+// Works reports whether the workers of this process look for executions.
+func (e *Engine) Works() bool { return e.works() }
+
+// SweepPause is how long the sweeper may sleep.
+func (e *Engine) SweepPause() time.Duration { return e.due.pause(time.Hour) }
+
+// AsStored is JSON as jsonb gives it back.
+func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }
+
+// RenewWorker prolongs the lease of a worker, and reports whether it lives.
+func RenewWorker(ctx context.Context, pool *pgxpool.Pool, id string) (alive bool, err error) {
+	var mine, requested []string
+	err = renewWorker(ctx, pool, id, &alive, &mine, &requested)
+	return alive, err
+}
+
+// TryComplete completes a requested cancel, if no transaction has the execution locked any more.
+func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
+	return e.tryComplete(ctx, id)
+}
+
+// engineAway is an engine whose database is, and counts how often it is asked for.
+func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
+	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
+	if err != nil {
+		t.Fatal(err)
+	}
+	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
+		*tries++
+		return nil, errors.New("away")
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &Engine{
+		pool: pool, keeper: lanes.NewKeeper(pool, lanes.Options{}), opts: Options{SweepEvery: 5 * time.Second}, log: log,
+		nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
+	}
+}
+
+// While the database is away, a timer that is due is not swept for all the time.
+func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		tries := 0
+		e := engineAway(t, slog.New(slog.DiscardHandler), &tries)
+		defer e.pool.Close()
+		e.due.set(time.Time{}, time.Now(), 1)
+		ctx, cancel := context.WithTimeout(t.Context(), 9*time.Second+time.Second/2)
+		defer cancel()
+		e.sweepLoop(ctx)
+		synctest.Wait()
+		if tries == 0 || tries > 40 {
+			t.Errorf("%d tries to connect in ten seconds", tries)
+		}
+	})
+}
+
+func TestHousekeepingThatFailsIsNotRepeatedAtEachSweep(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var said bytes.Buffer
+		tries := 0
+		e := engineAway(t, slog.New(slog.NewTextHandler(&said, nil)), &tries)
+		defer e.pool.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+		defer cancel()
+		e.sweepLoop(ctx)
+		synctest.Wait()
+		if n := strings.Count(said.String(), "housekeeping failed"); n < 5 || n > 10 {
+			t.Errorf("it failed %d times in ten minutes, want about once a minute", n)
+		}
+	})
+}
+
+// A lane that is handed over was never free, and may be so a thousand times a second: nobody sweeps for it.
+func TestAHandOverWakesNoSweep(t *testing.T) {
+	t.Parallel()
+	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {
+		e := &Engine{nudge: make(chan struct{}, 1)}
+		e.hearLane(said)
+		if len(e.nudge) != wakes {
+			t.Errorf("the sweep is woken %d times by %q, want %d", len(e.nudge), said, wakes)
+		}
+	}
+}
+
+// While the database is away for long, executions are asked for no more often than in its first seconds, and the log says so no more often.
+func TestClaimsThatFailBecomeNoMore(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var tries atomic.Int32
+		config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
+		if err != nil {
+			t.Fatal(err)
+		}
+		config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
+			return nil, errors.New("away")
+		}
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer pool.Close()
+		told := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
+		c := newCrew(&Engine{pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1}, log: told}, Background)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		c.work(ctx, ctx)
+		if n := tries.Load(); n < 60 || n > 125 { // a tick and a try of its own each second
+			t.Errorf("%d tries in a minute", n)
+		}
+	})
+}
+
+// counter counts the lines that have some words.
+type counter struct {
+	lines *atomic.Int32
+	words string
+}
+
+func (c counter) Write(line []byte) (int, error) {
+	if strings.Contains(string(line), c.words) {
+		c.lines.Add(1)
+	}
+	return len(line), nil
+}

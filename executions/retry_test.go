@@ -1,0 +1,400 @@
+package executions_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	effects(t, pool)
+	admin, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig.Copy())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = admin.Close(context.WithoutCancel(t.Context())) })
+	const runs, steps = 8, 12
+	var calls atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		for i := range steps {
+			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
+			if err != nil {
+				return executions.Result{}, err
+			}
+			_, err = executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+				_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": fmt.Sprint(x.ID, i)})
+				return i, err
+			})
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if i%4 == 3 {
+				if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
+			}
+		}
+		return executions.Result{}, nil
+	}))
+	ids := make([]string, runs)
+	for i := range ids {
+		ids[i] = p.begin(t, "flow")
+	}
+	breaking, stop := context.WithCancel(t.Context())
+	var group errgroup.Group
+	group.Go(func() error {
+		tick := time.NewTicker(60 * time.Millisecond)
+		defer tick.Stop()
+		for range 40 {
+			select {
+			case <-tick.C:
+			case <-breaking.Done():
+				return nil
+			}
+			_, err := admin.Exec(t.Context(), `
+				select pg_terminate_backend(pid) from pg_stat_activity
+				 where datname = current_database() and pid <> pg_backend_pid()`)
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	pgtest.Eventually(t, 2*patience, func() bool {
+		var left int
+		err := unfinished(t, pool.Config().ConnConfig, &left)
+		return err == nil && left == 0
+	}, "all executions complete")
+	stop()
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, patience, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
+	for _, id := range ids {
+		if got := get(t, pool, id); got.Status != executions.Completed {
+			t.Errorf("status %s: %s", got.Status, str(got.ErrorMessage))
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from effects`); n != runs*steps {
+		t.Errorf("%d effects, want %d", n, runs*steps)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'success'`); n != runs*steps {
+		t.Errorf("%d finished calls, want %d", n, runs*steps)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
+		t.Errorf("%d rows are running, %d are listed as open", n, open(t, pool))
+	}
+	// A call whose checkpoint had not arrived may be made again, but that is the exception.
+	if n := calls.Load(); n < runs*steps || n > 2*runs*steps {
+		t.Errorf("%d calls", n)
+	}
+}
+
+// unfinished counts what has not ended, over a connection of its own.
+func unfinished(t *testing.T, config *pgx.ConnConfig, left *int) error {
+	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
+	if err != nil {
+		return err
+	}
+	err = conn.QueryRow(t.Context(), `select count(*) from agent_executions where completed_at is null`).Scan(left)
+	if closed := conn.Close(t.Context()); err == nil {
+		err = closed
+	}
+	return err
+}
+
+func TestALostHintIsCoveredByTheSweep(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	id := p.begin(t, "flow")
+	exec(t, pool, `delete from river.river_job`)
+	start(t, pool, flow(nothing))
+	until(t, pool, id, executions.Completed)
+}
+
+func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(nothing))
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"}); err != nil {
+		t.Error(err)
+	}
+	if err := tx.Rollback(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if n := value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*) from river.river_job)`); n != 0 {
+		t.Errorf("%d rows are left", n)
+	}
+}
+
+func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := pending(t, pool)
+	n := mustClaim(t, pool, id, worker(t, pool))
+	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
+	one, err := activity.Open(t.Context(), pool, entry)
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := activity.Open(t.Context(), pool, entry)
+	if err != nil || one != two {
+		t.Errorf("opened %s, then %s, %v", one, two, err)
+	}
+	for range 2 {
+		if err := activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}); err != nil {
+			t.Error(err)
+		}
+		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim) on conflict do nothing`,
+			postgres.Strict{"id": id, "claim": n})
+	}
+	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
+		t.Errorf("activity %v", log)
+	}
+}
+
+// A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well last.
+func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var tries atomic.Int32
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+			if tries.Add(1) > 1 {
+				return 0, nil
+			}
+			if err := tx.Conn().Close(ctx); err != nil {
+				return 0, err
+			}
+			return 0, &pgconn.PgError{Severity: "FATAL", Code: "25P03", Message: "terminating connection due to idle-in-transaction timeout"}
+		}))
+	}))
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
+	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
+		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), str(got.ErrorMessage))
+	}
+}
+
+// A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not what a run
+// ends with: the write is made again.
+func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
+	t.Parallel()
+	for name, when := range map[string]string{
+		"a record": "insert on agent_checkpoints for each row",
+		"a call":   "insert on agent_activity for each row when (new.kind = 'call')",
+		"a wait":   "update on agent_executions for each row when (new.status = 'waiting')",
+		"an end":   "update on agent_executions for each row when (new.completed_at is not null)",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			exec(t, pool, `create sequence cancels`)
+			exec(t, pool, `
+				create function cancel() returns trigger language plpgsql as $$
+				begin
+				  if nextval('cancels') <= 3 then
+				    perform pg_cancel_backend(pg_backend_pid());
+				    perform pg_sleep(60);
+				  end if;
+				  return new;
+				end $$`)
+			exec(t, pool, `create trigger cancel before `+when+` execute function cancel()`)
+			var calls, steps atomic.Int32
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+					func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
+				if err != nil {
+					return executions.Result{}, err
+				}
+				if _, err := executions.Wait(ctx, "wait", executions.Delay(time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
+				n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return steps.Add(1), nil })
+				return ends(n, err)
+			}))
+			id := p.begin(t, "flow")
+			until(t, pool, id, executions.Completed)
+			if calls.Load() != 1 || steps.Load() != 1 {
+				t.Errorf("%d calls, %d steps", calls.Load(), steps.Load())
+			}
+		})
+	}
+}
+
+// What a flow asks of the database may meet a slow moment, too; a query that is cancelled each time is meant to be.
+func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		cancels, tries int
+		ends           executions.Status
+	}{
+		"in a slow moment": {2, 3, executions.Completed},
+		"each time":        {9, 3, executions.Failed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			var tries atomic.Int32
+			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+				_, err := executions.Step(ctx, "step", func(ctx context.Context) (bool, error) {
+					if int(tries.Add(1)) > test.cancels {
+						return true, nil
+					}
+					_, err := pool.Exec(ctx, `do $$ begin perform pg_cancel_backend(pg_backend_pid()), pg_sleep(60); end $$`)
+					return true, err
+				})
+				return executions.Result{}, err
+			}))
+			id := p.begin(t, "flow")
+			until(t, pool, id, test.ends)
+			if int(tries.Load()) != test.tries {
+				t.Errorf("%d tries", tries.Load())
+			}
+		})
+	}
+}
+
+// A connection that breaks while a lane is given back is no result of the flow: it is given back over another one, also where the one that broke
+// had done it.
+func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for lane, done := range map[string]bool{"objective:1": false, "thread:1": false, "objective:2": true, "thread:2": true} {
+		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			hold, err := executions.Lane(ctx, lane)
+			if err != nil {
+				return executions.Result{}, err
+			}
+			tx, err := pool.Begin(ctx)
+			if err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := tx.Exec(ctx, `select from agent_locks where lane = $1 for key share`, lane); err != nil { // a fenced write, which a release waits for
+				return executions.Result{}, err
+			}
+			var broken errgroup.Group
+			broken.Go(func() error {
+				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
+				pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				if done {
+					exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
+				}
+				exec(t, pool, `select pg_terminate_backend(pid) `+waits)
+				return tx.Commit(context.WithoutCancel(ctx))
+			})
+			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
+		}))
+		x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		if err != nil || x.Status != executions.Completed {
+			t.Errorf("%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
+		}
+		if held := value[bool](t, pool, `select is_agent_lock_held($1)`, lane); held {
+			t.Errorf("%s is still held", lane)
+		}
+		p.stop()
+	}
+}
+
+// commitLink carries one connection. The answer to a commit is lost, and the connection with it, when lose is set.
+type commitLink struct {
+	client, server net.Conn
+	lose           *atomic.Bool
+	mute           atomic.Bool
+}
+
+func (l *commitLink) Upstream() {
+	requests, first, err := pgproxy.NewRequests(l.client)
+	if err == nil {
+		_, err = l.server.Write(first)
+	}
+	for err == nil {
+		var r pgproxy.Request
+		if r, err = requests.Next(); err != nil {
+			return
+		}
+		if r.Simple && strings.HasPrefix(r.Bound[0], "commit") && l.lose.CompareAndSwap(true, false) {
+			l.mute.Store(true)
+		}
+		_, err = l.server.Write(r.Raw)
+	}
+}
+
+func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.Load) }
+
+func opened(t *testing.T, url string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// The commit that ends an execution may take effect though its answer is lost. The effect is there once then, and the
+// caller gets the end.
+func TestAnEndInATransactionIsKnownWhenTheAnswerToItsCommitIsLost(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	pool := opened(t, url)
+	exec(t, pool, `create table effects (n int)`)
+	var lose atomic.Bool
+	through := pgproxy.Listen(t, url, func(client, server net.Conn) pgproxy.Link {
+		return &commitLink{client: client, server: server, lose: &lose}
+	})
+	calls := 0
+	p := start(t, opened(t, through.URL("engine")), flow(func(ctx context.Context) (executions.Result, error) {
+		n, err := executions.EndTx(ctx, "end", func(ctx context.Context, tx pgx.Tx) (int, error) {
+			calls++
+			if _, err := tx.Exec(ctx, `insert into effects values (7)`); err != nil {
+				return 0, err
+			}
+			lose.Store(true)
+			return 7, nil
+		}, func(n int) executions.Result { return executions.Result{Summary: "seven", Value: n} })
+		if n != 7 || err != nil {
+			t.Errorf("the step has %d, %v", n, err)
+		}
+		return executions.Result{}, err
+	}), never)
+	x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" || string(x.Result) != "7" || x.Claim != 1 {
+		t.Errorf("it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)
+	}
+	if lose.Load() || calls != 1 {
+		t.Errorf("the answer was lost: %v; the transaction was made %d times", !lose.Load(), calls)
+	}
+	if n := value[int](t, pool, `select count(*) from effects`); n != 1 {
+		t.Errorf("%d effects", n)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`, postgres.Strict{"id": x.ID}); n != 1 {
+		t.Errorf("%d ends", n)
+	}
+}

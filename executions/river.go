@@ -1,0 +1,317 @@
+package executions
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/riverqueue/river"
+	"github.com/riverqueue/river/riverdriver"
+	"github.com/riverqueue/river/riverdriver/riverpgxv5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// hintsAtOnce is how many hints River hands over together; each takes no time.
+const hintsAtOnce = 100
+
+// The queues. Interactive work has workers of its own, because a priority cannot free busy ones.
+const (
+	Background  = "background"
+	Interactive = "interactive"
+)
+
+// wakeArgs is a hint to look at an execution. It carries no work: the row is the truth, so a hint may
+// come late, twice or never.
+type wakeArgs struct {
+	ExecutionID string `json:"execution_id"`
+	Wake        int    `json:"wake"`
+}
+
+// Kind names the job in River's table.
+func (wakeArgs) Kind() string { return "execution_wake" }
+
+// tickArgs asks to start what schedules have become due.
+type tickArgs struct{}
+
+// Kind names the job in River's table.
+func (tickArgs) Kind() string { return "schedule_tick" }
+
+// newRiver makes this process's River client: hints, and the leader's tick.
+func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
+	workers := river.NewWorkers()
+	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {
+		e.ready(job.Queue, 1)
+		return nil
+	}))
+	river.AddWorker(workers, river.WorkFunc(func(ctx context.Context, _ *river.Job[tickArgs]) error {
+		return e.Tick(ctx)
+	}))
+	poll := 5 * time.Second // only for what a notification was missed for
+	if e.opts.PollOnly {
+		poll = 500 * time.Millisecond
+	}
+	client, err := river.NewClient(driver(pool, e.opts.Direct), &river.Config{
+		Schema:  migrations.RiverSchema,
+		Logger:  quiet(e.log),
+		Workers: workers,
+		Queues: map[string]river.QueueConfig{
+			Background:  {MaxWorkers: hintsAtOnce},
+			Interactive: {MaxWorkers: hintsAtOnce},
+			"ticks":     {MaxWorkers: 1},
+		},
+		FetchCooldown:     5 * time.Millisecond,
+		FetchPollInterval: poll,
+		// The row's claim is what makes a run single, so a tick may take as long as it likes, and a job
+		// that River believes stuck may be handed out again.
+		JobTimeout:           -1,
+		RescueStuckJobsAfter: 24 * time.Hour,
+		PollOnly:             e.opts.PollOnly,
+		PeriodicJobs: []*river.PeriodicJob{river.NewPeriodicJob(
+			river.PeriodicInterval(time.Second),
+			func() (river.JobArgs, *river.InsertOpts) {
+				if !e.due.passed() {
+					return nil, nil
+				}
+				return tickArgs{}, &river.InsertOpts{Queue: "ticks", MaxAttempts: 1}
+			}, nil)},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("make River client: %w", err)
+	}
+	return client, nil
+}
+
+// Look is for who has made executions ready by a function of the database, after the commit: the workers of this
+// process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too much for this one.
+func (e *Engine) Look() {
+	for _, c := range e.crews {
+		c.look()
+	}
+}
+
+// ready says that n executions of a queue may be ready: the workers of this process look at once, and where they are
+// too few, other processes are told.
+func (e *Engine) ready(queue string, n int) {
+	c := e.crews[queue]
+	if c == nil {
+		return
+	}
+	c.look()
+	if !c.has(n) {
+		c.spread()
+	}
+}
+
+// works reports whether this process claims what is ready, so that it needs no hint in the transaction.
+func (e *Engine) works() bool {
+	for _, c := range e.crews {
+		if !c.isOpen() {
+			return false
+		}
+	}
+	return true
+}
+
+// hint is one wake-up to insert.
+type hint struct {
+	ID       string
+	Wake     int
+	Queue    string
+	Priority int
+}
+
+func (h hint) options() *river.InsertOpts {
+	return &river.InsertOpts{Queue: h.Queue, Priority: h.Priority, MaxAttempts: 1}
+}
+
+// sendHints inserts wake-ups in the transaction that made the executions ready.
+func (e *Engine) sendHints(ctx context.Context, tx pgx.Tx, hints []hint) error {
+	switch len(hints) {
+	case 0:
+		return nil
+	case 1:
+		h := hints[0]
+		if _, err := e.river.InsertTx(ctx, tx, wakeArgs{h.ID, h.Wake}, h.options()); err != nil {
+			return fmt.Errorf("hint execution %s: %w", h.ID, err)
+		}
+		return nil
+	}
+	jobs := make([]river.InsertManyParams, len(hints))
+	for i, h := range hints {
+		jobs[i] = river.InsertManyParams{Args: wakeArgs{h.ID, h.Wake}, InsertOpts: h.options()}
+	}
+	if _, err := e.river.InsertManyFastTx(ctx, tx, jobs); err != nil {
+		return fmt.Errorf("hint %d executions: %w", len(hints), err)
+	}
+	return nil
+}
+
+// driver is River's way to the database: by pool, and by direct, unless that is nil, for what needs a session.
+func driver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
+	if direct == nil {
+		return riverpgxv5.New(pool)
+	}
+	return &twoWays{riverpgxv5.New(pool), riverpgxv5.New(direct)}
+}
+
+// twoWays listens elsewhere than it does everything else.
+type twoWays struct {
+	*riverpgxv5.Driver
+
+	session *riverpgxv5.Driver
+}
+
+// GetListener listens where a session is one.
+func (w *twoWays) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
+	return w.session.GetListener(params)
+}
+
+// Logger is the log of the engine that runs the execution ctx belongs to; outside executions it discards.
+func Logger(ctx context.Context) *slog.Logger {
+	r, err := runOf(ctx)
+	if err != nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return r.e.log
+}
+
+// Claim names the execution that ctx belongs to, and the claim under which this process runs it; ErrOutside when it
+// belongs to none. It is what a function in SQL needs that acts for an execution.
+func Claim(ctx context.Context) (id string, claim int64, err error) {
+	r, err := runOf(ctx)
+	if err != nil {
+		return "", 0, err
+	}
+	return r.exec.ID, r.exec.Claim, nil
+}
+
+// Hint tells a worker of executions that tx has made ready by a function of the database, such as
+// receive_agent_message. Ids of others are passed over. What is not told the sweep finds within seconds.
+func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
+	if len(ids) == 0 {
+		return nil
+	}
+	rows, err := tx.Query(ctx, `
+		select x.id::text, x.wake, x.queue, x.priority from agent_executions x
+		 where x.id = any(@ids::uuid[]) and x.claimed_by is null and x.status = 'running' order by x.id`,
+		postgres.Strict{"ids": ids})
+	if err != nil {
+		return fmt.Errorf("read ready executions: %w", err)
+	}
+	ready, err := pgx.CollectRows(rows, pgx.RowToStructByPos[hint])
+	if err != nil {
+		return fmt.Errorf("read ready executions: %w", err)
+	}
+	return e.sendHints(ctx, tx, ready)
+}
+
+// LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors: ErrNotFound, ErrVoid
+// with the reason.
+func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
+	var claim *int64
+	err := e.pool.QueryRow(ctx, `
+		select (select x.claim from agent_executions x where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
+	if err != nil {
+		return 0, fmt.Errorf("look at lock of execution %s: %w", id, err)
+	}
+	if claim == nil {
+		return 0, e.refuse(ctx, id, lockID, "message", "", nil)
+	}
+	return *claim, nil
+}
+
+// listenLoop hears of cancels and freed lanes as they happen.
+func (e *Engine) listenLoop(ctx context.Context) {
+	if e.opts.Listener == nil {
+		return
+	}
+	cancels, stop := e.opts.Listener.Subscribe("agent_cancel")
+	defer stop()
+	freed, stopFreed := e.opts.Listener.Subscribe("agent_lanes")
+	defer stopFreed()
+	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // by a decision that was made in SQL alone
+	defer stopWoken()
+	ready, stopReady := e.opts.Listener.Subscribe("agent_ready") // by a process that has too much to do, or a place that is free
+	defer stopReady()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case id := <-cancels:
+			e.hearCancel(ctx, id)
+		case said := <-freed:
+			e.hearLane(said)
+		case <-woken:
+			e.Look()
+		case queue := <-ready:
+			e.hear(queue)
+		}
+	}
+}
+
+// hear looks at the named queue, or at both.
+func (e *Engine) hear(queue string) {
+	if c := e.crews[queue]; c != nil {
+		c.look()
+		return
+	}
+	e.Look()
+}
+
+// hearLane sweeps for those who wait until a lane is free, which one that was handed over is not.
+func (e *Engine) hearLane(said string) {
+	if !lanes.HandedOver(said) {
+		e.hurry()
+	}
+}
+
+// hearCancel stops the named run; an empty name means that notifications may have been missed.
+func (e *Engine) hearCancel(ctx context.Context, id string) {
+	ids := []string{id}
+	if id == "" {
+		ids = nil
+		e.mu.Lock()
+		for running := range e.runs {
+			ids = append(ids, running)
+		}
+		e.mu.Unlock()
+	}
+	for _, running := range ids {
+		e.cancelled(ctx, running)
+	}
+}
+
+// stopping reports whether the process shuts down.
+func (e *Engine) stopping() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.draining
+}
+
+// quiet keeps River's chatter out of the program's log; its warnings and errors stay.
+func quiet(log *slog.Logger) *slog.Logger {
+	return slog.New(&atLeast{log.Handler(), slog.LevelWarn})
+}
+
+type atLeast struct {
+	slog.Handler
+	level slog.Level
+}
+
+func (h *atLeast) Enabled(ctx context.Context, l slog.Level) bool {
+	return l >= h.level && h.Handler.Enabled(ctx, l)
+}
+
+func (h *atLeast) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &atLeast{h.Handler.WithAttrs(attrs), h.level}
+}
+
+func (h *atLeast) WithGroup(name string) slog.Handler {
+	return &atLeast{h.Handler.WithGroup(name), h.level}
+}

@@ -1,0 +1,423 @@
+package executions_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// beginnings are starts of all sorts.
+func beginnings(parent string) []executions.Spec {
+	return []executions.Spec{
+		{Flow: "flow", Surface: trace.Flow},
+		{Flow: "flow", Surface: trace.Chat, TraceID: trace.New(trace.Chat), ThreadID: "thread", Agent: "somebody"},
+		{Flow: "flow", Surface: trace.Heartbeat, Input: json.RawMessage(`{"b":1.50,"a":[1e2,null,{}],  "b":"\u00e9<"}`)},
+		{Flow: "flow", Surface: trace.Operate, Input: []int{1, 2}, Queue: executions.Interactive, Priority: 4},
+		{Flow: "flow", Surface: trace.Flow, Input: struct{}{}, ParentID: parent, Awaited: true, Inherits: true},
+		{Flow: "flow", Surface: trace.Flow, ParentID: strings.ToUpper(parent), OnLost: "hand_on", MaxAttempts: 9, ProgressSeconds: 30},
+		{Flow: "external:there", Surface: trace.Webhook},
+		{Flow: "external", Surface: trace.Flow, OnLost: "hand_on", Priority: 1},
+	}
+}
+
+// as compares an execution that a call returned with what is read.
+func as(t *testing.T, db postgres.DB, how string, got executions.Execution) {
+	t.Helper()
+	if diff := cmp.Diff(get(t, db, got.ID), got); diff != "" {
+		t.Errorf("%s: read -, returned +\n%s", how, diff)
+	}
+}
+
+// Nobody reads a row that was just written: what a start returns is put together from what was sent and what came back.
+func TestAStartReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	parent := pending(t, pool)
+	specs := beginnings(parent)
+	for _, claimed := range []bool{false, true} {
+		here := make([]bool, len(specs))
+		for i, s := range specs {
+			here[i] = claimed && !strings.HasPrefix(s.Flow, "external")
+		}
+		together, err := p.StartSeveral(t.Context(), specs, here)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, s := range specs {
+			as(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
+			if want := map[bool]executions.Status{true: executions.Running, false: executions.Pending}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
+				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
+			}
+			alone, err := p.StartSeveral(t.Context(), specs[i:i+1], here[i:i+1])
+			if err != nil {
+				t.Fatal(err)
+			}
+			as(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
+		}
+	}
+}
+
+// Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to the queue.
+func TestAStartOfAProcessThatWorksReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	leave := make(chan struct{})
+	body := func(ctx context.Context) (executions.Result, error) {
+		select {
+		case <-leave:
+		case <-ctx.Done():
+		}
+		return executions.Result{}, nil
+	}
+	p := start(t, pool, flow(body), never, func(o *executions.Options) { o.Workers = 2 })
+	defer close(leave)
+	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	begin := func(s executions.Spec) (executions.Execution, error) {
+		x, created, err := p.Start(t.Context(), pool, s)
+		if err == nil && !created {
+			err = fmt.Errorf("%s was not created", x.ID)
+		}
+		return x, err
+	}
+	one, err := begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: map[string]any{"a": 1}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	as(t, pool, "the first", one)
+	if one.Status != executions.Running || one.ClaimedBy == nil || one.Claim != 1 || one.StartedAt == nil {
+		t.Errorf("the first, for which there is a worker, is %+v", one)
+	}
+	started := make([]executions.Execution, 40)
+	var group errgroup.Group
+	for i := range started {
+		group.Go(func() (err error) {
+			started[i], err = begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: i, ThreadID: fmt.Sprint(i)})
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	running := 0
+	for i, x := range started {
+		if string(x.Input) != fmt.Sprint(i) || x.ThreadID == nil || *x.ThreadID != fmt.Sprint(i) {
+			t.Errorf("start %d got the execution of another: %+v", i, x)
+		}
+		if x.Status == executions.Running {
+			running++
+			as(t, pool, "claimed as it began", x)
+			continue
+		}
+		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has come to it since
+			as(t, pool, "left to the queue", x)
+		}
+	}
+	if running > 1 {
+		t.Errorf("%d began claimed, and one worker was free", running)
+	}
+}
+
+// So it is with the row as it ended, which has what others wrote meanwhile.
+func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		var kind int
+		if err := json.Unmarshal(input, &kind); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Step(ctx, "meanwhile", func(ctx context.Context) (int, error) {
+			_, err := pool.Exec(ctx, `
+				update agent_executions set flow_version = 3, inherits = true, variables = '{"b": 1, "a": 2}' where id = @id and @kind::int > 1`,
+				postgres.Strict{"id": x.ID, "kind": kind})
+			return 0, err
+		})
+		if err == nil && kind == 2 {
+			err = executions.SetVariables(ctx, map[string]any{"long": 1, "b": 1.50})
+		}
+		if err != nil {
+			return executions.Result{}, err
+		}
+		switch kind {
+		case 3:
+			return executions.Result{}, executions.ErrTimedOut
+		case 4:
+			_, err = executions.Step(ctx, "fails", func(context.Context) (int, error) { return 0, fmt.Errorf("no") })
+			return executions.Result{}, err
+		case 5:
+			return executions.Result{Summary: "nothing"}, nil
+		}
+		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)}, nil
+	}}, never)
+	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	for _, callers := range []int{1, 20} {
+		var group errgroup.Group
+		for range callers {
+			group.Go(func() error {
+				for kind := range 6 {
+					got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate, Input: kind})
+					if err != nil {
+						return err
+					}
+					as(t, pool, fmt.Sprintf("run %d of %d callers", kind, callers), got)
+				}
+				return nil
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue, and their callers
+// get the rows as they stand.
+func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	body := flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil }))
+	})
+	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
+	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
+	if _, err := paused.RunHere(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
+	var group errgroup.Group
+	for i := range 20 {
+		run := paused.RunHere
+		if i%2 == 0 {
+			run = paused.RunNow
+		}
+		group.Go(func() (err error) {
+			defer func() {
+				if p := recover(); p != nil {
+					err = fmt.Errorf("panic: %v", p)
+				}
+			}()
+			x, err := run(t.Context(), spec)
+			if err == nil && x.Status.Ended() {
+				err = fmt.Errorf("it is %s", x.Status)
+			}
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	start(t, pool, body)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
+	}, "another process runs them")
+}
+
+// What a statement for several looks at, for all of them at once, are the rules of each row.
+func TestABatchOfStartsKeepsTheRules(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	// Three starts, of which the second is claimed and has a key of its own.
+	begin := func(key string, value any) error {
+		second := map[string]any{"trace_id": "t", "surface": "flow", "flow": "f"}
+		if key != "" {
+			second[key] = value
+		}
+		_, err := pool.Exec(t.Context(), `
+			select lanekeeper.start_agent_executions(array['t', s ->> 'trace_id', 't'], array['flow', s ->> 'surface', 'flow'], array['f', s ->> 'flow', 'f'], null,
+			       jsonb_build_array('{"queued": true}'::jsonb, s - '{trace_id,surface,flow}'::text[], '{"queued": true}'::jsonb), $1, '{0,0}', '{}')
+			  from (select $2::jsonb) o (s)`, w, second)
+		return err
+	}
+	for key, bad := range map[string]any{
+		"trace_id": "", "surface": "page", "flow": "", "queue": "slow", "priority": 5, "max_attempts": 0, "on_lost": "hope", "progress_seconds": -1,
+	} {
+		if err := begin(key, bad); !postgres.IsCode(err, "23514") {
+			t.Errorf("%s = %v: %v", key, bad, err)
+		}
+	}
+	for _, flow := range []string{"external", "external:there"} {
+		if err := begin("flow", flow); !postgres.IsCode(err, "LK002") {
+			t.Errorf("a claimed %s: %v", flow, err)
+		}
+	}
+	exec(t, pool, `select pause_agent('prices look wrong')`)
+	if err := begin("", nil); !postgres.IsCode(err, "LK003") {
+		t.Errorf("claimed while the agent is paused: %v", err)
+	}
+	exec(t, pool, `select resume_agent('test')`)
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+		t.Errorf("%d of what was refused are there", n)
+	}
+	exec(t, pool, `
+		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null, '[{"queued": true}, {}, {"queued": true}]', $1,
+		       '{0,0}', '{}')`, w)
+	got := value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow) from agent_executions`)
+	if want := "external t fail, external:there t fail, f f resume"; got != want {
+		t.Errorf("%s\nwant %s", got, want)
+	}
+}
+
+// Whether an execution is for workers outside follows from its flow, whoever writes the row.
+func TestWhetherAnExecutionIsForOutsideFollowsFromItsFlow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	id := value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
+	for _, step := range []struct{ set, want string }{
+		{set: "outside = outside", want: "f"},
+		{set: "flow = 'external:there'", want: "t"},
+		{set: "outside = false", want: "t"},
+		{set: "flow = 'externals'", want: "f"},
+		{set: "outside = true", want: "f"},
+		{set: "flow = 'external'", want: "t"},
+	} {
+		exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
+		if got := value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`, postgres.Strict{"id": id}); got != step.want {
+			t.Errorf("%s: outside is %s, want %s", step.set, got, step.want)
+		}
+	}
+}
+
+// The ids of a batch are what agent_uuid7 makes: version 7, of this moment, no two alike, in the order of their making.
+func TestTheIDsOfABatchAreInOrder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for range 3 {
+		got := value[string](t, pool, `
+			with b as (
+			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
+			         null, null, null, '{0,0}', '{}'))
+			select concat_ws(' ', count(*), count(distinct id), count(distinct right(id::text, 16)),
+			       bool_and(substr(id::text, 15, 1) = '7' and substr(id::text, 20, 1) in ('8', '9', 'a', 'b')),
+			       array_agg(id order by id) = array_agg(id order by n),
+			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond') and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
+		if want := "300 300 300 t t t"; got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+}
+
+// A few executions of one agent among very many are found without reading those of the others.
+func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	tx, err := pgtest.DB(t).Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	for _, sql := range []string{
+		`set local session_replication_role = replica`,
+		`insert into agent_executions (trace_id, surface, agent, flow, status)
+		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed' from generate_series(1, 3000) n`,
+		`analyze agent_executions`,
+	} {
+		if _, err := tx.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 7 { // a plan for all values would come with the sixth
+		found, err := executions.List(t.Context(), tx, executions.Filter{Agent: "rare"})
+		if err != nil || len(found) != 1 {
+			t.Fatalf("found %d, %v", len(found), err)
+		}
+	}
+	var scans int
+	err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_executions_of_agent'::regclass)`).Scan(&scans)
+	if err != nil || scans != 7 {
+		t.Errorf("the index was read %d times, %v", scans, err)
+	}
+}
+
+func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, nil)
+	old := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '31 days')::text`)
+	recent := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
+	for _, c := range []struct{ after, id, says string }{
+		{`select 1`, old, ""},
+		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet
+		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have taken it away: it keeps what has ended for 30 days"},
+		{`select 1`, recent, ""},
+		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have taken it away"},
+	} {
+		exec(t, pool, c.after)
+		want := "execution " + c.id + ": no such execution" + c.says
+		_, read := executions.Get(t.Context(), pool, c.id)
+		_, forked := p.Fork(t.Context(), pool, executions.ForkSpec{ID: c.id})
+		for what, err := range map[string]error{"read": read, "fork": forked} {
+			if !errors.Is(err, executions.ErrNotFound) || !strings.HasSuffix(err.Error(), want) {
+				t.Errorf("%s after %s: %v, want %s", what, c.after, err, want)
+			}
+		}
+	}
+	if _, err := executions.Get(t.Context(), pool, "nonsense"); !errors.Is(err, executions.ErrNotFound) {
+		t.Errorf("an id that is none: %v", err)
+	}
+}
+
+// Every value and every free text of a row is shown without its secrets and bounded; the row itself stays as it is.
+func TestWhatIsShownHoldsNoSecret(t *testing.T) {
+	const secret = "Zq81xLm0Kk77"
+	texts := map[string]bool{
+		"ResultSummary": true, "WaitingKey": true, "ErrorMessage": true, "FailedStep": true, "CancelReason": true, "DedupeKey": true,
+		"Step": true,
+	}
+	for _, long := range []string{"", strings.Repeat("x ", 100<<10)} {
+		text := "password=" + secret + " " + long
+		for _, row := range []any{&executions.Execution{}, &executions.Checkpoint{}} {
+			v := reflect.ValueOf(row).Elem()
+			for i := range v.NumField() {
+				switch field := v.Field(i).Addr().Interface().(type) {
+				case *json.RawMessage:
+					*field = json.RawMessage(fmt.Sprintf(`{"token": %q, "said": %q}`, secret, text))
+				case *string:
+					if texts[v.Type().Field(i).Name] {
+						*field = text
+					}
+				case **string:
+					if texts[v.Type().Field(i).Name] {
+						*field = &text
+					}
+				}
+			}
+			before := fmt.Sprintf("%+v", v.Interface())
+			got, err := json.Marshal(v.Addr().MethodByName("Redacted").Call(nil)[0].Interface())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(string(got), secret) || !strings.Contains(string(got), "[redacted]") || len(got) > 10*(64<<10)+4096 {
+				t.Errorf("%T: %d bytes: %.2000s", row, len(got), got)
+			}
+			if fmt.Sprintf("%+v", v.Interface()) != before {
+				t.Errorf("%T: the row was changed", row)
+			}
+		}
+	}
+}
+
+func TestWhatHoldsNoSecretIsShownAsItIs(t *testing.T) {
+	x := executions.Execution{ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done", WaitingKey: new("invoice-7")}
+	if diff := cmp.Diff(x, x.Redacted()); diff != "" {
+		t.Error(diff)
+	}
+	c := executions.Checkpoint{Step: "look#2", Output: json.RawMessage(`[1,"a"]`)}
+	if diff := cmp.Diff(c, c.Redacted()); diff != "" {
+		t.Error(diff)
+	}
+}

@@ -1,0 +1,657 @@
+package executions_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	osexec "os/exec"
+	"os/signal"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// never makes sure that what is seen to happen was not done by a sweep.
+func never(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Minute }
+
+// limit sets a limit by plain SQL.
+func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
+	t.Helper()
+	exec(t, db, `
+		insert into agent_limits (kind, name, running) values (@kind, @name, @running)
+		on conflict (kind, name) do update set running = excluded.running`,
+		postgres.Strict{"kind": kind, "name": name, "running": running})
+}
+
+// tryReady claims from the queue as a process does, and returns the ids, by priority and age.
+func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		select (c.execution).id::text from lanekeeper.claim_agent_executions('background', @worker, @n) c where not c.missed
+		 order by (c.execution).priority, (c.execution).id`, postgres.Strict{"worker": worker, "n": n})
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+func claimReady(t *testing.T, db postgres.DB, worker string, n int) []string {
+	t.Helper()
+	ids, err := tryReady(t.Context(), db, worker, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ids
+}
+
+// queued inserts a pending execution by plain SQL.
+func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int) string {
+	t.Helper()
+	return value[string](t, pool, `
+		insert into agent_executions (trace_id, surface, flow, priority) values (@trace, @surface, @flow, @priority) returning id::text`,
+		postgres.Strict{"trace": string(trace.New(trace.Flow)), "surface": surface, "flow": flow, "priority": priority})
+}
+
+func TestTwoProcessesTogetherKeepALimit(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var now, most, surplus atomic.Int32
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		n := now.Add(1)
+		defer now.Add(-1)
+		for old := most.Load(); n > old && !most.CompareAndSwap(old, n); old = most.Load() {
+		}
+		if n > 3 {
+			surplus.Add(1)
+		}
+		return ends(executions.Step(ctx, "work", func(ctx context.Context) (int, error) {
+			return asked[int](ctx, pool, `select 1 from pg_sleep(0.005)`)
+		}))
+	})
+	heard := listener(t, pool)
+	with := func(o *executions.Options) { never(o); o.Listener = heard }
+	p := start(t, pool, flows, with)
+	start(t, pool, flows, with)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}); err != nil {
+		t.Fatal(err)
+	}
+	for range 60 {
+		p.begin(t, "flow")
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
+	}, "all get a place, one after the other, without a sweep")
+	if surplus.Load() != 0 || most.Load() < 2 {
+		t.Errorf("%d ran at once", most.Load())
+	}
+}
+
+// asked reads one value in a flow.
+func asked[T any](ctx context.Context, db postgres.DB, sql string) (v T, err error) {
+	err = db.QueryRow(ctx, sql).Scan(&v)
+	return v, err
+}
+
+func TestRacingClaimsNeverExceedALimit(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	limit(t, pool, "flow", "flow", 5)
+	limit(t, pool, "surface", "flow", 7)
+	workers := make([]string, 6)
+	for i := range workers {
+		workers[i] = worker(t, pool)
+	}
+	for range 15 {
+		exec(t, pool, `delete from agent_executions`)
+		ids := make([]string, 30)
+		for i := range ids {
+			ids[i] = queued(t, pool, []string{"flow", "other"}[i%2], "flow", 2)
+		}
+		group, ctx := errgroup.WithContext(t.Context())
+		for i, w := range workers {
+			group.Go(func() error {
+				if i%2 == 0 {
+					_, err := tryReady(ctx, pool, w, 4)
+					return err
+				}
+				_, err := claim(ctx, pool, ids[i], w)
+				return err
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		one := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null and flow = 'flow'`)
+		all := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
+		if one > 5 || all > 7 {
+			t.Fatalf("%d of the flow and %d of the surface are claimed", one, all)
+		}
+	}
+	claimReady(t, pool, workers[0], 30)
+	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 7 {
+		t.Errorf("%d are claimed, want all 7 places taken", n)
+	}
+}
+
+func TestTheQueueGoesByPriorityAndAge(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	old, urgent, late := queued(t, pool, "a", "flow", 2), queued(t, pool, "b", "chat", 1), queued(t, pool, "c", "flow", 3)
+	young, gone := queued(t, pool, "a", "flow", 2), queued(t, pool, "a", "flow", 1)
+	if _, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed"); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := claimReady(t, pool, w, 2), []string{urgent, old}; !slices.Equal(got, want) {
+		t.Errorf("first %v, want %v", got, want)
+	}
+	if got, want := claimReady(t, pool, w, 5), []string{young, late}; !slices.Equal(got, want) {
+		t.Errorf("then %v, want %v", got, want)
+	}
+}
+
+// What is held back is neither claimed nor named by the sweep, and what stands behind it is not held up.
+func TestALimitHoldsBackNothingElse(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	limit(t, pool, "flow", "full", 1)
+	limit(t, pool, "surface", "webhook", 0)
+	held := queued(t, pool, "full", "flow", 1)
+	for range 20 {
+		queued(t, pool, "full", "flow", 1)
+		queued(t, pool, "any", "webhook", 1)
+	}
+	free := queued(t, pool, "any", "flow", 4)
+	if got, want := claimReady(t, pool, w, 10), []string{held, free}; !slices.Equal(got, want) {
+		t.Errorf("claimed %v, want %v", got, want)
+	}
+	const places = `select count(*) from lanekeeper.agent_ready_kinds k where (k.places > 0) is not false`
+	if n := value[int](t, pool, places); n != 0 {
+		t.Errorf("%d kinds are said to be ready that cannot start", n)
+	}
+	if _, err := executions.Cancel(t.Context(), pool, held, "test", ""); err != nil {
+		t.Fatal(err)
+	}
+	if n := value[int](t, pool, places); n == 0 {
+		t.Error("a place is free, and nothing is ready")
+	}
+	if got := claimReady(t, pool, w, 10); len(got) != 1 {
+		t.Errorf("claimed %d, want 1", len(got))
+	}
+}
+
+// A run gives its place up while it waits, and needs one to go on.
+func TestAWaitingRunHoldsNoPlace(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w := worker(t, pool)
+	limit(t, pool, "flow", "flow", 1)
+	first := pending(t, pool)
+	n := mustClaim(t, pool, first, w)
+	second := pending(t, pool)
+	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
+		t.Fatalf("claim %d, %v beyond the limit", n, err)
+	}
+	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
+	mustClaim(t, pool, second, w)
+	exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
+	if got := claimReady(t, pool, w, 5); len(got) != 0 {
+		t.Errorf("%v went on beyond the limit", got)
+	}
+	if _, err := executions.Cancel(t.Context(), pool, second, "test", ""); err != nil {
+		t.Fatal(err)
+	}
+	if got := claimReady(t, pool, w, 5); !slices.Equal(got, []string{first}) {
+		t.Errorf("claimed %v, want %s", got, first)
+	}
+}
+
+func TestARunThatSomebodyWaitsForIsCountedAndNotHeldUp(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	limit(t, pool, "surface", "flow", 1)
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return executions.Result{}, func() error {
+			got, err := tryReady(ctx, pool, worker(t, pool), 1)
+			if err == nil && len(got) != 0 {
+				t.Error("a place was free")
+			}
+			return err
+		}()
+	}))
+	queued(t, pool, "other", "flow", 1)
+	exec(t, pool, `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running', 1, id from w`)
+	got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	if err != nil || got.Status != executions.Completed {
+		t.Errorf("status %s, %v", got.Status, err)
+	}
+}
+
+func TestLimitsAreSetAsAWhole(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := prepare(t, pool, map[string]executions.Func{"flow": func(context.Context, json.RawMessage) (executions.Result, error) {
+		return executions.Result{}, nil
+	}})
+	one, two := executions.Admission{Kind: "flow", Name: "a", Running: 1}, executions.Admission{Kind: "surface", Name: "chat", Running: 2}
+	more := one
+	more.Running = 3
+	for _, want := range [][]executions.Admission{{one, two}, {more}, {}} {
+		if err := p.SetLimits(t.Context(), want); err != nil {
+			t.Fatal(err)
+		}
+		rows, err := pool.Query(t.Context(), `select kind, name, running from agent_limits order by kind, name`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil || !slices.Equal(got, want) {
+			t.Errorf("the limits are %v, want %v, %v", got, want, err)
+		}
+	}
+	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}}); !postgres.IsCode(err, "23514") {
+		t.Errorf("a limit of a page: %v", err)
+	}
+}
+
+// jobs counts the hints that River was given.
+func jobs(t *testing.T, db postgres.DB) int {
+	t.Helper()
+	return value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
+}
+
+func TestAProcessThatDeliversAttendsAtOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
+	}), never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	before := jobs(t, pool)
+	for range 10 { // one at a time: a worker is free for each
+		id := p.begin(t, "flow")
+		until(t, pool, id, executions.Waiting)
+		if got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id); err != nil || len(got.Resumed) != 1 {
+			t.Fatalf("resumed %v, %v", got.Resumed, err)
+		}
+		until(t, pool, id, executions.Completed)
+	}
+	if n := jobs(t, pool) - before; n > 1 { // a start may come before the workers do
+		t.Errorf("%d hints by way of River", n)
+	}
+}
+
+func TestInATransactionTheHintIsPartOfIt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
+	}), never)
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	before := jobs(t, pool)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, ""); err != nil {
+		t.Error(err)
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, id, executions.Completed)
+	if jobs(t, pool) != before+1 {
+		t.Errorf("%d hints", jobs(t, pool)-before)
+	}
+}
+
+// What a process has no worker for goes to another one, though nobody sweeps.
+func TestAFullProcessTellsOthers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	heard := listener(t, pool)
+	block := newGate(t)
+	full := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		block.pass(ctx)
+		return executions.Result{}, nil
+	}), never, func(o *executions.Options) { o.Listener, o.Workers = heard, 1 })
+	pgtest.Eventually(t, patience, func() bool { return full.Live() == nil }, "the engine lives")
+	full.begin(t, "flow")
+	block.arrival(t)
+	var ran atomic.Int32
+	start(t, pool, flow(func(context.Context) (executions.Result, error) {
+		ran.Add(1)
+		return executions.Result{}, nil
+	}), never, func(o *executions.Options) { o.Listener = heard })
+	for range 30 {
+		full.begin(t, "flow")
+	}
+	pgtest.Eventually(t, patience, func() bool { return ran.Load() == 30 }, "the other process runs them")
+}
+
+// A flow that one process does not know is left to one that does, and stands in nobody's way.
+func TestAnUnknownFlowIsLeftToOthers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	heard := listener(t, pool)
+	with := func(o *executions.Options) { o.Listener, o.Workers = heard, 2 }
+	p := start(t, pool, flow(nothing), never, with)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	strange := make([]string, 10)
+	for i := range strange {
+		strange[i] = p.begin(t, "strange")
+	}
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result, error) {
+		return executions.Result{}, nil
+	}}, never, with)
+	for _, id := range strange {
+		until(t, pool, id, executions.Completed)
+	}
+}
+
+// Lanes of an earlier claim are the new claim's before its function runs, when many are claimed at once.
+func TestAClaimFromTheQueueTakesItsLanesOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		if _, err := executions.Lane(ctx, "thread:"+x.ID); err != nil {
+			return executions.Result{}, err
+		}
+		if _, err := executions.Wait(ctx, "go", executions.Event(x.ID, 0)); err != nil {
+			return executions.Result{}, err
+		}
+		return ends(asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:`+x.ID+`'`))
+	}), never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Waiting)
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	got := until(t, pool, id, executions.Completed)
+	if want := `"` + id + "#" + value[string](t, pool, `select claim::text from agent_executions where id = @id`, postgres.Strict{"id": id}) + `"`; string(got.Result) != want {
+		t.Errorf("the lane was held by %s, want %s", got.Result, want)
+	}
+}
+
+// The end of a child wakes its parent at once.
+func TestAParentGoesOnWithoutASweep(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, map[string]executions.Func{
+		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
+		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			return ends(executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}))
+		},
+	}, never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	for range 5 {
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
+		if err != nil {
+			t.Fatal(err)
+		}
+		until(t, pool, x.ID, executions.Completed)
+	}
+}
+
+// One that somebody had locked when the workers looked is looked for again.
+func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(nothing), never)
+	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	var tx pgx.Tx
+	var locked string
+	pgtest.Eventually(t, patience, func() bool { // a worker may take it before it is locked
+		var err error
+		if tx, err = pool.Begin(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		locked = pending(t, pool)
+		exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
+		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked
+		if get(t, pool, locked).Status == executions.Pending {
+			return true
+		}
+		if err := tx.Rollback(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return false
+	}, "a ready execution is locked before a worker takes it")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, locked, executions.Completed)
+}
+
+// A thousand executions wait for an event each, in two processes, while every event comes several times, in any order, by
+// program and by SQL, and sweeps run in between: each wait ends once, with the first event of its id.
+func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
+	t.Parallel()
+	const many = 1000
+	pool := pgtest.DB(t)
+	one, two := start(t, pool, awaits(0)), start(t, pool, awaits(0))
+	exec(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, input)
+		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n) from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
+	var sent []int
+	for n := range many {
+		for range 1 + n%3 {
+			sent = append(sent, n+1)
+		}
+	}
+	rand.Shuffle(len(sent), func(i, j int) { sent[i], sent[j] = sent[j], sent[i] })
+	group, ctx := errgroup.WithContext(t.Context())
+	const senders = 4
+	for s := range senders {
+		group.Go(func() error {
+			for i := s; i < len(sent); i += senders {
+				if err := strike(ctx, []*process{one, two}[s%2], fmt.Sprint("key ", sent[i]), s); err != nil {
+					return err
+				}
+				if i%97 == s {
+					if err := two.Sweep(ctx); err != nil {
+						return err
+					}
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, 2*patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
+	}, "all are completed")
+	for what, sql := range map[string]string{
+		"events that nobody took": `select count(*) from agent_events where event = 'EVENT_COMPLETED' and consumed_by is null`,
+		"events beyond one for each wait": `
+			select count(*) - (select count(distinct key) from agent_events where event = 'EVENT_COMPLETED')
+			  from agent_events where event = 'EVENT_COMPLETED'`,
+		"waits whose outcome is not their event": `
+			select count(*) from agent_executions x join agent_checkpoints c on c.execution_id = x.id and c.step = 'event'
+			  join agent_events v on v.id = (c.output ->> 'event_id')::uuid where v.key <> x.input #>> '{}' or v.consumed_by <> x.id`,
+		"waits beyond one":    `select count(*) from agent_executions where wait_number > 1`,
+		"results not of them": `select count(*) from agent_executions where result ->> 'event' <> 'EVENT_COMPLETED' or (result ->> 'timed_out')::boolean`,
+		"ends told twice": `
+			select count(*) - count(distinct key) from agent_events where event = 'AGENT_COMPLETED'`,
+	} {
+		if n := value[int](t, pool, sql); n != 0 {
+			t.Errorf("%d %s", n, what)
+		}
+	}
+	if n := value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`); n != many {
+		t.Errorf("%d outcomes", n)
+	}
+}
+
+// strike delivers an event under its one id, by the engine or by plain SQL.
+func strike(ctx context.Context, p *process, key string, sender int) error {
+	if sender%2 == 0 {
+		_, err := p.Deliver(ctx, p.pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "id of "+key)
+		return err
+	}
+	return deliver(ctx, p.pool, key, `{}`, "id of "+key)
+}
+
+// restartURL is set in the process that is killed.
+const restartURL = "LANEKEEPER_RESTART_TEST_URL"
+
+// many is how many executions wait, and how many run.
+const many = 1000
+
+// restartFlows are those of both processes; stay is what the second step does.
+func restartFlows(stay func(ctx context.Context) error) map[string]executions.Func {
+	note := func(ctx context.Context, step string) error {
+		_, err := executions.StepTx(ctx, step, func(ctx context.Context, tx pgx.Tx) (int, error) {
+			x, _ := executions.Current(ctx)
+			_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": x.ID + " " + step})
+			return 0, err
+		})
+		return err
+	}
+	return map[string]executions.Func{
+		"waits": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			x, _ := executions.Current(ctx)
+			return ends(executions.Wait(ctx, "go", executions.Event(x.ID, time.Hour)))
+		},
+		"runs": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			if err := note(ctx, "first"); err != nil {
+				return executions.Result{}, err
+			}
+			if _, err := executions.Step(ctx, "second", func(ctx context.Context) (int, error) { return 0, stay(ctx) }); err != nil {
+				return executions.Result{}, err
+			}
+			return ends(0, note(ctx, "third"))
+		},
+	}
+}
+
+// patient makes no process lose its claims because the machine has much to do: which claim did what is looked at.
+func patient(o *executions.Options) { o.LeaseTTL = 10 * time.Minute }
+
+// doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare, for those
+// that come to their wait when all that run are in their step.
+func doomed(url string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: 12})
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), Workers: many + 16}
+	patient(&opts)
+	engine, err := executions.New(pool, opts)
+	if err != nil {
+		return err
+	}
+	for name, fn := range restartFlows(func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }) {
+		if err := engine.Register(name, fn); err != nil {
+			return err
+		}
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return engine.Run(ctx) })
+	var begin errgroup.Group
+	begin.SetLimit(8)
+	for i := range 2 * many {
+		begin.Go(func() error {
+			_, _, err := engine.Start(ctx, pool, executions.Spec{Flow: []string{"waits", "runs"}[i%2], Surface: trace.Flow})
+			return err
+		})
+	}
+	if err := begin.Wait(); err != nil {
+		return err
+	}
+	fmt.Println("begun")
+	return group.Wait()
+}
+
+// kill runs the other process until all its executions wait or are in the middle of a step, and kills it.
+func kill(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	program, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := osexec.CommandContext(t.Context(), program)
+	cmd.Env = append(os.Environ(), restartURL+"="+pool.Config().ConnString())
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	said, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil || strings.TrimSpace(said) != "begun" {
+		t.Errorf("the process says %q, %v", said, err)
+	}
+	pgtest.Eventually(t, 2*patience, func() bool {
+		return value[bool](t, pool, `
+			select (select count(*) from agent_executions where status = 'waiting') = @n
+			   and (select count(*) from effects) = @n
+			   and (select count(*) from agent_executions where status = 'running' and claimed_by is not null) = @n`, postgres.Strict{"n": many})
+	}, "all wait or are in the middle of their second step")
+	if err := cmd.Process.Kill(); err != nil {
+		t.Error(err)
+	}
+	_ = cmd.Wait() // it was killed
+}
+
+func TestAKilledProcessLosesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	effects(t, pool)
+	kill(t, pool)
+	const waits = `select string_agg(id || ' ' || waiting_until || ' ' || wait_number, ',' order by id) from agent_executions where status = 'waiting'`
+	before := value[string](t, pool, waits)
+	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`) // as time would
+	p := start(t, pool, restartFlows(func(context.Context) error { return nil }), patient)
+	pgtest.Eventually(t, 2*patience, func() bool {
+		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == many
+	}, "all that ran move on")
+	if value[string](t, pool, waits) != before {
+		t.Error("those that waited do not wait as before")
+	}
+	// Each effect once; the first step is the killed claim's, the others the next one's.
+	got := value[string](t, pool, `
+		select concat_ws(' ', (select count(*) from effects), (select count(distinct by) from effects),
+		       (select count(*) from agent_checkpoints where step = 'first' and claim = 1),
+		       (select count(*) from agent_checkpoints where step <> 'first' and claim > 1),
+		       (select count(*) from agent_executions where status = 'completed' and attempt <= 1))`)
+	if want := fmt.Sprint(2*many, 2*many, many, 2*many, many); got != want {
+		t.Errorf("effects, different ones, first steps, others, runs: %s, want %s", got, want)
+	}
+	var one string
+	one, _, _ = strings.Cut(before, " ")
+	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", one, nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	until(t, pool, one, executions.Completed)
+}
