@@ -51,9 +51,10 @@ const (
 	Unknown         Status = "unknown"
 )
 
-// Usage is what a model call consumed, in tokens. UnknownTokens of TotalTokens, and UnknownUSD of the call's cost, are what the
-// provider may have billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
-// CachedTokens and CacheWriteTokens are part of PromptTokens: what the provider had read before, and what it keeps.
+// Usage is what a model call consumed, in tokens. UnknownTokens of TotalTokens, and UnknownUSD of the call's cost,
+// are what the provider may have billed and did not report: the worst case of requests without an answer, the
+// estimate of answers without usage. CachedTokens and CacheWriteTokens are part of PromptTokens: what the provider
+// had read before, and what it keeps.
 type Usage struct {
 	PromptTokens     int     `json:"prompt_tokens"`
 	CachedTokens     int     `json:"cached_tokens,omitempty"`

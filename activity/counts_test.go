@@ -180,8 +180,8 @@ type charge struct {
 	used  []int64
 }
 
-// charges splits what a model call used among the skills that it led to, as the rule says: up to and with each skill, in the order of
-// names, the whole part of what is due to the calls so far (of money, rounded to millionths).
+// charges splits what a model call used among the skills that it led to, as the rule says: up to and with each skill,
+// in the order of names, the whole part of what is due to the calls so far (of money, rounded to millionths).
 func charges(ledTo map[string]int, used []int64) []charge {
 	var total, upto int64
 	most := ""

@@ -50,8 +50,8 @@ func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed 
 	return list
 }
 
-// calledAtRandom are skills that fare in different ways, over nine days: half a minute off each full one, so that none is
-// just seven days old.
+// calledAtRandom are skills that fare in different ways, over nine days: half a minute off each full one, so that
+// none is just seven days old.
 func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `

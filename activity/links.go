@@ -9,8 +9,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Link records that a span of another system asked for a trace, as the caller in ctx says (see trace.WithCaller). It comes
-// from outside and is not trusted: it is shown as a link, and the trace keeps its own id. Without a caller it does nothing.
+// Link records that a span of another system asked for a trace, as the caller in ctx says (see trace.WithCaller). It
+// comes from outside and is not trusted: it is shown as a link, and the trace keeps its own id. Without a caller it
+// does nothing.
 func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
 	traceparent := trace.Caller(ctx)
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || id == "" {

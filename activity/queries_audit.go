@@ -45,7 +45,8 @@ type Audits struct {
 	Partial bool
 }
 
-// Audit lists what was done, every kind of row of the log, newest first. Filters, cursors and errors are those of [Lines].
+// Audit lists what was done, every kind of row of the log, newest first. Filters, cursors and errors are those of
+// [Lines].
 func Audit(ctx context.Context, db postgres.DB, f Filter) (Audits, error) {
 	page, err := Lines(ctx, db, f)
 	if err != nil {

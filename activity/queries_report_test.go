@@ -13,7 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// A model call is charged to the skills that its answer calls, by their calls; nothing is lost, and nothing counted twice.
+// A model call is charged to the skills that its answer calls, by their calls; nothing is lost, and nothing counted
+// twice.
 func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

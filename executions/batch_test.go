@@ -242,7 +242,8 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	exec(t, pool, `select pg_reload_conf()`)
 }
 
-// recordAll records a step of each execution, with variables where they are given, and returns the places of those that were kept.
+// recordAll records a step of each execution, with variables where they are given, and returns the places of those
+// that were kept.
 func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(string_agg(i::text, ' ' order by i), '')
@@ -254,7 +255,8 @@ func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64
 	return kept, err
 }
 
-// Of a batch of steps those are written whose claim is live and whose row nobody has locked against it, and nothing of the others.
+// Of a batch of steps those are written whose claim is live and whose row nobody has locked against it, and nothing
+// of the others.
 func TestABatchOfStepsIsWrittenUnderEachClaim(t *testing.T) {
 	t.Parallel()
 	t.Run("with variables", func(t *testing.T) { batchOfSteps(t, true, "1 6 11 14") })
@@ -335,7 +337,8 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 	}
 }
 
-// A step that is on record keeps its first result, and takes those beside it out of their batch: they are written one by one.
+// A step that is on record keeps its first result, and takes those beside it out of their batch: they are written one
+// by one.
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -356,8 +359,8 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	}
 }
 
-// A claim is not taken away under a write that it fences: who takes it waits for the write, although the lock of the fence lets others
-// write beside it.
+// A claim is not taken away under a write that it fences: who takes it waits for the write, although the lock of the
+// fence lets others write beside it.
 func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -378,7 +381,8 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	}
 }
 
-// One whose claim is not live is told from its neighbour also where every row could be locked, in the order of the batch.
+// One whose claim is not live is told from its neighbour also where every row could be locked, in the order of the
+// batch.
 func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
@@ -558,7 +562,8 @@ func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	}
 }
 
-// What is on record of an end already does not keep an execution from ending: the first result of a step counts, and somebody's event stays.
+// What is on record of an end already does not keep an execution from ending: the first result of a step counts, and
+// somebody's event stays.
 func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -668,7 +673,8 @@ const (
 	third  = "01939999-99ff-7000-8000-000000000003"
 )
 
-// layouts are batches, with the place of the execution that has something: alone, among those that began with it, and far from them.
+// layouts are batches, with the place of the execution that has something: alone, among those that began with it, and
+// far from them.
 var layouts = map[string]struct {
 	ids []string
 	at  int
@@ -679,7 +685,8 @@ var layouts = map[string]struct {
 	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
 }
 
-// What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do with it.
+// What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do
+// with it.
 func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
@@ -779,7 +786,8 @@ func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 	}
 }
 
-// What the function tells the triggers is for its own statement: what else happens in the transaction follows the rules.
+// What the function tells the triggers is for its own statement: what else happens in the transaction follows the
+// rules.
 func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -805,7 +813,8 @@ func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 	}
 }
 
-// A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its executions alone.
+// A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its
+// executions alone.
 func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -316,7 +316,8 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 	}
 }
 
-// A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's comes to it.
+// A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's
+// comes to it.
 func TestACallThatIsWaitedBesideIsNotMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -552,8 +553,8 @@ type explosive struct{}
 
 func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
 
-// What the code hands over is asked by the engine where nothing above it would catch a panic: it would end the process, and each one that
-// goes on with the execution.
+// What the code hands over is asked by the engine where nothing above it would catch a panic: it would end the
+// process, and each one that goes on with the execution.
 func TestMethodsOfWhatTheCodeReturnsMayPanic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -674,8 +675,8 @@ func untilOver(ctx context.Context, _ *executions.Effect) (int, error) {
 	return 0, ctx.Err()
 }
 
-// A step that the code itself ends, by a limit of time or because another branch has failed, has an error for a result, as any other
-// that fails: the same in every run.
+// A step that the code itself ends, by a limit of time or because another branch has failed, has an error for a
+// result, as any other that fails: the same in every run.
 func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 	t.Parallel()
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
@@ -754,8 +755,8 @@ func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 	}
 }
 
-// A step to which the code comes when its own limit is over does not begin, and that is its result: a later run, which is
-// there in time because it has everything before on record, would otherwise do what this one did without.
+// A step to which the code comes when its own limit is over does not begin, and that is its result: a later run,
+// which is there in time because it has everything before on record, would otherwise do what this one did without.
 func TestAStepThatItsLimitKeepsFromBeginningIsRecorded(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
@@ -872,7 +873,8 @@ func callWithin(t *testing.T, name string) {
 	}
 }
 
-// A snapshot takes the place of the records in its own loop, whatever the names of other steps are, and its state is that of every run.
+// A snapshot takes the place of the records in its own loop, whatever the names of other steps are, and its state is
+// that of every run.
 func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 	t.Parallel()
 	var steps atomic.Int32
@@ -893,8 +895,8 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 	}
 }
 
-// What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for what is in it, a
-// loop's snapshot takes its place, and a replay comes to all of it.
+// What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for
+// what is in it, a loop's snapshot takes its place, and a replay comes to all of it.
 func TestWhatAStepIsMadeOfHasItsKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -192,4 +192,3 @@ func (e *Engine) completeCancels(ctx context.Context) error {
 	}
 	return nil
 }
-

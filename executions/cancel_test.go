@@ -309,7 +309,8 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 	}
 }
 
-// inTx is a flow whose step is in a transaction: it writes a row, says so, and stays there until its context ends, or, if it is deaf, until leave is closed.
+// inTx is a flow whose step is in a transaction: it writes a row, says so, and stays there until its context ends,
+// or, if it is deaf, until leave is closed.
 func inTx(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]executions.Func {
 	return flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.StepTx(ctx, "step", func(ctx context.Context, tx pgx.Tx) (int, error) {
@@ -400,7 +401,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 	}
 }
 
-// A step that does not hear delays neither the cancel nor what it is told: it says who has the execution, and the cancel is completed when the step ends.
+// A step that does not hear delays neither the cancel nor what it is told: it says who has the execution, and the
+// cancel is completed when the step ends.
 func TestACancelOfAStepThatDoesNotStopIsCompletedWithItsEnd(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

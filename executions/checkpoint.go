@@ -120,15 +120,15 @@ func leftAlone[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	return answers, err
 }
 
-// The result of a step that is nothing but its result is put off being written for a moment, because what often follows is
-// the end of the run, and then both are one write. It is written before the execution begins or records anything else, and
-// by itself when nothing follows soon: so no other step, no wait and no end is ever ahead of a record, and records are
-// written in the order in which their steps ended. A process that dies in this moment runs the step again, as if it had
-// died within it.
+// The result of a step that is nothing but its result is put off being written for a moment, because what often
+// follows is the end of the run, and then both are one write. It is written before the execution begins or records
+// anything else, and by itself when nothing follows soon: so no other step, no wait and no end is ever ahead of a
+// record, and records are written in the order in which their steps ended. A process that dies in this moment runs
+// the step again, as if it had died within it.
 const putOffFor = time.Millisecond
 
-// longestPutOff is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is indexed. What
-// the database might refuse is written at once, while the code can still be told.
+// longestPutOff is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is
+// indexed. What the database might refuse is written at once, while the code can still be told.
 const (
 	longestPutOff = 4096
 	longestKey    = 1024
@@ -201,7 +201,8 @@ func (r *run) flushDeferred(ctx context.Context) error {
 	return r.recordPutOff(ctx)
 }
 
-// takePutOff hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write that is under way.
+// takePutOff hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write
+// that is under way.
 func (r *run) takePutOff() *putOff {
 	r.recording.Lock()
 	defer r.recording.Unlock()
@@ -270,9 +271,10 @@ func newBatchers(e *Engine) batchers {
 }
 
 // SetVariables replaces the execution's variables, the state that it shows to others: an object. They are written
-// together with the next durable write of the run (a checkpoint, a wait, the end; or the one after, where that is a StepTx while
-// somebody has the row locked), under its fence, so they cost no round trip and are lost with that write alone. It is not a step: code that replays sets the same variables again, and what the
-// row has already is not written again. Of branches that run at the same time the last one to set them wins.
+// together with the next durable write of the run (a checkpoint, a wait, the end; or the one after, where that is a
+// StepTx while somebody has the row locked), under its fence, so they cost no round trip and are lost with that write
+// alone. It is not a step: code that replays sets the same variables again, and what the row has already is not
+// written again. Of branches that run at the same time the last one to set them wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runOf(ctx)
 	if err != nil {
@@ -373,9 +375,9 @@ func (r *run) queueVariables(b *pgx.Batch, text json.RawMessage) {
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": text})
 }
 
-// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes, as one that speaks in a thread does: executions are
-// locked before lanes, so who has the row now, such as a parent that begins to wait, may want them next. Then text becomes nil, and
-// the next write takes the variables along.
+// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes, as one that speaks in a thread
+// does: executions are locked before lanes, so who has the row now, such as a parent that begins to wait, may want
+// them next. Then text becomes nil, and the next write takes the variables along.
 func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	if *text == nil {
 		return
@@ -404,8 +406,8 @@ func (r *run) with(ctx context.Context, text json.RawMessage, write func(text js
 	return err
 }
 
-// write is the engine's write, which takes along the variables that were set since the last one. They come first, because
-// the fence locks the row more weakly than they do.
+// write is the engine's write, which takes along the variables that were set since the last one. They come first,
+// because the fence locks the row more weakly than they do.
 func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.carry()
 	err := r.with(ctx, text, func(text json.RawMessage) error {

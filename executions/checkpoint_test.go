@@ -49,8 +49,8 @@ func another(ctx context.Context) error {
 	return err
 }
 
-// The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the execution goes
-// on elsewhere, and the step is made again.
+// The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the
+// execution goes on elsewhere, and the step is made again.
 func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -81,8 +81,8 @@ func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
 	}
 }
 
-// The steps around one whose result could not be written have no result either, also where their own context has not heard yet
-// that the run was stopped, as that of a hold, and the database is there again by then.
+// The steps around one whose result could not be written have no result either, also where their own context has not
+// heard yet that the run was stopped, as that of a hold, and the database is there again by then.
 func TestAStepAroundAResultThatCannotBeWrittenHasNone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -277,7 +277,8 @@ func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
 	}
 }
 
-// The end does not take a last step along that the database refuses: the run fails, instead of being made again and again.
+// The end does not take a last step along that the database refuses: the run fails, instead of being made again and
+// again.
 func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -297,7 +298,8 @@ func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 	}
 }
 
-// The function returns while the record of its last step is being written, which fails: the run does not end as if the step were on record.
+// The function returns while the record of its last step is being written, which fails: the run does not end as if
+// the step were on record.
 func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -561,7 +563,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 	}
 }
 
-// A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables go with the next write.
+// A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables
+// go with the next write.
 func TestVariablesOfATransactionWaitForNobody(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -41,8 +41,9 @@ type Triggered struct {
 	TimedOut    bool            `json:"timed_out"` // the wait: the child goes on, under lanes of its own
 }
 
-// work is what makes a child the one that was started: not how long it is waited for, which code may change under a running
-// execution. The input is written in one way, because what came out of a record has its members in another order than before.
+// work is what makes a child the one that was started: not how long it is waited for, which code may change under a
+// running execution. The input is written in one way, because what came out of a record has its members in another
+// order than before.
 func (c Child) work() (any, error) {
 	input, _, err := encode(c.Input)
 	if err == nil {

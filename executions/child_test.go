@@ -587,8 +587,8 @@ func TestCancellingAParentCancelsTheChildItTriggered(t *testing.T) {
 	until(t, pool, child, executions.Cancelled)
 }
 
-// The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them waits for
-// the other's commit, so that the end is told.
+// The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them
+// waits for the other's commit, so that the end is told.
 func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 	t.Parallel()
 	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {

@@ -156,9 +156,9 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	return e.fallback(ctx, name)
 }
 
-// Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish
-// within StopTimeout, hands unfinished executions back and returns nil. A database that goes away does
-// not end it; it says so and goes on when it is back. One that runs, or was shut down, is an error: it would take no work and not say so.
+// Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish within
+// StopTimeout, hands unfinished executions back and returns nil. A database that goes away does not end it; it says
+// so and goes on when it is back. One that runs, or was shut down, is an error: it would take no work and not say so.
 func (e *Engine) Run(ctx context.Context) error {
 	if e.stopping() || e.running.Swap(true) {
 		return errors.New("run engine: it runs already, or has been shut down: make another with New")
@@ -211,7 +211,8 @@ func over(ctx context.Context) bool {
 	}
 }
 
-// insist begins something, also when the database goes away in that moment. What had begun of it by then has been stopped.
+// insist begins something, also when the database goes away in that moment. What had begun of it by then has been
+// stopped.
 func (e *Engine) insist(ctx context.Context, begin func() error) error {
 	for {
 		err := begin()
@@ -313,8 +314,8 @@ func (e *Engine) stopAll(cause error) {
 	}
 }
 
-// Live is nil while the worker's lease is live and the process does not shut down, so that it would do work; else it says why not:
-// ErrDraining, ErrLost, or that there is no lease yet.
+// Live is nil while the worker's lease is live and the process does not shut down, so that it would do work; else it
+// says why not: ErrDraining, ErrLost, or that there is no lease yet.
 func (e *Engine) Live() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()

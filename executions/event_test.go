@@ -251,7 +251,8 @@ func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
 	}
 }
 
-// A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is more to read.
+// A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
+// more to read.
 func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := worker(t, pool)
@@ -501,7 +502,8 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 	until(t, pool, second, executions.Completed)
 }
 
-// The record that comes with the claim is the one that is stored: of the wait alone, and with what was recorded before it.
+// The record that comes with the claim is the one that is stored: of the wait alone, and with what was recorded
+// before it.
 func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -700,7 +702,8 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	}
 }
 
-// A message and a question are written at the same moment: the order of the thread says which came first, whatever their clocks said.
+// A message and a question are written at the same moment: the order of the thread says which came first, whatever
+// their clocks said.
 func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

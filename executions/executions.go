@@ -288,8 +288,8 @@ func (w WaitingRow) Redacted() WaitingRow {
 	return w
 }
 
-// ListWaiting reads what waits, the nearest deadline first; at most 500. kind narrows to one kind of wait, and stuck to what the
-// deadline has passed of and nobody has touched for an hour.
+// ListWaiting reads what waits, the nearest deadline first; at most 500. kind narrows to one kind of wait, and stuck
+// to what the deadline has passed of and nobody has touched for an hour.
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''), w.waiting_until,

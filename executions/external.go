@@ -72,10 +72,10 @@ type RunLock struct {
 	Checkpoints []Checkpoint // what was recorded so far, in its order
 }
 
-// LockRun locks an execution for a worker outside, and reads its state in the same transaction. owner names the worker,
-// one process of it: the owner of the live lock gets the same lock again, prolonged. The lock is void when ttl (whole
-// seconds, up to a day) has passed without a beat. One that is over already is settled first: the run fails or is handed
-// on, as its on_lost says.
+// LockRun locks an execution for a worker outside, and reads its state in the same transaction. owner names the
+// worker, one process of it: the owner of the live lock gets the same lock again, prolonged. The lock is void when
+// ttl (whole seconds, up to a day) has passed without a beat. One that is over already is settled first: the run
+// fails or is handed on, as its on_lost says.
 //
 // Errors: ErrNotFound, ErrNotOutside, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
@@ -262,8 +262,8 @@ func (e *Engine) refuse(ctx context.Context, id, lockID, write, step string, out
 	return refused
 }
 
-// recordStale records in the activity log that a write of a worker outside was refused. Of one lock a few have a row each, and the last one counts
-// the rest: a worker that goes on for hours fills no log.
+// recordStale records in the activity log that a write of a worker outside was refused. Of one lock a few have a row
+// each, and the last one counts the rest: a worker that goes on for hours fills no log.
 func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -335,9 +335,9 @@ type Release struct {
 	Timeout time.Duration
 }
 
-// UnlockRun gives a lock back: the run ends, or waits and can be locked again, by any worker, when the wait is over. Its
-// outcome is then among the checkpoints as step "wait KIND N", N counting the run's waits. The status is the run's
-// afterwards: Running when what it waits for had come already.
+// UnlockRun gives a lock back: the run ends, or waits and can be locked again, by any worker, when the wait is over.
+// Its outcome is then among the checkpoints as step "wait KIND N", N counting the run's waits. The status is the
+// run's afterwards: Running when what it waits for had come already.
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
 func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (status Status, traceID string, err error) {

@@ -553,7 +553,8 @@ func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
 	}
 }
 
-// What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few rows, of which the last counts the rest.
+// What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few
+// rows, of which the last counts the rest.
 func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -615,7 +616,8 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	}
 }
 
-// A worker outside that waits for a child lends it its thread, has it back afterwards, and learns what the child has come to: the same as inside.
+// A worker outside that waits for a child lends it its thread, has it back afterwards, and learns what the child has
+// come to: the same as inside.
 func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

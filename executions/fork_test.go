@@ -591,7 +591,8 @@ func TestAForkOfAnOutsideRun(t *testing.T) {
 	}
 }
 
-// Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen to have another input.
+// Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen
+// to have another input.
 func TestAForkIsRefusedThoughTheCodeAsksTheDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -127,7 +127,8 @@ func TestAHandOverWakesNoSweep(t *testing.T) {
 	}
 }
 
-// While the database is away for long, executions are asked for no more often than in its first seconds, and the log says so no more often.
+// While the database is away for long, executions are asked for no more often than in its first seconds, and the log
+// says so no more often.
 func TestClaimsThatFailBecomeNoMore(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -13,8 +13,9 @@ import (
 	"unicode/utf8"
 )
 
-// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair, and no text bytes that
-// are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v, as also JSON does that v keeps as it was written.
+// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair, and no text bytes
+// that are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v, as also JSON does that v
+// keeps as it was written.
 func encode(v any) (text json.RawMessage, mended bool, err error) {
 	text, mended, err = holdable(v)
 	if err != nil || !verbatim(reflect.TypeOf(v)) {
@@ -113,8 +114,9 @@ func decode[T any](text []byte) (value T, err error) {
 	return value, nil
 }
 
-// A json.RawMessage, or a json.Number, is given back as it was written, and the database writes JSON in a way of its own. So a result that has one is
-// brought into that form at once: what the first run goes on with, and may give to its next step as input, is then what a replay gets.
+// A json.RawMessage, or a json.Number, is given back as it was written, and the database writes JSON in a way of its
+// own. So a result that has one is brought into that form at once: what the first run goes on with, and may give to
+// its next step as input, is then what a replay gets.
 
 // verbatim reports a type whose values keep JSON as it was written; within are those that it is part of.
 func verbatim(t reflect.Type, within ...reflect.Type) bool {
@@ -139,7 +141,8 @@ func verbatim(t reflect.Type, within ...reflect.Type) bool {
 	return false
 }
 
-// asStored is JSON as jsonb gives it back: members by length and then by bytes, numbers without exponents, and its own spaces.
+// asStored is JSON as jsonb gives it back: members by length and then by bytes, numbers without exponents, and its
+// own spaces.
 func asStored(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
@@ -203,7 +206,8 @@ func appendText(b []byte, s string) []byte {
 	return append(b, '"')
 }
 
-// longestExponent bounds what a number without its exponent takes to write; what is beyond it the database refuses, or nobody writes.
+// longestExponent bounds what a number without its exponent takes to write; what is beyond it the database refuses,
+// or nobody writes.
 const longestExponent = 1000
 
 // plainNumber is a number without an exponent, and zero without a sign.

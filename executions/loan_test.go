@@ -430,8 +430,8 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	wantLoans(t, pool, "thread:t1", 0)
 }
 
-// A parent lends a thread to a child when it has started it. When it waits for that child the loan goes on; when it waits for
-// anything else, the thread is its own again, and the child may write nothing more under its token.
+// A parent lends a thread to a child when it has started it. When it waits for that child the loan goes on; when it
+// waits for anything else, the thread is its own again, and the child may write nothing more under its token.
 func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -498,8 +498,8 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	wantHolder(t, pool, "pipeline:p", "", false)
 }
 
-// A loan that ends while a sweep is under way goes back with the next one, or when somebody asks. Here the sweep waits for the loan of another lane
-// until that has happened.
+// A loan that ends while a sweep is under way goes back with the next one, or when somebody asks. Here the sweep
+// waits for the loan of another lane until that has happened.
 func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -158,7 +158,8 @@ func refusedByPause(ctx context.Context, db postgres.DB, err error) error {
 	return &PausedError{p}
 }
 
-// Paused reports whether this process knows that the agent is paused. It may learn it some moments later than CurrentPause tells.
+// Paused reports whether this process knows that the agent is paused. It may learn it some moments later than
+// CurrentPause tells.
 func (e *Engine) Paused() bool { return e.paused.Load() }
 
 // watchPause keeps this process told whether the agent is paused: as soon as the database says so, and else once in
@@ -199,8 +200,8 @@ func (e *Engine) learnPause(ctx context.Context) {
 	}
 }
 
-// heldBack is why a run must not take its next step: the agent is paused. What the process knows may be a moment old, so
-// the database has the last word.
+// heldBack is why a run must not take its next step: the agent is paused. What the process knows may be a moment old,
+// so the database has the last word.
 func (r *run) heldBack(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil

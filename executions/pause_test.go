@@ -293,8 +293,8 @@ func TestARunIsNotHandedBackForAPauseThatIsOver(t *testing.T) {
 	}
 }
 
-// The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses are told
-// of the end of one.
+// The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses
+// are told of the end of one.
 func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -67,8 +67,8 @@ func recorded[T any](ctx context.Context, r *run, s spec) (bool, T, error) {
 	return true, value, nil
 }
 
-// tooLate is a step that does not begin because its context has ended. Where the code has ended it, that is its result: a later run
-// may come to it in time, and do what this one does without.
+// tooLate is a step that does not begin because its context has ended. Where the code has ended it, that is its
+// result: a later run may come to it in time, and do what this one does without.
 func tooLate[T any](ctx context.Context, r *run, s spec) (T, error) {
 	var zero T
 	if r.interrupts(ctx) {
@@ -116,7 +116,8 @@ func (r *run) open(ctx context.Context, s spec, effect *Effect) error {
 	return r.written(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
-// lasting is ctx without the limits that the code has set: a write that they cut off might be there, and nobody would know of it.
+// lasting is ctx without the limits that the code has set: a write that they cut off might be there, and nobody would
+// know of it.
 func (r *run) lasting(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.life.Done() {
 		return ctx, func() {}
@@ -338,8 +339,8 @@ func protect[T any](ctx context.Context, effect *Effect, fn func(context.Context
 	return value, examined(err)
 }
 
-// examined asks an error what it will be asked where nothing catches a panic. One that panics, as a nil pointer of the code's own type
-// does, is a panic of the code.
+// examined asks an error what it will be asked where nothing catches a panic. One that panics, as a nil pointer of
+// the code's own type does, is a panic of the code.
 func examined(err error) error {
 	if err != nil {
 		_, _ = err.Error(), errors.Is(err, errNever)

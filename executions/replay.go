@@ -63,11 +63,11 @@ type Divergence struct {
 // maxReplays bounds how many answers to the question whether a lane is free are tried.
 const maxReplays = 32
 
-// Replay calls the flow of an execution with what the execution has recorded, and with no way to do anything new: a step
-// that is not recorded ends it, lanes are not taken, nothing is written, and a database handle of package
-// internal/postgres answers nothing under the flow's context. What the code does in place of a step by other means is its
-// own affair; see docs/executions.md. A record that ends in a wait, or that was stopped from outside, is replayed to
-// there. A step that groups others is taken from its record, and those within it with it.
+// Replay calls the flow of an execution with what the execution has recorded, and with no way to do anything new: a
+// step that is not recorded ends it, lanes are not taken, nothing is written, and a database handle of package
+// internal/postgres answers nothing under the flow's context. What the code does in place of a step by other means is
+// its own affair; see docs/executions.md. A record that ends in a wait, or that was stopped from outside, is replayed
+// to there. A step that groups others is taken from its record, and those within it with it.
 //
 // The error is ErrNotFound, ErrRunning, or that the flow is not known here. That the replay differs is no error: see
 // Replayed.Divergence.
@@ -208,7 +208,8 @@ func recordedEnd(x Execution) ending {
 	return end
 }
 
-// judge notes how the end of a replay differs from that of the record, and returns the status and the end that it came to.
+// judge notes how the end of a replay differs from that of the record, and returns the status and the end that it
+// came to.
 func (r *run) judge(x Execution, p *replaying, result Result, err error, asked bool) (Status, ending) {
 	poison := r.poisoned()
 	switch {
@@ -291,7 +292,8 @@ func (r *run) lastFailed() string {
 	return r.failedStep
 }
 
-// digest identifies steps, outputs, status and result. Steps go by their keys, because those of parallel branches have no order.
+// digest identifies steps, outputs, status and result. Steps go by their keys, because those of parallel branches
+// have no order.
 func digest(points []Checkpoint, counts func(Checkpoint) bool, status string, end ending) string {
 	sum := sha256.New()
 	write := func(v any) {

@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// replayPatience is how long a replay waits for a parallel branch to come to what was recorded earlier than the step that
-// another branch has come to. It passes only where the code differs from the record.
+// replayPatience is how long a replay waits for a parallel branch to come to what was recorded earlier than the step
+// that another branch has come to. It passes only where the code differs from the record.
 const replayPatience = 5 * time.Second
 
 // replaying is the record that a run is given in place of a database. A step gets its record when everything that was
@@ -320,8 +320,8 @@ func (r *run) loopReplayed(ctx context.Context, s spec) error {
 	return r.replay.comeTo(ctx, r, s)
 }
 
-// underWay reports a step or phase that was entered and has no record of its own yet: its function is called, for the steps
-// in it. A call is not, because it is an effect.
+// underWay reports a step or phase that was entered and has no record of its own yet: its function is called, for the
+// steps in it. A call is not, because it is an effect.
 func (p *replaying) underWay(s spec) bool {
 	if _, ok := p.points[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
 		return false

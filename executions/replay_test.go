@@ -190,7 +190,8 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 	}
 }
 
-// Branches that ran at the same time meet in a replay as they did then: one that ends the others does not do so earlier.
+// Branches that ran at the same time meet in a replay as they did then: one that ends the others does not do so
+// earlier.
 func TestParallelBranchesAreReplayed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -292,8 +293,8 @@ func TestAReplayGoesIntoAPhaseUnderWay(t *testing.T) {
 }
 
 // FuzzTextOfARun has code say any text, and raw JSON, wherever it may: as result, summary and error, and in the
-// activity log. The database can hold neither NUL nor half of a surrogate pair, so that what is stored may be mended; but the
-// run ends as its code said, and its step has the same result when it is read again.
+// activity log. The database can hold neither NUL nor half of a surrogate pair, so that what is stored may be mended;
+// but the run ends as its code said, and its step has the same result when it is read again.
 func FuzzTextOfARun(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})

@@ -178,8 +178,9 @@ func (e *Engine) warnUnavailable(ctx context.Context, err error, about ...any) {
 	e.log.WarnContext(ctx, "database unavailable, trying again", about...)
 }
 
-// passing reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the database makes last
-// longer than statement_timeout says is no more the result of a run than an outage: a query of the flow's own may be meant to be cancelled, these never.
+// passing reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the
+// database makes last longer than statement_timeout says is no more the result of a run than an outage: a query of
+// the flow's own may be meant to be cancelled, these never.
 func passing(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
 
 // refused reports an error with which the database refuses what was written: another try would meet it again.
@@ -198,11 +199,11 @@ func (r *run) reject(ctx context.Context, entry activity.Entry, out activity.Out
 // mostCancelled is how often Persist takes a statement that was cancelled for one that met a slow moment.
 const mostCancelled = 2
 
-// Persist asks the database again, for as long as a worker's lease lasts, when fn fails because a
-// connection broke or the database is away: so a restart of the database is not the result of a step. fn
-// must bear being called twice, as a read does; other errors, and those of steps in it, are returned as
-// they come. A statement that was cancelled, as statement_timeout does it in a slow moment of the database, is made again
-// twice: one that is cancelled each time is meant to be. Step does it by itself; code between steps and inside a Call may use it.
+// Persist asks the database again, for as long as a worker's lease lasts, when fn fails because a connection broke or
+// the database is away: so a restart of the database is not the result of a step. fn must bear being called twice, as
+// a read does; other errors, and those of steps in it, are returned as they come. A statement that was cancelled, as
+// statement_timeout does it in a slow moment of the database, is made again twice: one that is cancelled each time is
+// meant to be. Step does it by itself; code between steps and inside a Call may use it.
 func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
 	r, err := runOf(ctx)
 	if err != nil {
@@ -243,7 +244,8 @@ func (r *run) steps() int {
 	return r.begun
 }
 
-// stepped reports whether code in a scope has come to further steps, be they within it or around it. Those of other branches do not count.
+// stepped reports whether code in a scope has come to further steps, be they within it or around it. Those of other
+// branches do not count.
 func (r *run) stepped(scope string, since int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -179,7 +179,8 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	}
 }
 
-// A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well last.
+// A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well
+// last.
 func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -202,8 +203,8 @@ func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
 	}
 }
 
-// A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not what a run
-// ends with: the write is made again.
+// A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not
+// what a run ends with: the write is made again.
 func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	for name, when := range map[string]string{
@@ -281,8 +282,8 @@ func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
 	}
 }
 
-// A connection that breaks while a lane is given back is no result of the flow: it is given back over another one, also where the one that broke
-// had done it.
+// A connection that breaks while a lane is given back is no result of the flow: it is given back over another one,
+// also where the one that broke had done it.
 func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -88,7 +88,8 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 }
 
 // Look is for who has made executions ready by a function of the database, after the commit: the workers of this
-// process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too much for this one.
+// process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too
+// much for this one.
 func (e *Engine) Look() {
 	for _, c := range e.crews {
 		c.look()
@@ -211,8 +212,8 @@ func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	return e.sendHints(ctx, tx, ready)
 }
 
-// LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors: ErrNotFound, ErrVoid
-// with the reason.
+// LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors:
+// ErrNotFound, ErrVoid with the reason.
 func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
 	var claim *int64
 	err := e.pool.QueryRow(ctx, `

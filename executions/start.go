@@ -134,8 +134,8 @@ func (e *Engine) insertNow(ctx context.Context, s Spec, status, worker string) (
 	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
-// insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits for another transaction that
-// holds the key; empty for as long as the transaction's lock_timeout says.
+// insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits
+// for another transaction that holds the key; empty for as long as the transaction's lock_timeout says.
 func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patience string) (Execution, bool, error) {
 	o, err := s.opening(status == "running")
 	if err != nil {

@@ -71,7 +71,8 @@ func TestAStartReturnsTheExecutionAsItIsRead(t *testing.T) {
 	}
 }
 
-// Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to the queue.
+// Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to
+// the queue.
 func TestAStartOfAProcessThatWorksReturnsTheExecutionAsItIsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -185,8 +186,8 @@ func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
 	}
 }
 
-// Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue, and their callers
-// get the rows as they stand.
+// Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue,
+// and their callers get the rows as they stand.
 func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -218,8 +218,8 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 	}
 }
 
-// Two at the same moment, all pairs from all states that live: what is committed is a way through the state machine, with
-// at most one end.
+// Two at the same moment, all pairs from all states that live: what is committed is a way through the state machine,
+// with at most one end.
 func TestTwoTransitionsRace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -109,14 +109,16 @@ type spec struct {
 	end   func(value any) Result // what its transaction ends the run with; nil where the run goes on
 }
 
-// Step runs fn once and records its result; later runs of the execution get the record. An error is a
-// result too and comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn or was
-// there before it: then fn is not called. fn may run again when the process dies before the record is written, so effects on the
-// world belong into Call. T must survive encoding/json; JSON that it holds as json.RawMessage is given back, from the first run on, as the database writes it.
+// Step runs fn once and records its result; later runs of the execution get the record. An error is a result too and
+// comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn or was
+// there before it: then fn is not called. fn may run again when the process dies before the record is written, so
+// effects on the world belong into Call. T must survive encoding/json; JSON that it holds as json.RawMessage is given
+// back, from the first run on, as the database writes it.
 //
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
-// end, with which it shares a write where that follows at once. A small one may be yet to be written when Step returns, for a
-// millisecond or as long as the database is away. What a flow leaves behind when it returns takes no steps: ErrOutside.
+// end, with which it shares a write where that follows at once. A small one may be yet to be written when Step
+// returns, for a millisecond or as long as the database is away. What a flow leaves behind when it returns takes no
+// steps: ErrOutside.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := spec{name: name, again: true}
 	for _, o := range opts {
@@ -232,8 +234,9 @@ func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect 
 	return keep(ctx, r, s, effect, value, nil)
 }
 
-// interrupts reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its error is no result of
-// it. What the code ends itself, by a timeout or because another branch has failed, has its error for a result.
+// interrupts reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its
+// error is no result of it. What the code ends itself, by a timeout or because another branch has failed, has its
+// error for a result.
 func (r *run) interrupts(ctx context.Context) bool {
 	if r.life.Err() != nil { // first: the context of a hold hears of it a moment later
 		return true
@@ -295,8 +298,8 @@ func (r *run) lostLane() error {
 	return nil
 }
 
-// keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3" must not
-// have the same. The caller holds r.mu.
+// keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3"
+// must not have the same. The caller holds r.mu.
 func (r *run) keyOf(base string) string {
 	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.seen[base] == 0 {
 		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.seen[base[:at]] {

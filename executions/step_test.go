@@ -465,7 +465,8 @@ func TestAFinishedLoopIsNotRepeated(t *testing.T) {
 	}
 }
 
-// A step that gives JSON as it came, from a request say, gives the same in every run, so that it can be the input of the next step.
+// A step that gives JSON as it came, from a request say, gives the same in every run, so that it can be the input of
+// the next step.
 func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	t.Parallel()
 	type answer struct {

@@ -309,7 +309,8 @@ func (e *Engine) housekeep(ctx context.Context) error {
 }
 
 const (
-	// stuckAfter is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it is said again.
+	// stuckAfter is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it is
+	// said again.
 	stuckAfter = 5 * time.Second
 	stuckAgain = 15 * time.Second
 )
@@ -331,8 +332,9 @@ func (n *stuckNotice) due() bool {
 	return true
 }
 
-// warnOfStuck says whose executions nobody can take over, and what may be in the way: a sweep passes over what is locked, as by a
-// process that was stopped in the middle of a step's transaction. The server ends such a transaction after a while.
+// warnOfStuck says whose executions nobody can take over, and what may be in the way: a sweep passes over what is
+// locked, as by a process that was stopped in the middle of a step's transaction. The server ends such a transaction
+// after a while.
 func (e *Engine) warnOfStuck(ctx context.Context) error {
 	if !e.stuck.due() {
 		return nil

@@ -16,7 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no longer waited for.
+// While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no
+// longer waited for.
 func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -167,8 +167,8 @@ func (e *Engine) renew(ctx context.Context) error {
 	return nil
 }
 
-// renewWorker prolongs a lease that has not ended, and reads what is claimed under it. The row is locked before the clock
-// is read.
+// renewWorker prolongs a lease that has not ended, and reads what is claimed under it. The row is locked before the
+// clock is read.
 func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, mine, requested *[]string) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": id}

@@ -372,12 +372,12 @@ func (x *Execution) targets() []any {
 	return into
 }
 
-// Admission bounds how many executions of a flow, or of a surface, are run at once, by all processes together. The others
-// stay ready in the queue, by priority and then by age, and can be cancelled there; a place that becomes free is taken at
-// once. An execution that waits holds no place, and needs one again when its wait has ended.
+// Admission bounds how many executions of a flow, or of a surface, are run at once, by all processes together. The
+// others stay ready in the queue, by priority and then by age, and can be cancelled there; a place that becomes free
+// is taken at once. An execution that waits holds no place, and needs one again when its wait has ended.
 //
-// Two ways in are not held up, and are counted: runs that are inserted already claimed because somebody waits for them
-// (RunNow, RunHere, InsertClaimed: chat turns, for example), and runs that workers outside lock.
+// Two ways in are not held up, and are counted: runs that are inserted already claimed because somebody waits for
+// them (RunNow, RunHere, InsertClaimed: chat turns, for example), and runs that workers outside lock.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`

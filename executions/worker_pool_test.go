@@ -446,8 +446,8 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	until(t, pool, locked, executions.Completed)
 }
 
-// A thousand executions wait for an event each, in two processes, while every event comes several times, in any order, by
-// program and by SQL, and sweeps run in between: each wait ends once, with the first event of its id.
+// A thousand executions wait for an event each, in two processes, while every event comes several times, in any
+// order, by program and by SQL, and sweeps run in between: each wait ends once, with the first event of its id.
 func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 	t.Parallel()
 	const many = 1000
@@ -553,8 +553,8 @@ func restartFlows(stay func(ctx context.Context) error) map[string]executions.Fu
 // patient makes no process lose its claims because the machine has much to do: which claim did what is looked at.
 func patient(o *executions.Options) { o.LeaseTTL = 10 * time.Minute }
 
-// doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare, for those
-// that come to their wait when all that run are in their step.
+// doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare,
+// for those that come to their wait when all that run are in their step.
 func doomed(url string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()

@@ -135,8 +135,8 @@ func (w *waiter) leave(ctx context.Context) {
 	}
 }
 
-// quitQueue leaves the queue of a lane, after a hand-over that is under way, and then releases what was handed over. The
-// claim of an execution is handed nothing, and may hold the lane: it only leaves.
+// quitQueue leaves the queue of a lane, after a hand-over that is under way, and then releases what was handed over.
+// The claim of an execution is handed nothing, and may hold the lane: it only leaves.
 func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
 	args := postgres.Strict{"lane": lane, "owner": owner.name}
 	if owner.claim {

@@ -460,7 +460,8 @@ func TestAHandOverThatIsHeardOfTooLate(t *testing.T) {
 	}
 }
 
-// What was handed over ends here no later than in the database, which is where it began: it counts from before the last look.
+// What was handed over ends here no later than in the database, which is where it began: it counts from before the
+// last look.
 func TestTheLocalEndOfAHandOverCountsFromBeforeTheLook(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -130,9 +130,9 @@ func (k *Keeper) Drop(owner Owner) {
 	endAll(dropped, context.Canceled)
 }
 
-// ReleaseAll ends every lease of the process, at its shutdown: those of executions are dropped, since the
-// next claim takes their lanes over; all others are released. It works with a ctx that has ended, and tries again for at most 5 seconds
-// what a broken connection or an open transaction keeps from being released.
+// ReleaseAll ends every lease of the process, at its shutdown: those of executions are dropped, since the next claim
+// takes their lanes over; all others are released. It works with a ctx that has ended, and tries again for at most 5
+// seconds what a broken connection or an open transaction keeps from being released.
 func (k *Keeper) ReleaseAll(ctx context.Context) error {
 	k.close()
 	var left []held
@@ -157,7 +157,8 @@ func (k *Keeper) ReleaseAll(ctx context.Context) error {
 	return nil
 }
 
-// releaseEach releases many lanes in one statement, and by itself each that this leaves. It returns those that are not released, with why.
+// releaseEach releases many lanes in one statement, and by itself each that this leaves. It returns those that are
+// not released, with why.
 func (k *Keeper) releaseEach(ctx context.Context, all []held) (left []held, err error) {
 	answers, err := freeMany(ctx, k.db, all)
 	if err != nil {

@@ -55,8 +55,8 @@ var (
 	ErrLost = errors.New("lane lost")
 	// ErrStale reports a fenced write under a token that is no longer its lane's (SQLSTATE LK001).
 	ErrStale = errors.New("lane token is stale")
-	// ErrBlocked reports a lane that another transaction has in use, such as a fenced write that is still open, for longer than about a
-	// second (SQLSTATE 55P03). Nothing has changed. The error is a *BlockedError.
+	// ErrBlocked reports a lane that another transaction has in use, such as a fenced write that is still open, for
+	// longer than about a second (SQLSTATE 55P03). Nothing has changed. The error is a *BlockedError.
 	ErrBlocked = errors.New("lane in use")
 	// ErrInvalid reports a lane, owner, TTL or reason that the database refuses (SQLSTATE 22023).
 	ErrInvalid = errors.New("invalid")

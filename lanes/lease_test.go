@@ -259,8 +259,8 @@ func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
 	}
 }
 
-// An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down, or a pooler that has lost
-// it, ends with an error after the commit.
+// An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down,
+// or a pooler that has lost it, ends with an error after the commit.
 func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
 	t.Parallel()
 	for what, said := range map[string]error{

@@ -108,8 +108,8 @@ func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err
 	return held[expireMost-1], nil
 }
 
-// Prune returns lanes whose borrower has let them expire, and forgets those that have been free for a time. Their tokens
-// go on to grow, because the clock does.
+// Prune returns lanes whose borrower has let them expire, and forgets those that have been free for a time. Their
+// tokens go on to grow, because the clock does.
 func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	if free < 0 {
 		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)

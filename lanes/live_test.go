@@ -65,7 +65,8 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	}
 }
 
-// A lane whose holder let its lease end is cleared and logged, soon after; those that are held, parked, lent or a thread's are left.
+// A lane whose holder let its lease end is cleared and logged, soon after; those that are held, parked, lent or a
+// thread's are left.
 func TestLanesThatEndedAreCleared(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

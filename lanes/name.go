@@ -11,7 +11,8 @@ import (
 // longestName of a lane or an owner, in characters.
 const longestName = 255
 
-// unseen are characters of which a reader sees nothing, or that change how others are seen. agent_name_fault has the same.
+// unseen are characters of which a reader sees nothing, or that change how others are seen. agent_name_fault has the
+// same.
 var unseen = &unicode.RangeTable{
 	R16: []unicode.Range16{
 		{0x80, 0xa0, 1},
@@ -37,9 +38,10 @@ var unseen = &unicode.RangeTable{
 	LatinOffset: 2,
 }
 
-// ValidName reports whether a lane or an owner may have a name: 1 to 255 printable characters, not only blanks, that look like no other
-// name. So it has no invisible characters, none that change the direction of the text, no blanks other than the space, and its accents
-// are composed (Unicode's normal form C). The database refuses every other name with 22023.
+// ValidName reports whether a lane or an owner may have a name: 1 to 255 printable characters, not only blanks, that
+// look like no other name. So it has no invisible characters, none that change the direction of the text, no blanks
+// other than the space, and its accents are composed (Unicode's normal form C). The database refuses every other name
+// with 22023.
 func ValidName(name string) bool {
 	if n := utf8.RuneCountInString(name); n < 1 || n > longestName || !utf8.ValidString(name) || strings.Trim(name, " ") == "" {
 		return false

@@ -106,7 +106,8 @@ func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
 	mustTry(t, db, "x", "next", 60)
 }
 
-// A lane that was granted in a transaction that stays open is busy for others, who hear so at once, and no other lane is touched.
+// A lane that was granted in a transaction that stays open is busy for others, who hear so at once, and no other lane
+// is touched.
 func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {

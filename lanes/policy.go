@@ -50,8 +50,9 @@ func WithTTL(ttl time.Duration) Option { return func(s *settings) { s.ttl = ttl 
 // that a holder that died is outlived.
 func WithPatience(patience time.Duration) Option { return func(s *settings) { s.patience = patience } }
 
-// WithProcess has the lane go free when a process of that id in agent_workers is dead, and not at the end of its lease only: the owner
-// ends with "@" and the id, by which the sweep finds it. It is for Acquire and AcquireWait; lanes of an execution go on with it.
+// WithProcess has the lane go free when a process of that id in agent_workers is dead, and not at the end of its
+// lease only: the owner ends with "@" and the id, by which the sweep finds it. It is for Acquire and AcquireWait;
+// lanes of an execution go on with it.
 func WithProcess(id string) Option { return func(s *settings) { s.process = id } }
 
 func settingsFor(lane string, opts []Option) settings {

@@ -17,7 +17,8 @@ const (
 	retryMost  = time.Second
 )
 
-// leave ends one lease of a hold, and with the last one the hold. err means that the lane is not released yet: the keeper goes on.
+// leave ends one lease of a hold, and with the last one the hold. err means that the lane is not released yet: the
+// keeper goes on.
 func (k *Keeper) leave(ctx context.Context, l *Lease) (answer, err error) {
 	h := l.hold
 	end, err := k.turns.Lock(ctx, h.key())
@@ -56,7 +57,8 @@ func (k *Keeper) departed(ctx context.Context, h *hold, released release) (answe
 	return h.lossAnswer()
 }
 
-// logReleased says that a lane was given back, and whom it went to: who waited for it, or the execution that had lent it.
+// logReleased says that a lane was given back, and whom it went to: who waited for it, or the execution that had lent
+// it.
 func (k *Keeper) logReleased(ctx context.Context, h held, to string) {
 	about := []any{"lane", h.lane, "owner", h.owner.name, "fencing_token", h.token}
 	if to != "" {
@@ -96,7 +98,8 @@ func (r *releasing) try(ctx context.Context) (released release, err error) {
 	}
 }
 
-// continueInBackground goes on until the lane is released, its lease has ended, its owner takes it again or the process shuts down.
+// continueInBackground goes on until the lane is released, its lease has ended, its owner takes it again or the
+// process shuts down.
 func (r *releasing) continueInBackground(ctx context.Context) {
 	k, h := r.keeper, r.hold
 	k.mu.Lock()
@@ -134,7 +137,8 @@ func (r *releasing) once(ctx context.Context) (over bool) {
 	return true
 }
 
-// inBackground tries about once a second, for as long as a lease may last, until try has nothing left to do or the process shuts down.
+// inBackground tries about once a second, for as long as a lease may last, until try has nothing left to do or the
+// process shuts down.
 func (k *Keeper) inBackground(ctx context.Context, lease time.Duration, try func(ctx context.Context) (over bool)) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), lease)
 	go func() {
@@ -151,7 +155,8 @@ func (k *Keeper) inBackground(ctx context.Context, lease time.Duration, try func
 	}()
 }
 
-// worthRetrying reports an error that another try may not meet. A statement that the database cannot run is not of that kind.
+// worthRetrying reports an error that another try may not meet. A statement that the database cannot run is not of
+// that kind.
 func worthRetrying(err error) bool {
 	if said, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return said.Code[:2] != "42" && !refused(err)

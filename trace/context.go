@@ -45,7 +45,8 @@ func IDFrom(ctx context.Context) ID {
 	return span.TraceID
 }
 
-// WithActivity returns a context whose further activities are filed under the given one, which is what they are done for.
+// WithActivity returns a context whose further activities are filed under the given one, which is what they are done
+// for.
 func WithActivity(ctx context.Context, activityID string) context.Context {
 	span, _ := From(ctx)
 	span.ActivityID, span.CauseID = activityID, ""

@@ -7,8 +7,9 @@ import (
 	"strings"
 )
 
-// SpanID is the id, 16 hex digits, of the span that shows a row: the last 8 bytes of the row's uuid, which are random. So
-// whoever knows the row knows the span, in every process and at every time. What has no row is named by all of parts.
+// SpanID is the id, 16 hex digits, of the span that shows a row: the last 8 bytes of the row's uuid, which are
+// random. So whoever knows the row knows the span, in every process and at every time. What has no row is named by
+// all of parts.
 func SpanID(parts ...string) string {
 	if len(parts) == 1 {
 		digits := strings.ReplaceAll(parts[0], "-", "")
@@ -23,8 +24,9 @@ func SpanID(parts ...string) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Traceparent is the W3C header that tells another service under which span it is called: that of the activity that ctx
-// is in, else of the execution. Empty when ctx has no trace. It always says sampled: what is kept is the receiver's choice.
+// Traceparent is the W3C header that tells another service under which span it is called: that of the activity that
+// ctx is in, else of the execution. Empty when ctx has no trace. It always says sampled: what is kept is the
+// receiver's choice.
 func Traceparent(ctx context.Context) string {
 	span, _ := From(ctx)
 	hexID := span.TraceID.OTel()
@@ -47,8 +49,8 @@ type Remote struct {
 	Sampled         bool
 }
 
-// ParseTraceparent reads a traceparent header as W3C Trace Context says; false when it is none. It comes from outside and
-// is not trusted: it becomes a link, never the id of a trace of ours.
+// ParseTraceparent reads a traceparent header as W3C Trace Context says; false when it is none. It comes from outside
+// and is not trusted: it becomes a link, never the id of a trace of ours.
 func ParseTraceparent(header string) (Remote, bool) {
 	const length = 55 // 00-<32>-<16>-<2>
 	if len(header) < length || len(header) > 200 || len(header) > length && (header[:2] == "00" || header[length] != '-') {
