@@ -1,0 +1,31 @@
+package main
+
+import (
+	"io"
+	"strings"
+	"testing"
+)
+
+func TestASkipNeedsAReasonOfTheList(t *testing.T) {
+	for reason, want := range map[string]bool{"needs root": true, "not today": false} {
+		events := `{"Action":"run","Package":"p","Test":"T"}
+{"Action":"output","Package":"p","Test":"T","Output":"=== RUN   T\n"}
+{"Action":"output","Package":"p","Test":"T","Output":"    a_test.go:7: ` + reason + `\n"}
+{"Action":"skip","Package":"p","Test":"T"}
+{"Action":"skip","Package":"without-tests"}`
+		var out strings.Builder
+		err := check(strings.NewReader(events), &out)
+		if got := err == nil; got != want {
+			t.Errorf("skipped because of %q: %v", reason, err)
+		}
+		if !strings.Contains(out.String(), "p T: a_test.go:7: "+reason) {
+			t.Errorf("printed %q", out.String())
+		}
+	}
+}
+
+func TestAnEventThatIsCutOffIsAnError(t *testing.T) {
+	if err := check(strings.NewReader(`{"Action":"run"`), io.Discard); err == nil {
+		t.Error("no error")
+	}
+}
