@@ -1,8 +1,0 @@
-//go:build unix && !(linux && amd64)
-
-package lanecheck_test
-
-const skewable = false
-
-// skew does nothing: the clocks of the processes are not skewed here.
-func skew(int64) error { return nil }

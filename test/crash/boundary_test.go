@@ -1,0 +1,446 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// victim names the connections of the process that is killed.
+const victim = "victim"
+
+// counter finds the part of a run that is its own: from its first request on, without what beats beside it.
+type counter struct {
+	from  *regexp.Regexp // the first request; a heartbeat's when nil
+	mu    sync.Mutex
+	begun bool
+	n     int
+}
+
+// count is how many requests there were.
+func (c *counter) count() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n
+}
+
+// begins are the first requests of a heartbeat.
+var begins = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
+
+// beside is what a process does beside its runs.
+var beside = regexp.MustCompile(`(?i)renew_agent|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
+	`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
+
+// boundary numbers the requests that a run makes, from 1; 0 for those that do not belong to it.
+func (c *counter) boundary(r request) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.begun = c.begun || cmp.Or(c.from, begins).MatchString(r.sql)
+	if !c.begun || beside.MatchString(strings.Join(strings.Fields(r.sql), " ")) {
+		return 0
+	}
+	c.n++
+	return c.n
+}
+
+// TestAnUndisturbedHeartbeat is a run that nobody disturbs, so that what the other tests find after
+// a crash can be compared with what should be there.
+func TestAnUndisturbedHeartbeat(t *testing.T) {
+	t.Parallel()
+	boundaries := cleanRun(t)
+	t.Logf("%d boundaries", len(boundaries))
+	if len(boundaries) < 40 {
+		t.Errorf("a heartbeat made %d requests; does the proxy still see them?", len(boundaries))
+	}
+}
+
+// cleanRun runs one heartbeat through a proxy and returns the requests that it made.
+func cleanRun(t *testing.T) []string {
+	t.Helper()
+	s := newScene(t)
+	var c counter
+	var boundaries []string
+	p := newProxy(t, s.url, func(r request) verdict {
+		if c.boundary(r) > 0 {
+			boundaries = append(boundaries, r.sql)
+		}
+		return pass
+	})
+	a := s.agent(p.URL(victim), "heartbeat")
+	if code := a.Exit(); code != 0 {
+		t.Fatalf("exit code %d", code)
+	}
+	s.whole(s.heartbeat(), snapshot{})
+	return boundaries
+}
+
+// TestKillAtEveryBoundary kills a heartbeat before each of its requests to the database, and after each
+// took effect, and has another process complete it.
+func TestKillAtEveryBoundary(t *testing.T) {
+	t.Parallel()
+	atBoundaries(t, len(cleanRun(t)), 16, map[string]verdict{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how verdict) {
+			s := newScene(t)
+			s.breakAt(n, how, "heartbeat").Exit()
+			s.quiet()
+			before := s.look()
+			id := s.heartbeat()
+			if id == "" {
+				if how == killAfter || n > 1 {
+					t.Error("the heartbeat has vanished")
+				}
+				return // it had not begun
+			}
+			s.hurry()
+			s.serve("")
+			s.ends(id, "completed")
+			s.whole(id, before)
+		})
+}
+
+// TestKillTheRescuerToo kills the process that takes over at one of its requests as well.
+func TestKillTheRescuerToo(t *testing.T) {
+	t.Parallel()
+	total := len(cleanRun(t))
+	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how verdict) {
+			s := newScene(t)
+			s.breakAt(n, how, "heartbeat").Exit()
+			s.quiet()
+			s.hurry()
+			id := s.heartbeat()
+			if id == "" {
+				return
+			}
+			// The fewer requests the first one made, the more are left for the second.
+			second := s.breakAt(1+(total-n)/3, how, "serve")
+			eventually(t, "the second process is killed, or through before", func() bool {
+				return !second.Running() || s.status(id) == "completed"
+			})
+			second.Kill()
+			s.quiet()
+			before := s.look()
+			s.hurry()
+			s.serve("")
+			s.ends(id, "completed")
+			s.whole(id, before)
+		})
+}
+
+// TestStopAtEveryBoundary stops `agent serve` in good order wherever the heartbeat is.
+func TestStopAtEveryBoundary(t *testing.T) {
+	t.Parallel()
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": terminate},
+		func(t *testing.T, n int, how verdict) {
+			s := newScene(t)
+			id := s.begin()
+			a := s.breakAt(n, how, "serve")
+			if code := a.Exit(); code != 0 {
+				t.Errorf("exit code %d, want 0", code)
+			}
+			before := s.look()
+			if open := s.running(); len(open) != 0 {
+				t.Errorf("left open: %+v", open)
+			}
+			if s.status(id) != "completed" {
+				s.handedBack(id)
+			}
+			s.serve("")
+			s.ends(id, "completed")
+			s.whole(id, before)
+		})
+}
+
+// TestInterruptAtEveryBoundary presses ^C on `agent heartbeat` wherever it is.
+func TestInterruptAtEveryBoundary(t *testing.T) {
+	t.Parallel()
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": interrupt},
+		func(t *testing.T, n int, how verdict) {
+			s := newScene(t)
+			code := s.breakAt(n, how, "heartbeat").Exit()
+			id := s.heartbeat()
+			switch got := s.status(id); {
+			case code == 130 && got == "cancelled", code == 0 && got == "completed":
+			default:
+				t.Errorf("exit code %d, and the heartbeat is %s", code, got)
+			}
+			for what, sql := range leftovers {
+				if n := one[int](s, sql); n != 0 {
+					t.Errorf("%s: %d, want none", what, n)
+				}
+			}
+		})
+}
+
+// TestCancelAtEveryBoundary cancels a heartbeat while one of its requests is on its way. Nothing of it may
+// stay behind, and the next one runs.
+func TestCancelAtEveryBoundary(t *testing.T) {
+	t.Parallel()
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": pass},
+		func(t *testing.T, n int, _ verdict) {
+			s := newScene(t)
+			id := s.begin()
+			var c counter
+			var admin sync.WaitGroup
+			p := newProxy(t, s.url, func(r request) verdict {
+				if c.boundary(r) == n {
+					admin.Go(func() { // beside it: in a transaction of the run the cancel has to wait for its end
+						if _, err := s.db.Exec(t.Context(), `select cancel_agent_execution($1, 'admin', 'enough')`, id); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				return pass
+			})
+			s.serve(p.URL(victim))
+			eventually(t, "the execution ends", func() bool {
+				return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
+			})
+			admin.Wait()
+			if got := s.status(id); got == "failed" {
+				t.Errorf("the execution is %s", got)
+			}
+			for _, what := range []string{"lanes held", "calls open", "rows running"} {
+				eventually(t, "no "+what, func() bool { return one[int](s, leftovers[what]) == 0 })
+			}
+			next := s.begin()
+			s.ends(next, "completed")
+			if summary := one[string](s, `select result_summary from agent_executions where id = $1`, next); strings.HasPrefix(summary, "skipped") {
+				t.Errorf("the next heartbeat was %s", summary)
+			}
+		})
+}
+
+// TestTheConnectionBreaksAtEveryBoundary: the process lives, asks again, and nothing is done twice.
+func TestTheConnectionBreaksAtEveryBoundary(t *testing.T) {
+	t.Parallel()
+	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"before": cutBefore, "after": cutAfter},
+		func(t *testing.T, n int, how verdict) {
+			s := newScene(t)
+			id := s.begin()
+			s.breakAt(n, how, "serve")
+			s.ends(id, "completed")
+			s.whole(id, snapshot{})
+		})
+}
+
+// atBoundaries runs a test at a number of boundaries, evenly spread, in each of several ways; of a sample
+// each boundary is met in one way and the next one in the other.
+func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict, test func(t *testing.T, n int, how verdict)) {
+	t.Helper()
+	every := distance(total, sample)
+	for n := every; n <= total; n += every {
+		for i, word := range slices.Sorted(maps.Keys(ways)) {
+			if every > 1 && n/every%len(ways) != i {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s %03d", word, n), func(t *testing.T) {
+				t.Parallel()
+				test(t, n, ways[word])
+			})
+		}
+	}
+}
+
+// distance is that between two boundaries that are taken; 1 takes all.
+func distance(total, sample int) int {
+	switch {
+	case os.Getenv("AGENT_CRASH_ALL") != "":
+		return 1
+	case testing.Short():
+		sample /= 6
+	}
+	return max(2, total/max(sample, 1))
+}
+
+// breakAt starts the program and does something to it at one of the heartbeat's requests.
+func (s *scene) breakAt(n int, how verdict, args ...string) *agent {
+	s.t.Helper()
+	return s.breakIn(&counter{}, n, how, args...)
+}
+
+// breakIn is breakAt for the requests that a counter finds.
+func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
+	s.t.Helper()
+	p := newProxy(s.t, s.url, func(r request) verdict {
+		if c.boundary(r) != n {
+			return pass
+		}
+		s.t.Logf("at %q", strings.Join(strings.Fields(r.sql), " "))
+		return how
+	})
+	started := make(chan struct{})
+	var a *agent
+	p.signal = func(sig syscall.Signal) {
+		<-started
+		a.Signal(sig)
+		if sig == syscall.SIGKILL {
+			<-a.Ended()
+		}
+	}
+	a = s.agent(p.URL(victim), args...)
+	close(started)
+	return a
+}
+
+// quiet waits until the server has finished with what a killed process left behind.
+func (s *scene) quiet() {
+	s.t.Helper()
+	eventually(s.t, "the server has let go of the killed process", func() bool {
+		return one[int](s, `
+			select count(*) from pg_stat_activity where datname = current_database() and application_name = $1`, victim) == 0
+	})
+}
+
+// snapshot is what the world looks like at one moment.
+type snapshot struct {
+	rows   map[string]row // calls and model calls, by idempotency key
+	asked  map[string]int
+	called map[string]int
+}
+
+// row is what the activity log says of the calls under one key.
+type row struct {
+	Key        string
+	Skill      string
+	Idempotent bool
+	Running    int
+	Recorded   int // ended by whoever made the call
+	Unknown    int
+}
+
+// look takes a snapshot.
+func (s *scene) look() snapshot {
+	s.t.Helper()
+	rows, err := s.db.Query(s.ctx(), `
+		select a.idempotency_key as key, min(a.skill_name) as skill, bool_or(a.kind = 'model' or coalesce(k.idempotent, true)) as idempotent,
+		       count(*) filter (where a.status = 'running') as running,
+		       count(*) filter (where a.status in ('success', 'error')) as recorded,
+		       count(*) filter (where a.status = 'unknown') as unknown
+		  from agent_activity a left join agent_skills k on k.id = a.skill_id
+		 where a.idempotency_key <> '' group by 1`)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	got := snapshot{map[string]row{}, s.asked(), s.called()}
+	for _, r := range list {
+		got.rows[r.Key] = r
+	}
+	return got
+}
+
+// calls is how often a key went out to the world.
+func (x snapshot) calls(key string) int { return x.asked[key] + x.called[key] }
+
+// whole checks a completed heartbeat against what was there when its first process died.
+func (s *scene) whole(id string, before snapshot) {
+	s.t.Helper()
+	after := s.look()
+	keys := maps.Clone(after.asked)
+	maps.Copy(keys, after.called)
+	for key := range keys {
+		if _, logged := after.rows[key]; !logged {
+			s.t.Errorf("a call went out under key %q that the log does not know", key)
+		}
+	}
+	for key, now := range after.rows {
+		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
+	}
+	s.phases(id)
+	s.effects(id)
+}
+
+// compare checks one call: how often it was made, and what the log says of it.
+func (s *scene) compare(was, now row, callsWere, callsAre int) {
+	s.t.Helper()
+	again, most := callsAre-callsWere, 1
+	want := row{Key: now.Key, Skill: now.Skill, Idempotent: now.Idempotent, Recorded: 1, Unknown: was.Unknown + was.Running}
+	switch {
+	case was.Recorded > 0: // it was over: nobody makes it again
+		most = 0
+	case want.Unknown > 0 && !now.Idempotent: // it was in flight, and nobody knows: not again
+		most, want.Recorded = 0, 0
+	}
+	if again != most {
+		s.t.Errorf("%s was called %d times more, want %d (before: %+v)", now.Skill, again, most, was)
+	}
+	if now != want {
+		s.t.Errorf("the log says of a call %+v, want %+v (before the crash: %+v)", now, want, was)
+	}
+}
+
+// phases checks that each of the six has one row, in order, and ended well.
+func (s *scene) phases(id string) {
+	s.t.Helper()
+	got := one[string](s, `
+		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at), '') from agent_activity
+		 where execution_id = $1 and kind = 'phase' and parent_id is null`, id)
+	want := "self_heal success, follow_through success, advance_plan success, run_automations success, " +
+		"reflect success, save_memories success"
+	if got != want {
+		s.t.Errorf("phases: %s\n  want: %s", got, want)
+	}
+}
+
+// effects checks what a heartbeat does in its own database: everything once, nothing left open.
+func (s *scene) effects(id string) {
+	s.t.Helper()
+	for what, sql := range map[string]string{
+		"execution completed": `select count(*) from agent_executions where id = $1 and status = 'completed' and result_type = 'success'`,
+		"skill healed":        `select count(*) from agent_activity where execution_id = $1 and skill_name = 'heal_skill'`,
+		"objective's step":    `select count(*) from agent_activity where execution_id = $1 and skill_name = 'advance_step'`,
+		"step done":           `select count(*) from agent_objective_steps where status = 'done'`,
+		"memory saved":        `select count(*) from agent_activity where execution_id = $1 and skill_name = 'save_memory'`,
+		"memory":              `select count(*) from agent_memory where revision = 1`,
+		"automation's run":    `select count(*) from agent_automation_runs where execution_id = $1 and status <> 'claimed' and attempt = 1`,
+		"automation":          `select count(*) from agent_activity where execution_id = $1 and skill_name = 'run_automation'`,
+		"grant used":          `select count(*) from agent_approvals where status = 'consumed' and consumed_for like $1 || ' %'`,
+		"completion event":    `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = $1`,
+	} {
+		if n := s.count(sql, id); n != 1 {
+			s.t.Errorf("%s: %d times, want once", what, n)
+		}
+	}
+	for what, sql := range leftovers {
+		if n := one[int](s, sql); n != 0 {
+			s.t.Errorf("%s: %d, want none", what, n)
+		}
+	}
+	if unknown := one[int](s, `
+		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown' and purpose = 'advance_plan'`,
+		id); unknown > 0 && !s.told("nobody knows whether it took effect") {
+		s.t.Error("the model was not told that nobody knows whether its call took effect")
+	}
+}
+
+// leftovers is what nobody may leave behind.
+var leftovers = map[string]string{
+	"lanes held":   `select count(*) from agent_locks_live`,
+	"calls open":   `select count(*) from agent_activity_open`,
+	"rows running": `select count(*) from agent_activity where status = 'running'`,
+	"stale writes": `select count(*) from agent_activity where skill_name = 'stale_write'`,
+}
+
+// count runs a query that counts and may ask for the execution's id.
+func (s *scene) count(sql, id string) int {
+	s.t.Helper()
+	if !strings.Contains(sql, "$1") {
+		return one[int](s, sql)
+	}
+	return one[int](s, sql, cmp.Or(id, "none"))
+}

@@ -1,0 +1,57 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"errors"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// TestDevLeavesNoServerBehind: kill -9 of `agent dev` ends its PostgreSQL within seconds, and the next
+// start finds the data.
+func TestDevLeavesNoServerBehind(t *testing.T) {
+	t.Parallel()
+	dir := openDir(t)
+	environ := []string{"AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=" + never}
+	const greeting = "^C stops"
+
+	first := launch(t, dir, environ, "dev")
+	first.Says(greeting)
+	pid := postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
+	first.Kill()
+	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, "the server goes with its process")
+
+	began := time.Now()
+	second := launch(t, dir, environ, "dev")
+	second.Says(greeting)
+	t.Logf("the second start, with its heartbeat, took %s", time.Since(began).Round(time.Millisecond))
+	list := launch(t, dir, environ, "executions", "ls", "--json")
+	if code := list.Exit(); code != 0 {
+		t.Fatalf("exit code %d", code)
+	}
+	var got struct {
+		Items []struct{ Flow, Status string }
+	}
+	list.decode(&got)
+	beats := 0
+	for _, x := range got.Items {
+		if x.Flow == "heartbeat" && x.Status == "completed" {
+			beats++
+		}
+	}
+	if beats != 2 {
+		t.Errorf("%d heartbeats are on record, want that of each start: %+v", beats, got.Items)
+	}
+	second.Signal(syscall.SIGTERM)
+	if code := second.Exit(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil || len(files) > 0 {
+		t.Errorf("after an orderly stop there is %v (%v)", files, err)
+	}
+}

@@ -1,0 +1,142 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"net/http"
+	"regexp"
+	"testing"
+)
+
+// receives is the first thing that a delivery does in the database.
+var receives = regexp.MustCompile(`from agent_webhook_endpoints`)
+
+// TestKillAtEveryBoundaryOfAWebhook kills the process that receives and handles a delivery with three actions before each of
+// its requests, and after each took effect. The sender sends it again, as senders do, whatever it has heard. Each
+// action is done once.
+func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
+	t.Parallel()
+	total := cleanHook(t, false)
+	t.Logf("%d boundaries", total)
+	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how verdict) { killHook(t, n, how, false) })
+}
+
+// TestKillAtEveryBoundaryOfARetry is the same for a delivery whose last action fails at first: what was done before is not
+// done again, and the pause survives.
+func TestKillAtEveryBoundaryOfARetry(t *testing.T) {
+	t.Parallel()
+	total := cleanHook(t, true)
+	t.Logf("%d boundaries", total)
+	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how verdict) { killHook(t, n, how, true) })
+}
+
+// deliver sends the delivery and returns the status of the answer; 0 when there is none.
+func (s *scene) deliver(a *agent) int {
+	s.t.Helper()
+	r := s.request(a, http.MethodPost, "/webhooks/shop", hookSecret, `{"id": 7}`, "webhook-id", "d1")
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(r)
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = response.Body.Close() }()
+	return response.StatusCode
+}
+
+// fails takes the automation out of service, so that the action that starts it fails.
+func (s *scene) fails() {
+	s.exec(`update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'a pause'`)
+}
+
+// mends puts it back, and ends the pause before the next attempt.
+func (s *scene) mends() {
+	s.exec(`update agent_automations set enabled = true, disabled_by = '', disabled_reason = ''`)
+	s.exec(`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+}
+
+// handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for its next
+// attempt gets it.
+func (s *scene) handled(a *agent) {
+	s.t.Helper()
+	eventually(s.t, "the delivery is handled", func() bool {
+		if one[bool](s, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'delay')`) {
+			s.mends()
+		}
+		return !a.Running() || one[bool](s, `
+			select count(*) = 2 and bool_and(completed_at is not null) from agent_executions where flow <> 'heartbeat'`)
+	})
+}
+
+// cleanHook handles a delivery undisturbed and returns how many requests that took.
+func cleanHook(t *testing.T, fails bool) int {
+	t.Helper()
+	s := newTalk(t)
+	if fails {
+		s.fails()
+	}
+	a, c := s.killed(receives, -1, pass)
+	if status := s.deliver(a); status != http.StatusAccepted {
+		t.Fatalf("the delivery is answered %d", status)
+	}
+	s.handled(a)
+	n := c.count()
+	s.delivered(snapshot{}, fails)
+	if n < 40 {
+		t.Errorf("a delivery made %d requests; does the proxy still see them?", n)
+	}
+	return n
+}
+
+func killHook(t *testing.T, n int, how verdict, fails bool) {
+	t.Helper()
+	s := newTalk(t)
+	if fails {
+		s.fails()
+	}
+	a, _ := s.killed(receives, n, how)
+	status := s.deliver(a)
+	if status != 0 {
+		s.handled(a)
+	}
+	before := s.over(a)
+	stored := one[int](s, `select count(*) from agent_webhook_deliveries`)
+	if status != 0 && stored != 1 {
+		t.Errorf("answered %d, and %d deliveries are stored", status, stored)
+	}
+	b := s.serve("")
+	want := http.StatusAccepted - 2*stored // what came before is 200
+	if again := s.deliver(b); again != want {
+		t.Errorf("sent again, the delivery is answered %d, want %d", again, want)
+	}
+	s.handled(b)
+	s.delivered(before, fails)
+}
+
+// delivered checks that each action of the delivery was done once.
+func (s *scene) delivered(before snapshot, failed bool) {
+	s.t.Helper()
+	s.settled(before)
+	attempts := 1
+	if failed {
+		attempts = 2
+	}
+	for what, sql := range map[string]string{
+		"deliveries done":   `select count(*) from agent_webhook_deliveries where status = 'done' and replays = 0`,
+		"events raised":     `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'order-7'`,
+		"runs":              `select count(*) from agent_automation_runs`,
+		"runs done":         `select count(*) from agent_automation_runs where status = 'success' and attempt = 1`,
+		"the first action":  `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '1'`,
+		"the second action": `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '2'`,
+		"the third, done":   `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '3' and status = 'success'`,
+		"executions":        `select count(*) - 1 from agent_executions`,
+	} {
+		if n := one[int](s, sql); n != 1 {
+			s.t.Errorf("%s: %d, want 1", what, n)
+		}
+	}
+	if n := one[int](s, `select attempts from agent_webhook_deliveries`); n != attempts {
+		s.t.Errorf("%d attempts, want %d", n, attempts)
+	}
+}

@@ -1,0 +1,269 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"encoding/json"
+	"net/http"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+)
+
+// asksOrOperates is the first thing in the database that comes of a message, whoever says it.
+var asksOrOperates = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire_agent_lock\(`)
+
+// partner is somebody who asks for what needs leave.
+type partner struct {
+	words string
+	say   func(s *scene, a *agent) // until the answer, or the connection, has ended
+	// again says it once more to who has not heard it, and returns the answer of a chat.
+	again func(s *scene, a *agent)
+}
+
+var order = message{"th", "order", true}
+
+// partners are a visitor and an admin.
+var partners = map[string]partner{
+	"a visitor": {
+		words: order.words,
+		say:   func(s *scene, a *agent) { s.say(a, order) },
+		again: func(s *scene, a *agent) { s.insist(a, order) },
+	},
+	"an admin": {
+		words: "order",
+		say:   func(s *scene, a *agent) { s.operate(a) },
+		again: func(s *scene, a *agent) {
+			if one[int](s, `select count(*) from agent_messages where role = 'user'`) == 0 {
+				// The first sweep gives back what the session of the dead process held, long before its lease ends.
+				eventually(s.t, "the lane of the dead process is free", func() bool {
+					return one[bool](s, `select not is_agent_lock_held('operate')`)
+				})
+				s.operate(a)
+			}
+		},
+	},
+}
+
+// operate has the admin ask for an order in the session th, which ends with it.
+func (s *scene) operate(a *agent) {
+	s.hear(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`))
+}
+
+// TestKillAtEveryBoundaryOfAnApproval kills the process before and after each request of a turn that asks for leave, waits,
+// is decided and makes its call. The decision comes while a process works, or while none does. The grant is
+// used once, the call made at most once.
+func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
+	t.Parallel()
+	for name, who := range partners {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			total := cleanLeave(t, who)
+			t.Logf("%d boundaries", total)
+			atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
+				func(t *testing.T, n int, how verdict) { killLeave(t, who, n, how) })
+		})
+	}
+}
+
+// cleanLeave goes through it undisturbed and returns how many requests that took.
+func cleanLeave(t *testing.T, who partner) int {
+	t.Helper()
+	s := newTalk(t)
+	a, c := s.killed(asksOrOperates, -1, pass)
+	s.through(a, who)
+	n := c.count()
+	s.closes(a)
+	s.allowed(a, who, snapshot{})
+	if n < 30 {
+		t.Errorf("it made %d requests; does the proxy still see them?", n)
+	}
+	return n
+}
+
+// through has somebody ask, the admin allow it over HTTP, and returns when all is over or the process is dead.
+func (s *scene) through(a *agent, who partner) {
+	s.t.Helper()
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() { who.say(s, a) })
+	if s.asksLeave(a) {
+		s.decide(a, true) // of which nobody may hear
+	}
+	eventually(s.t, "it is over, or the process dead", func() bool {
+		return !a.Running() || one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+	})
+}
+
+// asksLeave waits until there is an approval that waits for its decision; false when the process is dead.
+func (s *scene) asksLeave(a *agent) (asks bool) {
+	s.t.Helper()
+	eventually(s.t, "leave is asked for", func() bool {
+		asks = s.pending() != ""
+		return asks || !a.Running()
+	})
+	return asks && a.Running()
+}
+
+// pending is the approval that waits for a decision.
+func (s *scene) pending() string {
+	s.t.Helper()
+	return one[string](s, `select coalesce((select id::text from agent_approvals where status = 'pending'), '')`)
+}
+
+// decide decides what waits, over HTTP, and returns the status of the answer; 0 when there is none.
+func (s *scene) decide(a *agent, approve bool) int {
+	s.t.Helper()
+	id := one[string](s, `select id::text from agent_approvals`)
+	word := "reject"
+	if approve {
+		word = "approve"
+	}
+	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, "/v1/approvals/"+id, adminToken, `{"decision": "`+word+`"}`))
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = response.Body.Close() }()
+	return response.StatusCode
+}
+
+// closes ends the admin's session of a process, which holds the lane until it is idle.
+func (s *scene) closes(a *agent) {
+	s.t.Helper()
+	s.exec(`select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
+}
+
+func killLeave(t *testing.T, who partner, n int, how verdict) {
+	t.Helper()
+	s := newTalk(t)
+	a, _ := s.killed(asksOrOperates, n, how)
+	s.through(a, who)
+	before := s.over(a)
+	if id := s.pending(); id != "" && n%2 == 0 { // while no process works
+		if code := s.agent("", "approvals", "approve", id).Exit(); code != 0 {
+			t.Errorf("agent approvals approve exits %d", code)
+		}
+	}
+	b := s.serve("")
+	var asking sync.WaitGroup
+	asking.Go(func() { who.again(s, b) })
+	eventually(t, "leave is asked for", func() bool {
+		return one[bool](s, `select exists (select from agent_approvals)`)
+	})
+	if s.pending() != "" {
+		if status := s.decide(b, true); status != http.StatusOK {
+			t.Errorf("the decision is answered %d", status)
+		}
+	}
+	asking.Wait()
+	eventually(t, "the turn ends", func() bool {
+		return one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+	})
+	if status := s.decide(b, false); status != http.StatusConflict {
+		t.Errorf("a second decision is answered %d", status)
+	}
+	s.closes(b)
+	s.allowed(b, who, before)
+}
+
+// allowed checks a turn whose call was allowed.
+func (s *scene) allowed(a *agent, who partner, before snapshot) {
+	s.t.Helper()
+	s.settled(before)
+	s.answered(a, "th", nil, who.words)
+	for what, sql := range map[string]string{
+		"approvals":        `select count(*) from agent_approvals`,
+		"grants used":      `select count(*) from agent_approvals a where status = 'consumed' and consumed_for like a.execution_id || ' %'`,
+		"asked for leave":  `select count(*) from agent_activity where skill_name = 'order' and status = 'pending_approval'`,
+		"calls in the log": `select count(*) from agent_activity where skill_name = 'order' and status <> 'pending_approval'`,
+		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,
+		"decisions told":   `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
+	} {
+		if n := one[int](s, sql); n != 1 {
+			s.t.Errorf("%s: %d, want 1", what, n)
+		}
+	}
+	unknown := one[bool](s, `select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
+	if unknown && !s.told("nobody knows whether it took effect") {
+		s.t.Error("the model was not told that nobody knows whether its call took effect")
+	}
+}
+
+// TestADenialWhileNobodyWorks: it is decided when the process is dead; the call is never made, and the model is told.
+func TestADenialWhileNobodyWorks(t *testing.T) {
+	t.Parallel()
+	for name, who := range partners {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newTalk(t)
+			a := s.serve("", "PGAPPNAME="+victim)
+			var asking sync.WaitGroup
+			asking.Go(func() { who.say(s, a) })
+			eventually(t, "it waits for the admin", func() bool {
+				return one[bool](s, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
+			})
+			before := s.over(a)
+			asking.Wait()
+			cli := s.agent("", "approvals", "reject", s.pending(), "--reason", "too dear", "--json")
+			if code := cli.Exit(); code != 0 {
+				t.Errorf("agent approvals reject exits %d", code)
+			}
+			b := s.serve("")
+			who.again(s, b)
+			eventually(t, "the turn ends", func() bool {
+				return one[bool](s, `select bool_and(completed_at is not null) from agent_executions`)
+			})
+			s.settled(before)
+			s.answered(b, "th", nil, who.words)
+			for _, c := range s.skills {
+				if c.skill == "order" {
+					t.Errorf("the call was made: %+v", c)
+				}
+			}
+			if !s.told("too dear") {
+				t.Error("the model was not told why")
+			}
+			if got := one[string](s, `select string_agg(status, ' ') from agent_approvals`); got != "rejected" {
+				t.Errorf("the approval is %s", got)
+			}
+		})
+	}
+}
+
+// TestADecisionDiesWithItsProcess kills the process that takes the decision at each of its requests: it is made, and then
+// told, or it is not made, and can be.
+func TestADecisionDiesWithItsProcess(t *testing.T) {
+	t.Parallel()
+	from := regexp.MustCompile(`decide_agent_approval`)
+	atBoundaries(t, 6, 3, map[string]verdict{"before": killBefore, "after": killAfter}, func(t *testing.T, n int, how verdict) {
+		s := newTalk(t)
+		first := s.serve("", "PGAPPNAME="+victim)
+		var asking sync.WaitGroup
+		asking.Go(func() { s.say(first, order) })
+		eventually(t, "it waits for the admin", func() bool {
+			return one[bool](s, `select exists (select from agent_executions where status = 'waiting')`)
+		})
+		before := s.over(first)
+		asking.Wait()
+		cli := s.breakIn(&counter{from: from}, n, how, "approvals", "approve", s.pending(), "--json")
+		cli.Exit()
+		s.quiet()
+		decided := s.pending() == ""
+		told := one[bool](s, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
+		noted := one[bool](s, `select exists (select from agent_activity where skill_name = 'decide_approval')`)
+		if told != decided || noted != decided {
+			t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
+		}
+		var printed struct{ Status string }
+		if out := cli.Out.String(); out != "" && (json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
+			t.Errorf("decided: %t, and the command says %s", decided, out)
+		}
+		b := s.serve("")
+		if !decided {
+			s.decide(b, true)
+		}
+		s.insist(b, order)
+		s.allowed(b, partner{words: order.words}, before)
+	})
+}

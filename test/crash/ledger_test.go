@@ -1,0 +1,262 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk and leave.
+// The provider bills every request that it takes, whatever becomes of the connection, and logs it. At every moment the
+// budget has at least what the provider has billed; in the end each call's rows have exactly that, but for what is marked as unknown.
+func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
+	t.Parallel()
+	moments := 25
+	switch {
+	case os.Getenv("AGENT_CRASH_ALL") != "":
+		moments = 200
+	case testing.Short():
+		moments = 6
+	}
+	seed := rand.Uint64()
+	t.Logf("%d moments, seed %d", moments, seed)
+	x := newLedger(t, seed)
+	talking := x.talk(4)
+	for n := range moments {
+		x.moment(n)
+		x.covers()
+	}
+	x.wake()
+	talking()
+	eventually(t, "everything has ended", func() bool {
+		return one[bool](x.scene, `select not exists (select from agent_executions where completed_at is null)`)
+	})
+	x.covers()
+	x.equal()
+}
+
+// ledger is a scene with a provider that bills, and two processes.
+type ledger struct {
+	*scene
+	random   *rand.Rand // of the test's own goroutine
+	agents   [2]*agent
+	paused   *agent
+	mu       sync.Mutex // of what follows
+	billed   map[string]int64
+	total    int64
+	unbound  int // requests that do not bound the answer
+	requests int
+	visits   map[int]context.CancelFunc
+}
+
+func newLedger(t *testing.T, seed uint64) *ledger {
+	t.Helper()
+	x := &ledger{scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{}, visits: map[int]context.CancelFunc{}}
+	x.more = append(x.more, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
+	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
+		return x.provide(rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
+	})
+	for i := range x.agents {
+		x.agents[i] = x.serve("")
+	}
+	return x
+}
+
+// provide answers a request, or fails, and bills it unless it refuses. The bill is for the whole answer, heard or not.
+func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
+	words := "All is well. " + strings.Repeat("It takes a while. ", random.IntN(40))
+	prompt, answer := 0, len(words)/3
+	for _, m := range req.Messages {
+		prompt += 4 + len(m.Content)/3
+	}
+	for _, tool := range req.Tools {
+		prompt += 4 + len(modeltest.Arguments(tool))/3
+	}
+	if random.IntN(12) == 0 {
+		return modeltest.Status([]int{http.StatusTooManyRequests, http.StatusServiceUnavailable}[random.IntN(2)], 0)
+	}
+	x.mu.Lock()
+	x.billed[key] += int64(prompt + answer)
+	x.total += int64(prompt + answer)
+	x.requests++
+	if req.MaxTokens < answer { //nolint:staticcheck // what most servers know
+		x.unbound++
+	}
+	x.mu.Unlock()
+	reply := modeltest.Text(words)
+	if said := req.Messages[len(req.Messages)-1]; said.Role == openai.ChatMessageRoleUser && random.IntN(2) == 0 {
+		reply = reply.AndCall("look", `{}`)
+	}
+	switch random.IntN(12) {
+	case 0:
+		return modeltest.Status([]int{http.StatusInternalServerError, http.StatusBadGateway, http.StatusGatewayTimeout}[random.IntN(3)], 0)
+	case 1:
+		return modeltest.CutStream(words)
+	case 2:
+		return modeltest.Reset()
+	case 3:
+		return modeltest.MidStreamError(words, "overloaded")
+	case 4:
+		return reply.NoUsage()
+	}
+	return reply.WithUsage(prompt, answer, 0).Slowly(time.Duration(random.IntN(20)) * time.Millisecond)
+}
+
+// talk has visitors talk, one message after the other, until the function that it returns is called.
+func (x *ledger) talk(visitors int) (end func()) {
+	stop := make(chan struct{})
+	var all sync.WaitGroup
+	for v := range visitors {
+		random := rand.New(rand.NewPCG(x.random.Uint64(), 0))
+		all.Go(func() {
+			for n := 0; ; n++ {
+				select {
+				case <-stop:
+					return
+				default:
+					x.say(v, random, fmt.Sprintf("message %d of visitor %d", n, v))
+				}
+			}
+		})
+	}
+	return func() {
+		close(stop)
+		all.Wait()
+	}
+}
+
+// say sends a message and does not care for what becomes of it.
+func (x *ledger) say(v int, random *rand.Rand, words string) {
+	ctx, leave := context.WithTimeout(x.ctx(), 20*time.Second)
+	defer leave()
+	x.mu.Lock()
+	a := x.agents[random.IntN(2)]
+	x.visits[v] = leave
+	x.mu.Unlock()
+	if !listens.MatchString(a.Err.String()) {
+		return
+	}
+	m := message{fmt.Sprintf("visitor-%d", v), words, random.IntN(2) == 0}
+	x.hear(x.asking(a, m).WithContext(ctx))
+}
+
+// moment lets some time pass and does something to a process or a visitor.
+func (x *ledger) moment(n int) {
+	select {
+	case <-time.After(time.Duration(x.random.IntN(300)) * time.Millisecond):
+	case <-x.ctx().Done():
+		return
+	}
+	x.wake()
+	i := x.random.IntN(2)
+	a := x.agents[i]
+	switch x.random.IntN(8) {
+	case 0, 1, 2:
+		x.t.Logf("%d: kill %s", n, a.pid())
+		a.Kill()
+		x.expire(a)
+		x.replace(i)
+	case 3, 4, 5:
+		x.t.Logf("%d: pause %s", n, a.pid())
+		a.Signal(syscall.SIGSTOP)
+		x.expire(a)
+		x.paused = a
+	case 6:
+		x.t.Logf("%d: stop %s", n, a.pid())
+		a.Signal(syscall.SIGTERM)
+		a.Exit()
+		x.replace(i)
+	case 7:
+		x.mu.Lock()
+		leave := x.visits[x.random.IntN(4)]
+		x.mu.Unlock()
+		if leave != nil {
+			leave()
+		}
+	}
+}
+
+// wake lets the paused process go on, which has lost its work.
+func (x *ledger) wake() {
+	if x.paused != nil {
+		x.paused.Signal(syscall.SIGCONT)
+		x.paused = nil
+	}
+}
+
+// replace starts another process.
+func (x *ledger) replace(i int) {
+	a := x.serve("")
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.agents[i] = a
+}
+
+// covers checks that the budget has at least what the provider has billed so far.
+func (x *ledger) covers() {
+	x.t.Helper()
+	x.mu.Lock()
+	billed := x.total
+	x.mu.Unlock()
+	counted := one[int64](x.scene, `
+		select coalesce(sum(tokens + reserved_tokens), 0)::bigint from agent_budgets where scope ~ '^day:[0-9-]+$'`)
+	if counted < billed {
+		x.t.Errorf("the provider has billed %d tokens, the ledger has %d", billed, counted)
+	}
+}
+
+// equal checks each call, and the sums.
+func (x *ledger) equal() {
+	x.t.Helper()
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.requests == 0 || x.unbound > 0 {
+		x.t.Errorf("%d of %d requests do not bound the answer", x.unbound, x.requests)
+	}
+	rows, err := x.db.Query(x.ctx(), `
+		select idempotency_key, coalesce(sum((token_usage ->> 'total_tokens')::bigint), 0)::bigint,
+		       coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint
+		  from agent_activity where kind = 'model' group by 1`)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	defer rows.Close()
+	var counted, unknown int64
+	for rows.Next() {
+		var key string
+		var all, open int64
+		if err := rows.Scan(&key, &all, &open); err != nil {
+			x.t.Fatal(err)
+		}
+		if billed := x.billed[key]; all < billed || all-open > billed {
+			x.t.Errorf("call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all, open)
+		}
+		counted, unknown = counted+all, unknown+open
+		delete(x.billed, key)
+	}
+	if err := rows.Err(); err != nil || len(x.billed) > 0 {
+		x.t.Errorf("calls without a row: %v (%v)", x.billed, err)
+	}
+	x.t.Logf("%d requests: billed %d tokens, counted %d, %d of them unknown", x.requests, x.total, counted, unknown)
+	if got, want := one[string](x.scene, `
+		select concat_ws(' ', sum(tokens), sum(unknown_tokens), sum(reserved_tokens), bool_and(abs(cost_usd * 1000000 - tokens) < 1)::text)
+		  from agent_budgets where scope ~ '^day:[0-9-]+$'`), fmt.Sprintf("%d %d 0 true", counted, unknown); got != want {
+		x.t.Errorf("the budget has %s, the log %s", got, want)
+	}
+	if unknown == 0 {
+		x.t.Error("no request came to nothing")
+	}
+}

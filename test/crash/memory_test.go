@@ -1,0 +1,479 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command
+// line add words to one memory, each to what it has read, while the processes die at random moments. In the end every
+// word whose writer heard, or was recorded as having heard, that it was written is in the value, once. What a heartbeat
+// noted is there, or in a conflict that was recorded, unless its execution was given up.
+func TestNoMemoryIsLostWhateverDies(t *testing.T) {
+	t.Parallel()
+	rounds, moments := 1, 20
+	switch {
+	case os.Getenv("AGENT_CRASH_ALL") != "":
+		rounds, moments = 12, 20
+	case testing.Short():
+		moments = 4
+	}
+	seed := rand.Uint64()
+	t.Logf("%d moments, seed %d", rounds*moments, seed)
+	x := newWords(t, seed)
+	for round := range rounds {
+		x.round(fmt.Sprintf("words%d", round), moments)
+	}
+}
+
+const wordsYAML = `
+kind: skill
+name: look
+handler: "http:GET %[1]s/look"
+---
+kind: objective
+name: notes
+goal: Keep the notes.
+steps: [Look after the notes]
+---
+kind: webhook
+name: notes
+scheme: bearer
+secrets: ["${SHOP_SECRET}"]
+actions:
+  - prompt: "Add {body.word} to {body.key}."
+    scopes: [internal]
+`
+
+// words is a scene in which all write one memory.
+type words struct {
+	*scene
+	random *rand.Rand // of the test's own goroutine
+
+	mu        sync.Mutex // of what follows
+	agents    [2]*agent
+	key       string
+	over      context.Context   // that of the writers
+	heard     map[string]bool   // words whose writers heard that they are written
+	noted     map[string]string // words that heartbeats have noted, and the key of a request of the same run
+	conflicts int               // that models were shown
+}
+
+func newWords(t *testing.T, seed uint64) *words {
+	t.Helper()
+	x := &words{
+		scene: newStage(t, pgtest.URL(t), wordsYAML), random: rand.New(rand.NewPCG(seed, 0)),
+		heard: map[string]bool{}, noted: map[string]string{},
+	}
+	x.more = append(x.more, "SHOP_SECRET="+hookSecret)
+	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
+		return x.think(x.model.Requests()[n].IdempotencyKey(), req)
+	})
+	for i := range x.agents {
+		x.agents[i] = x.serve("")
+	}
+	return x
+}
+
+// round has everybody write a key while processes die, and looks at what is there in the end.
+func (x *words) round(key string, moments int) {
+	writing, end := context.WithCancel(x.ctx())
+	defer end()
+	x.mu.Lock()
+	x.key, x.over = key, writing
+	x.mu.Unlock()
+	var writers sync.WaitGroup
+	for n, write := range []func(r *rand.Rand, word string){x.run, x.run, x.beat, x.admin, x.admin, x.command} {
+		random := rand.New(rand.NewPCG(x.random.Uint64(), 0))
+		writers.Go(func() {
+			for i := 0; writing.Err() == nil; i++ {
+				write(random, fmt.Sprintf("w%dx%d", n, i))
+			}
+		})
+	}
+	for range moments {
+		x.pause(x.random, 400)
+		i := x.random.IntN(len(x.agents))
+		x.agents[i].Kill()
+		x.expire(x.agents[i])
+		a := x.serve("")
+		x.mu.Lock()
+		x.agents[i] = a
+		x.mu.Unlock()
+	}
+	eventually(x.t, "everybody has written, a run has met a conflict and a heartbeat came too late", x.seenAll)
+	end()
+	writers.Wait()
+	x.ended("")
+	x.judge()
+}
+
+// seenAll reports whether what the test is about has happened in this round.
+func (x *words) seenAll() bool {
+	late := one[bool](x.scene, `select exists (select from agent_memory_conflicts where key = $1)`, x.key)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return late && x.conflicts > 0 && len(x.heard) > 0 && len(x.noted) > 0
+}
+
+// judge compares the value with what the writers have heard.
+func (x *words) judge() {
+	x.t.Helper()
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	there := strings.Fields(one[string](x.scene, `select value #>> '{}' from agent_memory where key = $1`, x.key))
+	rows, err := x.db.Query(x.ctx(), `select value #>> '{}' from agent_memory_conflicts where key = $1`, x.key)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	kept := map[string]bool{}
+	for rows.Next() {
+		var value string
+		if err := rows.Scan(&value); err != nil {
+			x.t.Fatal(err)
+		}
+		kept[last(value)] = true
+	}
+	if err := rows.Err(); err != nil {
+		x.t.Fatal(err)
+	}
+	for word := range x.heard {
+		if !slices.Contains(there, word) {
+			x.t.Errorf("%s: the writer of %s heard that it is written, and it is gone", x.key, word)
+		}
+	}
+	for word, request := range x.noted {
+		if written := slices.Contains(there, word); written == kept[word] && (written || !x.givenUp(request)) {
+			x.t.Errorf("%s: what a heartbeat noted, %s, is there: %v, and among the conflicts: %v\n%s", x.key, word, written, kept[word], x.beats())
+		}
+	}
+	slices.Sort(there)
+	if once := slices.Compact(slices.Clone(there)); len(once) != len(there) {
+		x.t.Errorf("%s: a word was written twice: %v", x.key, there)
+	}
+	x.t.Logf("%s: %d words are there, %d were heard of, %d were noted, %d are conflicts; models met %d conflicts",
+		x.key, len(there), len(x.heard), len(x.noted), len(kept), x.conflicts)
+	x.conflicts = 0
+	clear(x.heard)
+	clear(x.noted)
+}
+
+// givenUp reports whether a run was given up, which its execution says: too many processes have died under it.
+func (x *words) givenUp(request string) bool {
+	return one[bool](x.scene, `
+		select exists (select from agent_activity a join agent_executions x on x.id = a.execution_id
+		                where a.idempotency_key = $1 and x.error_message like 'given up after%')`, request)
+}
+
+// beats is how the heartbeats went, for a failure.
+func (x *words) beats() string {
+	return one[string](x.scene, `
+		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output, a.error_message), e'\n' order by a.id)
+		  from agent_executions x left join agent_activity a on a.trace_id = x.trace_id
+		 where x.flow = 'heartbeat'`)
+}
+
+func last(value string) string {
+	all := strings.Fields(value)
+	return all[len(all)-1]
+}
+
+func (x *words) hears(word string) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.heard[word] = true
+}
+
+// subject is the key of this round, and when it ends.
+func (x *words) subject() (key string, over context.Context) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.key, x.over
+}
+
+// pause lets up to some milliseconds pass, or the round end.
+func (x *words) pause(r *rand.Rand, most int) {
+	_, over := x.subject()
+	select {
+	case <-time.After(time.Duration(r.IntN(most)) * time.Millisecond):
+	case <-over.Done():
+	}
+}
+
+// ended waits until a run has ended; "" is every run.
+func (x *words) ended(thread string) {
+	eventually(x.t, "what was asked for has ended", func() bool {
+		return one[bool](x.scene, `
+			select not exists (select from agent_executions x
+			         where x.completed_at is null and ($1 = '' or x.id in (select d.execution_id from agent_webhook_deliveries d where d.delivery_id = $1)))`, thread)
+	})
+}
+
+// somebody is a process that answers; nil when the one that was picked is not ready yet.
+func (x *words) somebody(r *rand.Rand) *agent {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if a := x.agents[r.IntN(len(x.agents))]; listens.MatchString(a.Err.String()) {
+		return a
+	}
+	return nil
+}
+
+// send makes a request; 0 when there was no answer.
+func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string, answer []byte) {
+	a := x.somebody(r)
+	if a == nil {
+		x.pause(r, 20)
+		return 0, "", nil
+	}
+	client := http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(x.request(a, method, path, secret, body, header...))
+	if err != nil {
+		x.pause(r, 20)
+		return 0, "", nil
+	}
+	defer func() { _ = response.Body.Close() }()
+	if answer, err = io.ReadAll(response.Body); err != nil {
+		return 0, "", nil
+	}
+	return response.StatusCode, response.Header.Get("ETag"), answer
+}
+
+// run has a process run a turn of the model that adds a word. The sender repeats itself until it is answered.
+func (x *words) run(r *rand.Rand, word string) {
+	key, over := x.subject()
+	body := modeltest.Arguments(map[string]string{"word": word, "key": key})
+	for over.Err() == nil {
+		if status, _, _ := x.send(r, http.MethodPost, "/webhooks/notes", hookSecret, body, "webhook-id", key+word); status/100 == 2 {
+			x.ended(key + word)
+			return
+		}
+	}
+}
+
+// beat has a process run a heartbeat.
+func (x *words) beat(r *rand.Rand, _ string) {
+	x.exec(`update agent_objectives set due_at = clock_timestamp()`)
+	id := x.begin()
+	eventually(x.t, "the heartbeat ends", func() bool {
+		return one[bool](x.scene, `select completed_at is not null from agent_executions where id = $1`, id)
+	})
+	x.pause(r, 300)
+}
+
+// entry is what admins see of a memory.
+type entry struct {
+	Value    string `json:"value"`
+	Revision int    `json:"revision"`
+}
+
+// with is the value and one word more; false when it is there.
+func (e entry) with(word string) (value string, more bool) {
+	if slices.Contains(strings.Fields(e.Value), word) {
+		return "", false
+	}
+	return strings.TrimSpace(e.Value + " " + word), true
+}
+
+// admin adds a word over HTTP: reads, writes what is based on that, and reads again until the word is there.
+func (x *words) admin(r *rand.Rand, word string) {
+	key, over := x.subject()
+	path := "/v1/memory/entries/general/" + key
+	for over.Err() == nil {
+		status, tag, answer := x.send(r, http.MethodGet, path, adminToken, "")
+		var there entry
+		precondition := []string{"If-None-Match", "*"}
+		switch {
+		case status == http.StatusOK && json.Unmarshal(answer, &there) == nil:
+			precondition = []string{"If-Match", tag}
+		case status != http.StatusNotFound:
+			continue
+		}
+		value, more := there.with(word)
+		if !more {
+			x.hears(word)
+			return
+		}
+		x.pause(r, 30)
+		body := modeltest.Arguments(map[string]string{"value": value, "reason": "a test"})
+		status, _, answer = x.send(r, http.MethodPut, path, adminToken, body, precondition...)
+		switch status {
+		case http.StatusOK:
+			x.hears(word)
+			x.pause(r, 200)
+			return
+		case 0, http.StatusPreconditionFailed, http.StatusServiceUnavailable:
+		default:
+			x.t.Errorf("the write of %s is answered %d: %s", word, status, answer)
+			return
+		}
+	}
+}
+
+// command adds a word on the command line. Some of its processes are killed.
+func (x *words) command(r *rand.Rand, word string) {
+	key, over := x.subject()
+	for over.Err() == nil {
+		get := x.agent("", "memory", "get", key, "--json")
+		there, revision := entry{}, 0
+		if get.Exit() == 0 {
+			get.decode(&there)
+			revision = there.Revision
+		}
+		value, more := there.with(word)
+		if !more {
+			x.hears(word)
+			return
+		}
+		set := x.agent("", "memory", "set", key, value, "--if-revision", strconv.Itoa(revision))
+		if r.IntN(3) == 0 {
+			x.pause(r, 300)
+			set.Kill()
+		}
+		switch code := set.Exit(); {
+		case code == 0:
+			x.hears(word)
+			return
+		case code > 0 && !strings.Contains(set.Err.String(), "nothing was written"):
+			x.t.Errorf("the command ends with %d: %s", code, set.Err.String())
+			return
+		}
+	}
+}
+
+var (
+	asksFor = regexp.MustCompile(`Add "?(w\d+x\d+)"? to "?(words\d+)`)
+	notes   = regexp.MustCompile(`"value":"([^"]*)"`)
+)
+
+// toolAnswer is what a tool has answered.
+type toolAnswer struct {
+	Memories []entry `json:"memories"`
+	Theirs   *entry  `json:"theirs"`
+	Error    string  `json:"error"`
+	Revision int     `json:"revision"`
+}
+
+// think is the model. What it says depends only on what it is shown, and on the key of the request, which is the same
+// when it is asked again.
+func (x *words) think(request string, req openai.ChatCompletionRequest) modeltest.Reply {
+	if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
+		return x.pursue(request, req)
+	}
+	var word, key string
+	for _, m := range req.Messages {
+		if found := asksFor.FindStringSubmatch(m.Content); m.Role == openai.ChatMessageRoleUser && found != nil {
+			word, key = found[1], found[2]
+		}
+	}
+	if word == "" {
+		return modeltest.Text("All is well.")
+	}
+	write := func(e entry) modeltest.Reply {
+		value, more := e.with(word)
+		if !more {
+			x.hears(word)
+			return modeltest.Text("It is there.")
+		}
+		return modeltest.ToolCall("memory_write", modeltest.Arguments(map[string]string{"key": key, "value": value}))
+	}
+	said := answered(req)
+	switch {
+	case said == nil:
+		return recall(key)
+	case said.Error == "conflict":
+		x.mu.Lock()
+		x.conflicts++
+		x.mu.Unlock()
+		if said.Theirs == nil {
+			return write(entry{})
+		}
+		return write(*said.Theirs)
+	case said.Error != "":
+		return recall(key)
+	case said.Revision > 0:
+		x.hears(word)
+		return modeltest.Text("It is written.")
+	case len(said.Memories) == 0:
+		return write(entry{})
+	}
+	return write(said.Memories[0])
+}
+
+func recall(key string) modeltest.Reply {
+	return modeltest.ToolCall("recall", modeltest.Arguments(map[string]string{"query": key}))
+}
+
+// answered is the last answer of a tool; nil when there is none yet.
+func answered(req openai.ChatCompletionRequest) *toolAnswer {
+	m := req.Messages[len(req.Messages)-1]
+	if m.Role != openai.ChatMessageRoleTool {
+		return nil
+	}
+	var said toolAnswer
+	if json.Unmarshal([]byte(m.Content), &said) != nil {
+		said.Error = "no JSON"
+	}
+	return &said
+}
+
+// pursue is the model of a heartbeat: it notes a word, and thinks until somebody else has written. So the note comes
+// too late, mostly.
+func (x *words) pursue(request string, req openai.ChatCompletionRequest) modeltest.Reply {
+	key, over := x.subject()
+	said := 0
+	for _, m := range req.Messages {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			said++
+		}
+		for _, call := range m.ToolCalls {
+			if found := notes.FindStringSubmatch(call.Function.Arguments); call.Function.Name == "remember" && found != nil {
+				x.mu.Lock()
+				x.noted[last(found[1])] = request
+				x.mu.Unlock()
+			}
+		}
+	}
+	switch said {
+	case 0:
+		return recall(key)
+	case 1:
+		there := entry{}
+		if a := answered(req); a != nil && len(a.Memories) > 0 {
+			there = a.Memories[0]
+		}
+		value, _ := there.with(fmt.Sprintf("h%x", crc32.ChecksumIEEE([]byte(request))))
+		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{"category": "general", "key": key, "value": value}))
+	}
+	revision := func() (n int) {
+		_ = x.db.QueryRow(over, `select coalesce(max(revision), 0) from agent_memory where key = $1`, key).Scan(&n) // at the end nobody waits
+		return n
+	}
+	for began := revision(); crc32.ChecksumIEEE([]byte(request))%4 > 0 && over.Err() == nil && revision() == began; {
+		select {
+		case <-time.After(20 * time.Millisecond):
+		case <-over.Done():
+		}
+	}
+	return modeltest.Text("The notes are kept.")
+}

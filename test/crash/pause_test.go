@@ -1,0 +1,143 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// TestAPausedWorkerWakesToNothing: a process is stopped in the middle of a step until its lease has ended
+// and another has completed the run. What it does when it wakes is refused and can be seen.
+func TestAPausedWorkerWakesToNothing(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 1)
+	a := s.serve("", "AGENT_WORKER_LEASE=6s")
+	id := s.begin()
+	held.wait()
+	token := s.token()
+	a.Signal(syscall.SIGSTOP)
+	before := s.look()
+
+	second := s.holdPay(1, 1) // so that the other's hold of the lane can be looked at
+	s.serve("")
+	second.wait()
+	if later := s.token(); later <= token {
+		t.Errorf("the lane's token went from %d to %d, want a larger one", token, later)
+	}
+	second.free()
+	s.ends(id, "completed")
+	s.whole(id, before)
+
+	record := s.record(id)
+	held.free()
+	a.Signal(syscall.SIGCONT)
+	s.rejects(id, "look")
+	if now := s.record(id); now != record {
+		t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
+	}
+	// It has lost that run, not its life: it begins anew under another lease.
+	eventually(t, "the woken process has a lease again", func() bool {
+		return one[bool](s, `select exists (select from agent_workers where expires_at > clock_timestamp() and name like '%pid ' || $1)`, a.pid())
+	})
+}
+
+// TestAWriteThatComesTooLate: a write leaves the process, and reaches the database when the run has been
+// completed by another. Whichever write it is, it changes nothing, and the attempt is in the log.
+func TestAWriteThatComesTooLate(t *testing.T) {
+	t.Parallel()
+	cases := map[string]struct {
+		sql, also, not string
+		early          bool // the test ends the lease, long before it is over by the process's clock
+	}{
+		"a checkpoint":        {"insert into agent_checkpoints", "", "update agent_activity", false},
+		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", "", false},
+		"the log of a call":   {"insert into agent_activity (trace_id,", "'running'", "", true},
+		"a transaction":       {"fence_agent_execution", "pg_advisory_xact_lock", "", true},
+		"the end of the run":  {"complete_agent_execution(", "", "", false},
+		"a wait for an admin": {"wait_agent_execution(", "", "", true},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newScene(t)
+			once := false
+			p := newProxy(t, s.url, func(r request) verdict {
+				if once || !strings.Contains(r.sql, c.sql) || !strings.Contains(r.sql, c.also) ||
+					c.not != "" && strings.Contains(r.sql, c.not) {
+					return pass
+				}
+				once = true
+				return hold
+			})
+			if name == "a wait for an admin" {
+				s.adminComes()
+			}
+			lease := "6s" // and half of the processes have a deadline of their own behind them when they wake
+			if c.early {
+				lease = "60s"
+			}
+			a := s.serve(p.URL(victim), "AGENT_WORKER_LEASE="+lease)
+			id := s.begin()
+			p.holds()
+			a.Signal(syscall.SIGSTOP)
+			if c.early {
+				s.expire(a)
+			}
+			s.exec(`select release_agent_lock('operate', 'admin')`)
+			s.serve("")
+			s.ends(id, "completed")
+			record := s.record(id)
+			p.release()
+			a.Signal(syscall.SIGCONT)
+			s.rejects(id, "")
+			if now := s.record(id); now != record {
+				t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
+			}
+		})
+	}
+}
+
+// adminComes has an admin take the lane operate when the heartbeat's first call is made.
+func (s *scene) adminComes() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.atSkill = func(call) {
+		s.mu.Lock()
+		s.atSkill = nil
+		s.mu.Unlock()
+		s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`)
+	}
+}
+
+// token is the fencing token of the heartbeat's lane.
+func (s *scene) token() int64 {
+	s.t.Helper()
+	return one[int64](s, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
+}
+
+// rejects waits until a refused write is in the log of an execution; of a certain skill where one is named.
+func (s *scene) rejects(id, skill string) {
+	s.t.Helper()
+	eventually(s.t, "the refused write is in the activity log", func() bool {
+		return one[bool](s, `
+			select exists (select from agent_activity
+			 where execution_id = $1 and skill_name = 'stale_write' and status = 'error' and error_class = 'stale'
+			   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
+	})
+}
+
+// record is everything that is kept of a run, without the notes about what was refused.
+func (s *scene) record(id string) string {
+	s.t.Helper()
+	return one[string](s, `
+		select string_agg(line, e'\n' order by line) from (
+		  select to_jsonb(e)::text from agent_executions e where id = $1
+		  union all select to_jsonb(c)::text from agent_checkpoints c where execution_id = $1
+		  union all select to_jsonb(a)::text from agent_activity a where execution_id = $1 and skill_name <> 'stale_write'
+		  union all select to_jsonb(l)::text from agent_locks l
+		  union all select to_jsonb(m)::text from agent_memory m
+		  union all select to_jsonb(o)::text from agent_objective_steps o) all_of_it (line)`, id)
+}

@@ -1,0 +1,158 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// pooledYAML is a flow that calls, waits for a moment, waits for an event and calls again.
+const pooledYAML = talkYAML + `
+---
+kind: flow
+name: patient
+actions:
+  - {actionType: skill, parameters: {name: look}}
+  - {actionType: delay, parameters: {duration: 1s}}
+  - {actionType: wait_for_event, parameters: {key: go-on}}
+  - {actionType: skill, parameters: {name: tell}}
+---
+kind: objective
+name: bills
+goal: Pay what is due.
+steps: [Look at what is due]
+`
+
+// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server connections: with
+// nothing besides, when it polls, and with a way around for what needs a session. A heartbeat, a visitor's answer and an
+// execution that waits come to their ends, each thing done once.
+func TestThroughPgBouncer(t *testing.T) {
+	t.Parallel()
+	for name, direct := range map[string]bool{"polling": false, "with a direct way": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, through := pooledScene(t)
+			var more []string
+			if direct {
+				more = append(more, "DATABASE_DIRECT_URL="+s.url)
+			}
+			migrateThrough(s, through, more...)
+			a := s.serve(through, more...)
+			// Who listens, which are the process and its queue, does so past the pooler, or not at all.
+			listening := func() int {
+				return one[int](s, `select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen %'`)
+			}
+			if direct {
+				eventually(t, "two connections listen", func() bool { return listening() == 2 })
+			} else {
+				a.Says("notifications are not delivered through a connection pooler")
+			}
+
+			beat := s.begin()
+			flow := s.post(a, "/v1/executions", `{"flow": "patient"}`, http.StatusCreated)["id"]
+			got := s.say(a, message{"visitor", "Hello there", true})
+			if !got.whole || !strings.Contains(got.text, reply("Hello there")) {
+				t.Errorf("the answer is %+v", got)
+			}
+			s.ends(beat, "completed")
+			eventually(t, "the flow waits for its event", func() bool {
+				return one[bool](s, `select coalesce(waiting_for = 'event', false) from agent_executions where id = $1`, flow)
+			})
+			s.post(a, "/v1/events", `{"event": "EVENT_COMPLETED", "key": "go-on"}`, http.StatusAccepted)
+			s.ends(flow, "completed")
+			for key, n := range s.called() {
+				if n != 1 {
+					t.Errorf("call %s was made %d times", key, n)
+				}
+			}
+			if n := listening(); !direct && n != 0 {
+				t.Errorf("%d connections listen through the pooler", n)
+			}
+		})
+	}
+}
+
+// TestAWrongDirectWayIsRefused at the start, with what to do.
+func TestAWrongDirectWayIsRefused(t *testing.T) {
+	t.Parallel()
+	s, through := pooledScene(t)
+	for says, direct := range map[string]string{
+		"it leads to a connection pooler too": through,
+		"it names another database":           pgtest.DirectURL(t, pgtest.EmptyURL(t)),
+		"cannot reach the server":             "postgres://u@127.0.0.1:1/db",
+	} {
+		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
+		if code := a.Exit(); code == 0 {
+			t.Errorf("%s: exit code 0", says)
+		}
+		a.Says("DATABASE_DIRECT_URL: ")
+		a.Says(says)
+	}
+}
+
+// pooledScene is a scene on a database with a PgBouncer before it, and the connection string through that.
+func pooledScene(t *testing.T) (_ *scene, through string) {
+	t.Helper()
+	url := pgtest.DirectURL(t, pgtest.URL(t))
+	s := newStage(t, url, pooledYAML)
+	s.model.Handle(s.converse)
+	s.more = []string{"AGENT_CHAT_KEY=" + chatKey, "SHOP_SECRET=" + hookSecret}
+	pooler, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: url, PoolSize: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := pooler.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	if through, err = pooler.URL(url); err != nil {
+		t.Fatal(err)
+	}
+	return s, through
+}
+
+// migrateThrough runs agent migrate, which finds nothing to do but has to take its lock.
+func migrateThrough(s *scene, through string, more ...string) {
+	s.t.Helper()
+	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
+	if code := a.Exit(); code != 0 {
+		s.t.Fatalf("agent migrate ended with %d", code)
+	}
+}
+
+// post asks the API as the admin, and returns the texts of its answer.
+func (s *scene) post(a *agent, path, body string, want int) map[string]string {
+	s.t.Helper()
+	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, path, adminToken, body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	raw, err := io.ReadAll(response.Body)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if response.StatusCode != want {
+		s.t.Fatalf("POST %s: %d %s", path, response.StatusCode, raw)
+	}
+	var all map[string]any
+	if err := json.Unmarshal(raw, &all); err != nil {
+		s.t.Fatal(err)
+	}
+	texts := map[string]string{}
+	for name, value := range all {
+		if text, ok := value.(string); ok {
+			texts[name] = text
+		}
+	}
+	return texts
+}

@@ -1,0 +1,334 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/fstest"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// never is a heartbeat schedule that no test lives to see.
+const never = "0 0 29 2 *"
+
+// scene is a database with a workspace in which every phase of a heartbeat has something to do, the model
+// that it talks to, and the skills that it calls.
+type scene struct {
+	t     testing.TB
+	url   string
+	db    *pgxpool.Pool
+	model *modeltest.Server
+	dir   string
+	more  []string // of the environment of its processes
+
+	mu      sync.Mutex
+	skills  []call                             // as they arrived
+	atModel func(openai.ChatCompletionRequest) // before the model answers; may block
+	atSkill func(call)                         // before the skill answers; may block
+}
+
+// call is one HTTP request that a skill made.
+type call struct {
+	skill, key, args string
+}
+
+// newScene makes the whole of it.
+func newScene(t testing.TB) *scene {
+	t.Helper()
+	return newSceneOn(t, pgtest.URL(t))
+}
+
+// newSceneOn is newScene on a database of the caller's, which has the schema.
+func newSceneOn(t testing.TB, database string) *scene {
+	t.Helper()
+	s := newStage(t, database, workspaceYAML)
+	s.model.Handle(s.think)
+	// An automation that is due, an approved call, and a skill that has failed three times.
+	s.exec(`update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	s.exec(`
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
+		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
+		  from agent_skills where name = 'pay'`)
+	s.exec(`
+		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
+		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
+		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
+	return s
+}
+
+// newStage is a scene with a workspace and nothing in it, and a model that has nothing to say yet. The workspace is a
+// format for the address of its skills.
+func newStage(t testing.TB, database, declared string) *scene {
+	t.Helper()
+	s := &scene{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
+	var err error
+	s.db, err = postgres.Open(t.Context(), s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.db.Close)
+	served := httptest.NewServer(http.HandlerFunc(s.serveSkill))
+	t.Cleanup(func() {
+		served.CloseClientConnections()
+		served.Close()
+	})
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served.URL)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := workspace.Apply(t.Context(), s.db, files, workspace.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+const workspaceYAML = `
+kind: skill
+name: look
+description: See what is due.
+handler: "http:GET %[1]s/look"
+idempotent: true
+---
+kind: skill
+name: pay
+description: Pay an amount.
+handler: "http:POST %[1]s/pay"
+parameters:
+  type: object
+  required: [amount]
+  properties:
+    amount: {type: integer}
+---
+kind: skill
+name: broken
+handler: "http:GET %[1]s/broken"
+---
+kind: objective
+name: bills
+goal: Pay what is due.
+steps: [Look at what is due and pay it]
+---
+kind: automation
+name: nightly
+cron: "@daily"
+skill: pay
+arguments: {amount: 7}
+max_attempts: 1
+`
+
+// serveSkill answers the skills' requests and remembers them.
+func (s *scene) serveSkill(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return // the client was killed
+	}
+	c := call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
+	s.mu.Lock()
+	s.skills = append(s.skills, c)
+	at := s.atSkill
+	s.mu.Unlock()
+	if at != nil {
+		at(c)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	if _, err := fmt.Fprintf(w, `{"done": %q}`, c.skill+c.args); err != nil {
+		return // the client was killed
+	}
+}
+
+var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
+
+// think is the model. What it says depends only on what it is shown, so that a request that is made again
+// gets the same answer.
+func (s *scene) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	s.mu.Lock()
+	at := s.atModel
+	s.mu.Unlock()
+	if at != nil {
+		at(req)
+	}
+	said := 0
+	for _, m := range req.Messages {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			said++
+		}
+	}
+	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
+	switch {
+	case pursues && said == 0:
+		return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
+	case pursues && said == 1:
+		id := stepID.FindStringSubmatch(req.Messages[1].Content)
+		if id == nil {
+			return modeltest.Text("There is no step.")
+		}
+		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
+	case pursues:
+		return modeltest.Text("The bills are paid.")
+	case said == 0:
+		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
+	default:
+		return modeltest.Text("It went well.")
+	}
+}
+
+// exec runs a statement.
+func (s *scene) exec(sql string, args ...any) {
+	s.t.Helper()
+	if _, err := s.db.Exec(s.ctx(), sql, args...); err != nil {
+		s.t.Fatalf("%v\n%s", err, sql)
+	}
+}
+
+// ctx is the test's; what cleans up has none of its own.
+func (s *scene) ctx() context.Context { return s.t.Context() }
+
+// one reads a single value.
+func one[T any](s *scene, sql string, args ...any) T {
+	s.t.Helper()
+	var value T
+	if err := s.db.QueryRow(s.ctx(), sql, args...).Scan(&value); err != nil {
+		s.t.Fatalf("%v\n%s", err, sql)
+	}
+	return value
+}
+
+// environ is what a process of this scene gets; a database of "" is the scene's own, without a proxy.
+func (s *scene) environ(database string, more ...string) []string {
+	return append([]string{
+		"DATABASE_URL=" + cmp.Or(database, s.url), "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0",
+		"OPENAI_BASE_URL=" + s.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
+		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug",
+	}, slices.Concat(s.more, more)...)
+}
+
+// agent starts the program in this scene, on a database as environ takes it.
+func (s *scene) agent(database string, args ...string) *agent {
+	s.t.Helper()
+	return launch(s.t, s.dir, s.environ(database), args...)
+}
+
+// serve is `agent serve` with further settings, ready to work.
+func (s *scene) serve(database string, more ...string) *agent {
+	s.t.Helper()
+	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
+	s.t.Cleanup(s.atWork) // before the process is killed
+	a.Says("msg=serving")
+	return a
+}
+
+// atWork shows who waits for whom when the test has failed.
+func (s *scene) atWork() {
+	if s.t.Failed() {
+		s.t.Log(s.sessions())
+	}
+}
+
+// begin asks for a heartbeat, for whoever serves, and returns its execution's id.
+func (s *scene) begin() string {
+	s.t.Helper()
+	return one[string](s, `
+		insert into agent_executions (trace_id, surface, flow, status, hinted_at)
+		values (lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
+}
+
+// heartbeat is the id of the only heartbeat there is; empty when there is none yet.
+func (s *scene) heartbeat() string {
+	s.t.Helper()
+	return one[string](s, `select coalesce((select id::text from agent_executions where flow = 'heartbeat' order by id limit 1), '')`)
+}
+
+// status is how an execution stands.
+func (s *scene) status(id string) string {
+	s.t.Helper()
+	return one[string](s, `select status from agent_executions where id = $1`, id)
+}
+
+// ends waits for an execution to end in a status.
+func (s *scene) ends(id, status string) {
+	s.t.Helper()
+	late, told := time.Now().Add(patience*9/10), false
+	eventually(s.t, "execution "+id+" ends", func() bool {
+		if !told && time.Now().After(late) {
+			told = true
+			s.t.Log(s.sessions())
+		}
+		return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
+	})
+	if got := s.status(id); got != status {
+		s.t.Errorf("the execution ended %s, want %s: %s", got, status,
+			one[string](s, `select coalesce(error_message, '') from agent_executions where id = $1`, id))
+	}
+}
+
+// sessions is what the database's sessions do, and what workers and unfinished executions there are, for a failure. It works also when the test is over.
+func (s *scene) sessions() (report string) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	err := s.db.QueryRow(ctx, `
+		select concat_ws(e'\n',
+		       (select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid), 'since', state_change,
+		               left(regexp_replace(query, '\s+', ' ', 'g'), 200)), e'\n') from pg_stat_activity where datname = current_database()),
+		       (select string_agg(to_jsonb(w)::text, e'\n') from agent_workers w),
+		       (select string_agg(jsonb_strip_nulls(to_jsonb(x))::text, e'\n') from agent_executions x where x.completed_at is null))`).Scan(&report)
+	if err != nil {
+		return "sessions: " + err.Error()
+	}
+	return report
+}
+
+// hurry ends the leases of the workers whose process is gone, which time would do.
+func (s *scene) hurry() {
+	s.t.Helper()
+	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+}
+
+// asked counts the requests the model got, by idempotency key.
+func (s *scene) asked() map[string]int {
+	counts := map[string]int{}
+	for _, r := range s.model.Requests() {
+		counts[r.IdempotencyKey()]++
+	}
+	return counts
+}
+
+// called counts the requests that skills made, by idempotency key.
+func (s *scene) called() map[string]int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counts := map[string]int{}
+	for _, c := range s.skills {
+		counts[c.key]++
+	}
+	return counts
+}
+
+// told reports whether some request to the model had a tool's reply with these words.
+func (s *scene) told(words string) bool {
+	for _, r := range s.model.Requests() {
+		for _, m := range r.Messages {
+			if m.Role == openai.ChatMessageRoleTool && strings.Contains(m.Content, words) {
+				return true
+			}
+		}
+	}
+	return false
+}

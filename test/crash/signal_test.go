@@ -1,0 +1,130 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"syscall"
+	"testing"
+)
+
+// TestAGracefulStopHandsTheWorkOn: the step under way finishes and is recorded, no further one begins, and
+// another process completes the run at once.
+func TestAGracefulStopHandsTheWorkOn(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 1)
+	a := s.serve("")
+	id := s.begin()
+	held.wait()
+	a.Signal(syscall.SIGTERM)
+	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
+	held.free()
+	if code := a.Exit(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+	before := s.look()
+	if open := s.running(); len(open) != 0 {
+		t.Errorf("left open: %+v", open)
+	}
+	s.handedBack(id)
+	s.serve("")
+	s.ends(id, "completed")
+	s.whole(id, before)
+}
+
+// TestAStopDoesNotWaitForEver: a step that does not finish within AGENT_SHUTDOWN_TIMEOUT is cut off, and
+// made again elsewhere where that is allowed.
+func TestAStopDoesNotWaitForEver(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 1)
+	a := s.serve("", "AGENT_SHUTDOWN_TIMEOUT=500ms")
+	id := s.begin()
+	held.wait()
+	a.Signal(syscall.SIGTERM)
+	if code := a.Exit(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+	before := s.look()
+	s.handedBack(id)
+	s.serve("")
+	s.ends(id, "completed")
+	s.whole(id, before)
+}
+
+// TestASecondSignalEndsTheProcess does not wait for what the first one waits for.
+func TestASecondSignalEndsTheProcess(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 1)
+	a := s.serve("", "PGAPPNAME="+victim)
+	id := s.begin()
+	held.wait()
+	a.Signal(syscall.SIGTERM)
+	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
+	a.Signal(syscall.SIGTERM)
+	if code := a.Exit(); code != 130 {
+		t.Errorf("exit code %d, want 130", code)
+	}
+	s.quiet()
+	before := s.look()
+	s.hurry()
+	s.serve("")
+	s.ends(id, "completed")
+	s.whole(id, before)
+}
+
+// TestInterruptingACommandCancelsItsHeartbeat: ^C means that it is not wanted any more.
+func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 1)
+	a := s.agent("", "heartbeat")
+	held.wait()
+	s.serve("") // which must not take over what is being cancelled
+	a.Signal(syscall.SIGINT)
+	if code := a.Exit(); code != 130 {
+		t.Errorf("exit code %d, want 130", code)
+	}
+	id := s.heartbeat()
+	if got := s.status(id); got != "cancelled" {
+		t.Errorf("the heartbeat is %s, want cancelled", got)
+	}
+	for what, sql := range map[string]string{
+		"lanes held":   `select count(*) from agent_locks_live`,
+		"rows running": `select count(*) from agent_activity where status = 'running'`,
+		"claims":       `select count(*) from agent_executions where claim > 3`,
+	} {
+		if n := one[int](s, sql); n != 0 {
+			t.Errorf("%s: %d, want none", what, n)
+		}
+	}
+	if got := one[string](s, `select status from agent_activity where skill_name = 'look'`); got != "unknown" {
+		t.Errorf("the call that was cut off is %s, want unknown", got)
+	}
+	if got := len(s.called()); got != 2 {
+		t.Errorf("%d calls were made, want the approved one and the one that was cut off", got)
+	}
+}
+
+// stopping reports whether a process has begun to shut down.
+func (s *scene) stopping(a *agent) bool {
+	s.t.Helper()
+	address := a.address()
+	return !answers(s.t, address)
+}
+
+// handedBack checks that an execution waits for whoever takes it, and that nothing else is held for it.
+func (s *scene) handedBack(id string) {
+	s.t.Helper()
+	if !one[bool](s, `select status = 'running' and claimed_by is null and attempt = 0 from agent_executions where id = $1`, id) {
+		s.t.Errorf("the execution was not handed back: %s", one[string](s, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
+	}
+	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
+	if n := one[int](s, `select count(*) from agent_locks_live where lane not like 'thread:%' or execution_id is distinct from $1::uuid`, id); n != 0 {
+		s.t.Errorf("%d lanes are still held", n)
+	}
+	if n := one[int](s, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
+		s.t.Errorf("%d workers still have a lease", n)
+	}
+}

@@ -1,0 +1,361 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"io"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+const (
+	adminToken = "a-long-random-text-for-tests"
+	chatKey    = "a-visitors-long-random-text"
+	hookSecret = "a-long-random-text-of-the-shop"
+)
+
+// talkYAML is what conversations and webhooks need: a call that may be repeated, one that must not be, one that
+// an admin has to allow.
+const talkYAML = `
+kind: skill
+name: look
+handler: "http:GET %[1]s/look"
+scope: both
+idempotent: true
+---
+kind: skill
+name: tell
+handler: "http:POST %[1]s/tell"
+scope: both
+---
+kind: skill
+name: order
+handler: "http:POST %[1]s/order"
+scope: both
+trust: approve
+parameters:
+  type: object
+  required: [item]
+  properties:
+    item: {type: integer}
+---
+kind: automation
+name: ship
+cron: "0 0 29 2 *"
+skill: look
+max_attempts: 1
+---
+kind: webhook
+name: shop
+scheme: bearer
+secrets: ["${SHOP_SECRET}"]
+actions:
+  - event: EVENT_COMPLETED
+    key: "order-{body.id}"
+  - prompt: "See to purchase {body.id}."
+  - automation: ship
+`
+
+// newTalk is a scene for people and systems that talk with the agent.
+func newTalk(t testing.TB) *scene {
+	t.Helper()
+	s := newStage(t, pgtest.URL(t), talkYAML)
+	s.model.Handle(s.converse)
+	s.more = []string{"AGENT_CHAT_KEY=" + chatKey, "AGENT_CHAT_RATE=100000", "SHOP_SECRET=" + hookSecret}
+	return s
+}
+
+// converse is the model of a conversation. What it says depends only on what it is shown: on the last thing that the
+// user said, and how often it has answered that.
+func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	s.mu.Lock()
+	at := s.atModel
+	s.mu.Unlock()
+	if at != nil {
+		at(req)
+	}
+	last := len(req.Messages) - 1
+	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {
+		last--
+	}
+	said := 0
+	for _, m := range req.Messages[last+1:] {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			said++
+		}
+	}
+	words := modeltest.Said(req.Messages[last])
+	orders := strings.Contains(words, "order")
+	switch {
+	case said == 0:
+		return modeltest.Text("Let me look.").AndCall("look", `{}`).AndCall("tell", `{}`)
+	case said == 1 && orders:
+		return modeltest.ToolCall("order", `{"item": 1}`)
+	}
+	return modeltest.Text(reply(words))
+}
+
+// reply is how the model ends its answer.
+func reply(words string) string { return "That is all about: " + strings.SplitN(words, "\n", 2)[0] }
+
+// said is what a client has heard.
+type said struct {
+	status int    // 0: the connection broke before there was one
+	id     string // of the completion
+	text   string
+	code   string // of an error
+	whole  bool   // it ended as the protocol says
+}
+
+// message is what a client says: in a thread, under an idempotency key.
+type message struct {
+	thread, words string
+	stream        bool
+}
+
+func (m message) key() string { return m.thread + " " + m.words }
+
+// say sends a message to a process and listens until the answer, or the connection, has ended.
+func (s *scene) say(a *agent, m message) said {
+	s.t.Helper()
+	return s.hear(s.asking(a, m))
+}
+
+// asking is the request with a message.
+func (s *scene) asking(a *agent, m message) *http.Request {
+	s.t.Helper()
+	body := modeltest.Arguments(map[string]any{
+		"model": "agent", "stream": m.stream, "messages": []map[string]string{{"role": "user", "content": m.words}},
+	})
+	return s.request(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread, "Idempotency-Key", m.key())
+}
+
+// attach asks for an answer by its id.
+func (s *scene) attach(a *agent, id, query string) said {
+	s.t.Helper()
+	return s.hear(s.request(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""))
+}
+
+// request makes one; further words are headers.
+func (s *scene) request(a *agent, method, path, key, body string, header ...string) *http.Request {
+	s.t.Helper()
+	r, err := http.NewRequestWithContext(s.ctx(), method, "http://"+a.address()+path, strings.NewReader(body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer "+key)
+	if body != "" {
+		r.Header.Set("Content-Type", "application/json")
+	}
+	for pair := range slices.Chunk(header, 2) {
+		r.Header.Set(pair[0], pair[1])
+	}
+	return r
+}
+
+// hear reads an answer of the chat as far as it comes.
+func (s *scene) hear(r *http.Request) (got said) {
+	got, _ = s.listen(r, nil)
+	return got
+}
+
+// listen is hear, and calls heard for each piece of text.
+func (s *scene) listen(r *http.Request, heard func(text string)) (got said, _ http.Header) {
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(r)
+	if err != nil {
+		return got, nil
+	}
+	defer func() { _ = response.Body.Close() }()
+	got.status, got.id = response.StatusCode, response.Header.Get("X-Completion-Id")
+	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+		got.stream(response.Body, heard)
+		return got, response.Header
+	}
+	raw, err := io.ReadAll(response.Body)
+	if err != nil {
+		return got, response.Header
+	}
+	got.add(raw)
+	got.whole = got.code == ""
+	return got, response.Header
+}
+
+// stream reads chunks.
+func (x *said) stream(body io.Reader, heard func(text string)) {
+	lines := bufio.NewScanner(body)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data: "))
+		switch {
+		case !ok:
+		case string(data) == "[DONE]":
+			x.whole = true
+		default:
+			x.add(data)
+			if heard != nil {
+				heard(x.text)
+			}
+		}
+	}
+}
+
+// add takes in a chunk, or a whole answer.
+func (x *said) add(raw []byte) {
+	var c struct {
+		ID      string
+		Choices []struct{ Delta, Message struct{ Content string } }
+		Error   struct{ Code string }
+	}
+	if json.Unmarshal(raw, &c) != nil {
+		return // cut off
+	}
+	x.id, x.code = cmp.Or(c.ID, x.id), cmp.Or(c.Error.Code, x.code)
+	for _, choice := range c.Choices {
+		x.text += choice.Delta.Content + choice.Message.Content
+	}
+}
+
+// insist does what a client does whose connection broke: it sends the message again under its key, and attaches to the
+// answer that is under way. It returns the answer.
+func (s *scene) insist(a *agent, m message) (got said) {
+	s.t.Helper()
+	eventually(s.t, "the database is there", func() bool {
+		got = s.say(a, m)
+		return got.status != http.StatusServiceUnavailable
+	})
+	if got.status == http.StatusConflict && got.id != "" {
+		id := got.id
+		eventually(s.t, "the answer is there", func() bool {
+			return s.attach(a, id, "?stream=true").code != "answer_restarted" // it returns at the end of the turn
+		})
+		got = s.attach(a, id, "")
+	}
+	if got.status != http.StatusOK || !got.whole {
+		s.t.Errorf("no answer to %q: %+v", m.words, got)
+	}
+	return got
+}
+
+// lines is a thread as the admin sees it, each message before its answer.
+func (s *scene) lines(a *agent, thread string) (lines []string) {
+	s.t.Helper()
+	response, err := http.DefaultClient.Do(s.request(a, http.MethodGet, "/v1/threads/"+thread, adminToken, ""))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer func() { _ = response.Body.Close() }()
+	type line struct {
+		Role, Content string
+		Seq, Turn     int64
+	}
+	var page struct {
+		Messages []line
+	}
+	if err := json.NewDecoder(response.Body).Decode(&page); err != nil {
+		s.t.Fatal(err)
+	}
+	slices.Reverse(page.Messages)
+	for i, m := range page.Messages {
+		if m.Seq != int64(i+1) {
+			s.t.Errorf("message %d of thread %s has place %d", i+1, thread, m.Seq)
+		}
+	}
+	slices.SortStableFunc(page.Messages, func(a, b line) int { return cmp.Compare(a.Turn, b.Turn) })
+	for _, m := range page.Messages {
+		lines = append(lines, m.Role+": "+m.Content)
+	}
+	return lines
+}
+
+// settled checks what must be so when all is over, whatever happened: nothing that was over was done again, nothing is
+// left open, and everything has ended once.
+func (s *scene) settled(before snapshot) {
+	s.t.Helper()
+	eventually(s.t, "everything has ended, and nothing is held", func() bool {
+		open := one[int](s, `select count(*) from agent_executions where completed_at is null`)
+		return open+one[int](s, leftovers["lanes held"]) == 0
+	})
+	after := s.look()
+	for key := range after.asked {
+		if _, logged := after.rows[key]; !logged {
+			s.t.Errorf("the model was asked under key %q, which the log does not know", key)
+		}
+	}
+	for key := range after.called {
+		if _, logged := after.rows[key]; !logged {
+			s.t.Errorf("a call went out under key %q, which the log does not know", key)
+		}
+	}
+	for key, now := range after.rows {
+		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
+	}
+	for what, sql := range leftovers {
+		if n := one[int](s, sql); n != 0 {
+			s.t.Errorf("%s: %d, want none", what, n)
+		}
+	}
+	for what, sql := range map[string]string{
+		"executions without an end": `select count(*) from agent_executions where status <> 'completed' or result_type <> 'success'`,
+		"ends not told just once": `
+			select count(*) from agent_executions x
+			 where (select count(*) from agent_events e where e.event = 'AGENT_COMPLETED' and e.key = x.id::text) <> 1`,
+		"drafts": `select count(*) from agent_message_drafts`,
+	} {
+		if n := one[int](s, sql); n != 0 {
+			s.t.Errorf("%s: %d, want none", what, n)
+		}
+	}
+}
+
+// answered checks a thread: each message once, in order, and after it one answer, the same that its client got.
+func (s *scene) answered(a *agent, thread string, answers map[string]said, words ...string) {
+	s.t.Helper()
+	got := s.lines(a, thread)
+	if len(got) != 2*len(words) {
+		s.t.Errorf("the thread is %q, want %d messages with their answers", got, len(words))
+		return
+	}
+	for i, w := range words {
+		if got[2*i] != "user: "+w || !strings.HasSuffix(got[2*i+1], reply(w)) {
+			s.t.Errorf("the thread is %q, want %q answered in place %d", got, w, i)
+		}
+		if heard, ok := answers[w]; ok && "assistant: "+heard.text != got[2*i+1] {
+			s.t.Errorf("the client was told %q, the thread has %q", heard.text, got[2*i+1])
+		}
+	}
+}
+
+// killed starts a server that is killed at a boundary, and is ready.
+func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counter) {
+	s.t.Helper()
+	c := &counter{from: from}
+	a := s.breakIn(c, n, how, "serve")
+	a.Says("msg=serving")
+	eventually(s.t, "the process takes work", func() bool {
+		return one[bool](s, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
+	})
+	return a, c
+}
+
+// over is how it stands with a process that was to be killed: what it leaves behind is at rest, and its leases are over.
+func (s *scene) over(a *agent) snapshot {
+	s.t.Helper()
+	a.Kill()
+	s.quiet()
+	before := s.look()
+	s.hurry()
+	return before
+}

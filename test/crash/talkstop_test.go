@@ -1,0 +1,187 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// TestAStopInTheMiddleOfAStreamedAnswer that takes too long: the client is told that the server goes down and where the answer
+// will be, and another process finishes it. A model call that does not end within AGENT_SHUTDOWN_TIMEOUT is made again.
+func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
+	t.Parallel()
+	for name, cut := range map[string]bool{"the model goes on": false, "the model is cut off": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newTalk(t)
+			limit, pause := "3s", 50*time.Millisecond
+			if cut {
+				limit, pause = "500ms", 2*time.Second
+			}
+			s.slowly(pause)
+			m := message{"th", "weather", true}
+			a := s.serve("", "AGENT_SHUTDOWN_TIMEOUT="+limit)
+			heard := make(chan struct{})
+			once := sync.OnceFunc(func() { close(heard) })
+			var got said
+			var asking sync.WaitGroup
+			asking.Go(func() {
+				got, _ = s.listen(s.asking(a, m), func(text string) {
+					if text != "" {
+						once()
+					}
+				})
+			})
+			<-heard
+			a.Signal(syscall.SIGTERM)
+			if code := a.Exit(); code != 0 {
+				t.Errorf("exit code %d, want 0", code)
+			}
+			asking.Wait()
+			if got.code != "shutting_down" || got.whole || got.id == "" || got.text == "" {
+				t.Errorf("the client heard %+v, want the beginning of the answer and that the server goes down", got)
+			}
+			before := s.look()
+			if open := s.running(); len(open) != 0 && !cut {
+				t.Errorf("left open: %+v", open)
+			}
+			s.handedBack(one[string](s, `select id::text from agent_executions`))
+			s.model.Handle(s.converse)
+			b := s.serve("")
+			answer := s.insist(b, m)
+			s.answered(b, "th", map[string]said{m.words: answer}, m.words)
+			if again := s.attach(b, got.id, "?stream=true"); again.text != answer.text || !again.whole {
+				t.Errorf("attached again: %+v, want %+v", again, answer)
+			}
+			s.settled(before)
+		})
+	}
+}
+
+// slowly makes the model take its time over its first answer.
+func (s *scene) slowly(pause time.Duration) {
+	words := "Let me look. " + strings.Repeat("It takes a while. ", 10)
+	begun := modeltest.Text(words).AndCall("look", `{}`).AndCall("tell", `{}`).Slowly(pause)
+	s.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return begun })
+}
+
+// TestAPausedChatWakesToNothing: a process is stopped in the middle of a visitor's turn until its lease has ended and another
+// has answered. What it does when it wakes is refused, the answer is there once, and its client gets it.
+func TestAPausedChatWakesToNothing(t *testing.T) {
+	t.Parallel()
+	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newTalk(t)
+			held := s.holdSkill("look", 1)
+			m := message{"th", "weather", stream}
+			a := s.serve("", "AGENT_WORKER_LEASE=6s")
+			var got said
+			var asking sync.WaitGroup
+			asking.Go(func() { got = s.say(a, m) })
+			held.wait()
+			// What its client was shown is noted beside the call, not before it.
+			eventually(t, "the text so far is stored", func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
+			a.Signal(syscall.SIGSTOP)
+			before := s.look()
+			b := s.serve("")
+			id := one[string](s, `select id::text from agent_executions`)
+			s.ends(id, "completed")
+			s.settled(before)
+			record := s.record(id)
+			lines := s.lines(b, "th")
+			held.free()
+			a.Signal(syscall.SIGCONT)
+			s.rejects(id, "look")
+			asking.Wait()
+			if now := s.record(id); now != record {
+				t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
+			}
+			if now := s.lines(b, "th"); !slices.Equal(now, lines) {
+				t.Errorf("the thread is %q, was %q", now, lines)
+			}
+			answer := s.insist(b, m)
+			s.answered(b, "th", map[string]said{m.words: answer}, m.words)
+			if !got.whole || got.text != answer.text {
+				t.Errorf("the client of the woken process heard %+v, the answer is %+v", got, answer)
+			}
+			eventually(t, "the woken process serves", func() bool {
+				return s.say(a, message{"other", "later", false}).whole
+			})
+		})
+	}
+}
+
+// TestAServerDiesUnderFiveChats: two processes share the visitors; one is killed while each of its turns is in
+// the middle of a call, and with a message in the queue of a thread. Everybody is answered once, by the other one.
+func TestAServerDiesUnderFiveChats(t *testing.T) {
+	t.Parallel()
+	s := newTalk(t)
+	held := s.holdSkill("look", 5)
+	a, b := s.serve("", "PGAPPNAME="+victim), s.serve("")
+	var asking sync.WaitGroup
+	var mu sync.Mutex
+	all := map[string][]string{}
+	ask := func(to *agent, m message) {
+		all[m.thread] = append(all[m.thread], m.words)
+		asking.Go(func() {
+			got := s.say(to, m)
+			if to == a {
+				<-a.Ended()
+				got = s.insist(b, m)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if !got.whole || !strings.HasSuffix(got.text, reply(m.words)) {
+				t.Errorf("in %s: %+v", m.thread, got)
+			}
+		})
+	}
+	for i := range 5 {
+		ask([]*agent{a, b}[i%2], message{fmt.Sprint("th", i), fmt.Sprint("weather ", i), i < 3})
+	}
+	for range 5 {
+		held.wait()
+	}
+	for _, words := range []string{"second", "third"} {
+		before := one[int](s, `select count(*) from agent_messages`)
+		ask(a, message{"th0", words, true})
+		eventually(t, "the message is stored", func() bool { return one[int](s, `select count(*) from agent_messages`) > before })
+	}
+	a.Kill()
+	s.quiet()
+	before := s.look()
+	s.expire(a)
+	held.free()
+	asking.Wait()
+	for _, r := range before.rows { // what runs at the other server was not lost
+		if r.Running > 0 && s.look().rows[r.Key].Unknown == 0 {
+			delete(before.rows, r.Key)
+			delete(before.called, r.Key)
+		}
+	}
+	s.settled(before)
+	for thread, words := range all {
+		s.answered(b, thread, nil, words...)
+	}
+	if status := s.attach(b, "chatcmpl-01a1fd1b-0000-7000-8000-000000000000", "").status; status != http.StatusNotFound {
+		t.Errorf("an answer that never was: %d", status)
+	}
+}
+
+// expire ends the lease of one process.
+func (s *scene) expire(a *agent) {
+	s.t.Helper()
+	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`, a.pid())
+}

@@ -1,0 +1,339 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// A heartbeat that pursues an objective: it looks, pays, and has a flow do the rest, as a child.
+const tracedYAML = `
+kind: skill
+name: look
+description: See what is due.
+handler: "http:GET %[1]s/look"
+idempotent: true
+---
+kind: skill
+name: pay
+description: Pay an amount.
+handler: "http:POST %[1]s/pay"
+parameters:
+  type: object
+  required: [amount]
+  properties:
+    amount: {type: integer}
+---
+kind: skill
+name: settle
+description: Have the rest settled.
+handler: "flow:settlement"
+---
+kind: flow
+name: settlement
+actions:
+  - {actionType: delay, parameters: {duration: 1s}}
+  - {actionType: skill, parameters: {name: look}}
+  - {actionType: end, parameters: {summary: settled}}
+---
+kind: objective
+name: bills
+goal: Pay what is due.
+steps: [Look at what is due and pay it]
+`
+
+// newTraced is a scene in which a heartbeat has a model call, skills, a wait and a child, and a receiver of its traces.
+func newTraced(t *testing.T) (*scene, *otlptest.Server) {
+	t.Helper()
+	s := newStage(t, pgtest.URL(t), tracedYAML)
+	s.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		said := 0
+		for _, m := range req.Messages {
+			if m.Role == openai.ChatMessageRoleAssistant {
+				said++
+			}
+		}
+		switch pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective"); {
+		case pursues && said == 0:
+			return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
+		case pursues && said == 1:
+			return modeltest.ToolCall("settle", `{}`)
+		case pursues && said == 2:
+			id := stepID.FindStringSubmatch(req.Messages[1].Content)
+			return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
+		case pursues:
+			return modeltest.Text("The bills are paid.")
+		}
+		return modeltest.Text("It went well.")
+	})
+	receiver := otlptest.New(t)
+	s.more = append(s.more, "OTEL_EXPORTER_OTLP_ENDPOINT="+receiver.URL())
+	return s, receiver
+}
+
+// otel is the id under which tracing tools know an execution's trace.
+func (s *scene) otel(execution string) string {
+	s.t.Helper()
+	return trace.ID(one[string](s, `select trace_id from agent_executions where id = $1`, execution)).OTel()
+}
+
+// sent waits until all spans of a trace have come, as many as SQL says that there are, and returns them.
+func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
+	s.t.Helper()
+	eventually(s.t, "all executions of the trace end", func() bool {
+		return one[bool](s, `
+			select count(*) filter (where completed_at is null) = 0 from agent_executions
+			 where trace_id = (select trace_id from agent_executions where id = $1)`, execution)
+	})
+	want := one[int](s, `
+		select (select count(*) from agent_activity where trace_id = x.trace_id and status <> 'running')
+		     + (select count(*) from agent_executions where trace_id = x.trace_id and completed_at is not null)
+		  from agent_executions x where x.id = $1`, execution)
+	id := s.otel(execution)
+	rows := func() int {
+		return len(slices.DeleteFunc(from.Trace(id), func(one otlptest.Span) bool { return strings.HasPrefix(one.Name, "wait ") }))
+	}
+	eventually(s.t, fmt.Sprintf("%d spans of rows come", want), func() bool { return rows() >= want })
+	if n := rows(); n != want {
+		s.t.Errorf("%d spans of rows came, SQL has %d", n, want)
+	}
+	return from.Trace(id)
+}
+
+// mirrored checks each span against its row, and that the whole is a well-formed trace.
+func (s *scene) mirrored(spans []otlptest.Span) {
+	s.t.Helper()
+	for _, wrong := range otlptest.Check(spans) {
+		s.t.Error(wrong)
+	}
+	for _, one_ := range spans {
+		if id, ok := one_.Attributes["agent.activity.id"].(string); ok {
+			got := one[string](s, `
+				select concat_ws(' ', trace_id, status, coalesce(token_usage ->> 'prompt_tokens', '-'), case kind when 'model' then cost_usd::float8 end,
+				       abs(extract(epoch from created_at) - $2::float8) < 0.001, abs(extract(epoch from finished_at) - $3::float8) < 0.01)
+				  from agent_activity where id = $1`, id, float64(one_.Start.UnixNano())/1e9, float64(one_.End.UnixNano())/1e9)
+			tokens, cost := "-", ""
+			if n, ok := one_.Attributes["gen_ai.usage.input_tokens"]; ok {
+				tokens, cost = fmt.Sprint(n), fmt.Sprint(one_.Attributes["agent.llm.cost_usd"])+" "
+			}
+			want := fmt.Sprintf("%s %s %s %st t", one_.Attributes["agent.trace_ref"], one_.Attributes["agent.status"], tokens, cost)
+			if got != want {
+				s.t.Errorf("span %s says %q, its row %q", one_.Name, want, got)
+			}
+		}
+	}
+}
+
+// names counts spans by name.
+func names(spans []otlptest.Span) map[string]int {
+	counts := map[string]int{}
+	for _, one := range spans {
+		counts[one.Name]++
+	}
+	return counts
+}
+
+// TestAHeartbeatIsAWholeTrace: a heartbeat with model calls, skills, a wait and a child comes to a receiver as one trace, under
+// the id that SQL has.
+func TestAHeartbeatIsAWholeTrace(t *testing.T) {
+	t.Parallel()
+	s, receiver := newTraced(t)
+	held := s.holdSkill("look", 1)
+	a := s.serve("")
+	id := s.begin()
+	held.wait()
+	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`) // an admin comes: the heartbeat waits
+	held.free()
+	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
+	s.exec(`select release_agent_lock('operate', 'admin')`)
+	s.ends(id, "completed")
+	spans := s.sent(receiver, id)
+	s.mirrored(spans)
+	s.agrees(a)
+	got := names(spans)
+	for name, want := range map[string]int{
+		"invoke_workflow heartbeat": 1, "invoke_workflow settlement": 1, "execute_tool look": 2, "execute_tool pay": 1, "execute_tool settle": 1,
+		"wait lane": 1, "wait delay": 1, "phase advance_plan": 1, "chat " + modeltest.Model: 5,
+	} {
+		if got[name] != want {
+			t.Errorf("%d spans %q, want %d; all: %v", got[name], name, want, got)
+		}
+	}
+	for _, one := range spans {
+		if one.Resource["service.name"] != "lanekeeper" {
+			t.Errorf("the resource is %v", one.Resource)
+		}
+		if one.Name == "invoke_workflow settlement" && one.Parent != trace.SpanID(id) {
+			t.Errorf("the child is filed under %s, want the heartbeat", one.Parent)
+		}
+		for key := range one.Attributes {
+			if strings.Contains(key, "messages") || strings.Contains(key, "arguments") {
+				t.Errorf("content was sent, and nobody had asked for it: %s", key)
+			}
+		}
+	}
+}
+
+// TestWhatAKilledProcessDidIsSent by the one that takes its work over: nothing of the trace is missing, nothing came twice.
+func TestWhatAKilledProcessDidIsSent(t *testing.T) {
+	t.Parallel()
+	s, receiver := newTraced(t)
+	held := s.holdSkill("pay", 1)
+	a := s.serve("")
+	id := s.begin()
+	held.wait()
+	eventually(t, "what had ended before is sent", func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
+	// A batch whose answer was not noted any more comes again, with the same ids.
+	eventually(t, "the process has noted that it was", func() bool {
+		return one[bool](s, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
+	})
+	a.Kill()
+	held.free()
+	s.hurry()
+	s.exec(`update agent_span_export set sender_until = '-infinity'`) // which time would do
+	b := s.serve("")
+	s.ends(id, "completed")
+	spans := s.sent(receiver, id)
+	s.mirrored(spans)
+	for _, one := range spans {
+		if one.Name == "execute_tool pay" && (one.Attributes["agent.status"] != "unknown" || one.Attributes["error.type"] != "interrupted" || !one.Failed) {
+			t.Errorf("the call that was interrupted is shown as %v", one.Attributes)
+		}
+	}
+	if names(spans)["execute_tool pay"] != 1 {
+		t.Errorf("the call that was interrupted is not shown: %v", names(spans))
+	}
+	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
+}
+
+// TestAReceiverThatIsDown holds nobody up, and gets everything when it is back. A one-shot command sends before it exits.
+func TestAReceiverThatIsDown(t *testing.T) {
+	t.Parallel()
+	s, receiver := newTraced(t)
+	receiver.Fail(func(int) int { return 503 })
+	if code := s.agent("", "heartbeat").Exit(); code != 0 {
+		t.Fatalf("a heartbeat ends with %d while the receiver is down", code)
+	}
+	id := s.heartbeat()
+	if n := len(receiver.Trace("")); n != 0 || len(receiver.Requests()) == 0 {
+		t.Fatalf("%d spans were taken by a receiver that is down, which was asked %d times", n, len(receiver.Requests()))
+	}
+	receiver.Fail(nil)
+	s.exec(`delete from agent_executions where flow = 'settlement' and status = 'pending'`) // nobody serves
+	if code := s.agent("", "heartbeat").Exit(); code != 0 {
+		t.Fatalf("the second heartbeat ends with %d", code)
+	}
+	want := one[int](s, `
+		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions where completed_at is not null)`)
+	if got := receiver.Trace(""); len(got) != want {
+		t.Errorf("%d spans came until the process had ended, SQL has %d", len(got), want)
+	}
+	s.mirrored(receiver.Trace(s.otel(id)))
+}
+
+// counted compares counters of a process with the rows that it has finished: all that there are, or those that more says.
+func (s *scene) counted(a *agent, want map[string]float64) {
+	s.t.Helper()
+	got := s.metrics(a)
+	for series, n := range want {
+		if got[series] != n {
+			s.t.Errorf("%s is %v, want %v", series, got[series], n)
+		}
+	}
+}
+
+// metrics scrapes a process. A series is written as name{labels in order}.
+func (s *scene) metrics(a *agent) map[string]float64 {
+	s.t.Helper()
+	answer, err := http.Get("http://" + a.address() + "/metrics")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(answer.Body)
+	if err != nil || answer.StatusCode != http.StatusOK {
+		s.t.Fatalf("%s: %v", answer.Status, err)
+	}
+	got := map[string]float64{}
+	for name, family := range families {
+		for _, m := range family.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, fmt.Sprintf("%s=%q", l.GetName(), l.GetValue()))
+			}
+			slices.Sort(labels)
+			series := name
+			if len(labels) > 0 {
+				series += "{" + strings.Join(labels, ",") + "}"
+			}
+			got[series] = m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+		}
+	}
+	return got
+}
+
+// agrees compares all counters of runs, model calls and skills with what SQL says, both ways. The process is the only one there was.
+func (s *scene) agrees(a *agent) {
+	s.t.Helper()
+	want := map[string]float64{}
+	rows, err := s.db.Query(s.ctx(), `
+		select format('agent_runs_total{status=%s,surface=%s}', to_json(status), to_json(surface)), count(*)::float8
+		  from agent_executions where completed_at is not null group by status, surface
+		union all
+		select format('agent_skill_invocations_total{skill=%s,status=%s}', to_json(skill_name), to_json(status)), count(*)
+		  from agent_activity where kind = 'call' group by skill_name, status
+		union all
+		select format('agent_llm_requests_total{model=%s,status=%s}', to_json(model), to_json(status)), count(*)
+		  from agent_activity where kind = 'model' group by model, status
+		union all
+		select format('agent_llm_tokens_total{model=%s,type="input"}', to_json(model)), sum((token_usage ->> 'prompt_tokens')::int)
+		  from agent_activity where kind = 'model' group by model
+		union all
+		select format('agent_llm_tokens_total{model=%s,type="output"}', to_json(model)), sum((token_usage ->> 'completion_tokens')::int)
+		  from agent_activity where kind = 'model' group by model`)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	var series string
+	var n float64
+	if _, err := pgx.ForEachRow(rows, []any{&series, &n}, func() error { want[series] = n; return nil }); err != nil {
+		s.t.Fatal(err)
+	}
+	got := map[string]float64{}
+	for series, n := range s.metrics(a) {
+		for _, name := range []string{"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total", "agent_llm_tokens_total"} {
+			if strings.HasPrefix(series, name+"{") {
+				got[series] = n
+			}
+		}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		s.t.Errorf("the metrics tell another story than SQL (-SQL +metrics):\n%s", diff)
+	}
+	for _, m := range []string{"action completed", "execution completed"} {
+		logged := strings.Count(a.Err.String(), `msg="`+m+`"`)
+		inSQL := one[int](s, `select count(*) from agent_executions where completed_at is not null`)
+		if m == "action completed" {
+			inSQL = one[int](s, `select count(*) from agent_activity where kind <> 'note'`)
+		}
+		if logged != inSQL {
+			s.t.Errorf("the log says %q %d times, SQL has %d", m, logged, inSQL)
+		}
+	}
+}

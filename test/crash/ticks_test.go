@@ -1,0 +1,134 @@
+//go:build unix
+
+package crash_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule that is faster than some of its
+// heartbeats, kills River's leader in the middle of one, and looks at everything that was done.
+func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	s.exec(`update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)
+	fast := []string{"AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=6s"}
+	first := s.serve("", fast...)
+	eventually(t, "the first process leads", func() bool {
+		return one[bool](s, `select exists (select from river.river_leader where expires_at > now())`)
+	})
+	s.serve("", fast...)
+
+	// A heartbeat that is held up for some ticks: they are skipped.
+	slow := s.holdSkill("look", 1)
+	slow.wait()
+	skipped := s.beats("skipped")
+	eventually(t, "ticks are skipped while a heartbeat is at work", func() bool { return s.beats("skipped") >= skipped+2 })
+	slow.free()
+	s.atLeast("done", 4)
+
+	// The leader dies in a heartbeat that it runs.
+	lost := s.holdSkillOf(first, "look")
+	lost.wait()
+	id := one[string](s, `select id::text from agent_executions where status = 'running' and claimed_by in
+		(select id from agent_workers where name like '%pid ' || $1) limit 1`, first.pid())
+	first.Kill()
+	done := s.beats("done")
+	s.ends(id, "completed")
+	s.atLeast("done", done+4)
+	if claims := one[int](s, `select claim from agent_executions where id = $1`, id); claims < 3 {
+		t.Errorf("the killed leader's heartbeat ended with claim %d: nobody took it over", claims)
+	}
+	s.ticksWereSingle()
+}
+
+// beats counts the heartbeats that have ended: done, or skipped.
+func (s *scene) beats(how string) int {
+	s.t.Helper()
+	return one[int](s, `
+		select count(*) from agent_executions
+		 where flow = 'heartbeat' and status = 'completed' and (result_summary like 'skipped: %') = ($1 = 'skipped')`, how)
+}
+
+// atLeast waits for a number of heartbeats.
+func (s *scene) atLeast(how string, n int) {
+	s.t.Helper()
+	eventually(s.t, "heartbeats go on", func() bool { return s.beats(how) >= n })
+}
+
+// holdSkillOf holds up one call of a skill that a certain process makes.
+func (s *scene) holdSkillOf(a *agent, skill string) *stop {
+	s.t.Helper()
+	x := newStop(s.t, 1)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.atSkill = func(c call) {
+		var its bool
+		err := s.db.QueryRow(s.ctx(), `
+			select exists (select from agent_activity v
+			   join agent_executions e on e.id = v.execution_id join agent_workers w on w.id = e.claimed_by
+			 where v.idempotency_key = $1 and v.status = 'running' and w.name like '%pid ' || $2)`, c.key, a.pid()).Scan(&its)
+		if err == nil && its && c.skill == skill {
+			x.pass()
+		}
+	}
+	return x
+}
+
+// ticksWereSingle checks all that was done: every due time once, no two heartbeats at work at once, each
+// that was skipped recorded.
+func (s *scene) ticksWereSingle() {
+	s.t.Helper()
+	for what, sql := range map[string]string{
+		"executions without a due time": `
+			select count(*) from agent_executions where dedupe_key is null`,
+		"due times that were started twice": `
+			select count(*) from (select dedupe_key from agent_executions group by 1 having count(*) > 1) x`,
+		"ticks less than a second apart": `
+			select count(*) from (
+			  select due - lag(due) over (order by due) as gap from (
+			    select split_part(dedupe_key, ' ', 2)::timestamptz as due from agent_executions) d) g
+			 where gap < interval '1 second'`,
+		"heartbeats at work at the same time": `
+			with work as (
+			  select execution_id, min(created_at) as began, max(finished_at) as ended from agent_activity
+			   where kind = 'phase' and skill_name <> 'heartbeat' and parent_id is null group by 1)
+			select count(*) from work a join work b on a.execution_id < b.execution_id and a.began < b.ended and b.began < a.ended`,
+		"heartbeats that were skipped and left no row": `
+			select count(*) from agent_executions e where e.result_summary like 'skipped: %' and not exists (
+			  select from agent_activity a where a.execution_id = e.id and a.skill_name = 'heartbeat' and a.status = 'skipped')`,
+		"skipped heartbeats that did something": `
+			select count(*) from agent_executions e where e.result_summary like 'skipped: %' and exists (
+			  select from agent_activity a where a.execution_id = e.id and a.skill_name <> 'heartbeat')`,
+		"heartbeats that failed": `
+			select count(*) from agent_executions where status in ('failed', 'timeout', 'cancelled')`,
+		"automation runs that were made twice": `
+			select count(*) from (select a.execution_id, a.input ->> 'scheduled_for' from agent_activity a
+			 where a.skill_name = 'run_automation' group by 1, 2 having count(*) > 1) x`,
+	} {
+		if n := one[int](s, sql); n != 0 {
+			s.t.Errorf("%s: %d, want none", what, n)
+		}
+	}
+	if s.t.Failed() {
+		s.t.Log(s.timeline())
+	}
+}
+
+// timeline lists the heartbeats, for a failure.
+func (s *scene) timeline() string {
+	s.t.Helper()
+	rows, err := s.db.Query(s.ctx(), `
+		select concat_ws(' ', dedupe_key, status, claim, result_summary, error_message) from agent_executions order by id`)
+	if err != nil {
+		return err.Error()
+	}
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return err.Error()
+	}
+	return strings.Join(lines, "\n")
+}

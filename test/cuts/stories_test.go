@@ -1,0 +1,232 @@
+package cuts_test
+
+import (
+	"context"
+	"encoding/json"
+	"regexp"
+	"strings"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// stories are all of them.
+var stories = []story{
+	{name: "heartbeat", declared: billsYAML, begin: due, tell: beat},
+	{name: "chat", declared: shopYAML, begin: converse, tell: order},
+	{name: "flow", declared: flowYAML, begin: func(*world) {}, tell: onboard},
+	{
+		name: "idle", declared: flowYAML, begin: func(*world) {}, tell: rest,
+		settings: settings{sweep: 200 * time.Millisecond, automations: 200 * time.Millisecond},
+	},
+}
+
+// billsYAML gives each phase of a heartbeat something to do.
+const billsYAML = `
+kind: skill
+name: look
+description: See what is due.
+handler: "http:GET %s/look"
+idempotent: true
+---
+kind: skill
+name: pay
+description: Pay an amount.
+handler: "http:POST %s/pay"
+parameters:
+  type: object
+  required: [amount]
+  properties:
+    amount: {type: integer}
+---
+kind: skill
+name: broken
+handler: "http:GET %s/broken"
+---
+kind: objective
+name: bills
+goal: Pay what is due.
+steps: [Look at what is due and pay it]
+---
+kind: automation
+name: nightly
+cron: "@daily"
+skill: pay
+arguments: {amount: 7}
+max_attempts: 1
+`
+
+// due makes an automation due, a call approved, a skill one that has failed three times, and a heartbeat due.
+func due(w *world) {
+	w.model.Handle(pursue)
+	w.exec(`update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	w.exec(`
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
+		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
+		  from agent_skills where name = 'pay'`)
+	w.exec(`
+		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
+		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
+		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
+}
+
+// beat makes a heartbeat due and waits for its end.
+func beat(ctx context.Context, w *world) {
+	w.exec(`update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
+	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks where the leader does not
+	}
+	w.eventually("the heartbeat has ended", `select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
+}
+
+var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
+
+// answers counts what the model has said since the last of the other's words.
+func answers(req openai.ChatCompletionRequest) (words string, n int) {
+	last := len(req.Messages) - 1
+	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {
+		last--
+	}
+	for _, m := range req.Messages[last+1:] {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			n++
+		}
+	}
+	return modeltest.Said(req.Messages[last]), n
+}
+
+// pursue is the model of a heartbeat. What it says depends only on what it is shown.
+func pursue(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	_, said := answers(req)
+	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
+	switch {
+	case pursues && said == 0:
+		return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
+	case pursues && said == 1:
+		id := stepID.FindStringSubmatch(req.Messages[1].Content)
+		if id == nil {
+			return modeltest.Text("There is no step.")
+		}
+		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
+	case pursues:
+		return modeltest.Text("The bills are paid.")
+	case said == 0:
+		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
+	default:
+		return modeltest.Text("It went well.")
+	}
+}
+
+// shopYAML is what a visitor's order needs: a call that may be repeated, one that must not be, one that an admin has to
+// allow.
+const shopYAML = `
+kind: skill
+name: look
+handler: "http:GET %s/look"
+scope: both
+idempotent: true
+---
+kind: skill
+name: tell
+handler: "http:POST %s/tell"
+scope: both
+---
+kind: skill
+name: order
+handler: "http:POST %s/order"
+scope: both
+trust: approve
+parameters:
+  type: object
+  required: [item]
+  properties:
+    item: {type: integer}
+`
+
+// converse sets the model of a conversation.
+func converse(w *world) {
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		switch _, said := answers(req); said {
+		case 0:
+			return modeltest.Text("Let me look.").AndCall("look", `{}`).AndCall("tell", `{}`)
+		case 1:
+			return modeltest.ToolCall("order", `{"item": 1}`)
+		}
+		return modeltest.Text("It is on its way.")
+	})
+}
+
+// order is a visitor who orders, and the admin who allows it.
+func order(ctx context.Context, w *world) {
+	heard := make(chan string, 1)
+	go func() { heard <- w.say(ctx, "t1", "one, please") }()
+	w.eventually("the answer waits for leave", `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
+	id := one[string](w, `select id::text from agent_approvals`)
+	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
+	select {
+	case text := <-heard:
+		w.mu.Lock()
+		w.skills = append(w.skills, call{"the visitor heard", "1", text})
+		w.mu.Unlock()
+	case <-time.After(patience):
+		w.t.Errorf("the visitor has no answer\n%s", w.logged())
+	}
+}
+
+const flowYAML = `
+kind: skill
+name: look
+handler: "http:POST %s/look"
+idempotent: true
+parameters: {type: object, required: [n], properties: {n: {type: integer}}}
+---
+kind: skill
+name: pay
+handler: "http:POST %s/pay"
+parameters: {type: object, required: [n], properties: {n: {type: integer}}}
+---
+kind: flow
+name: parent
+actions:
+  - {actionType: send_message, parameters: {message: "welcome"}}
+  - {actionType: skill, saveAs: looked, parameters: {name: look, arguments: {n: 1}}}
+  - {actionType: wait_for_event, parameters: {key: "the event"}}
+  - {actionType: trigger_agent, timeout: 24h, parameters: {flow: child, input: {n: 2}}}
+  - {actionType: delay, parameters: {duration: 20ms}}
+  - {actionType: send_message, parameters: {message: "heard [{{eventData.is}}], the child {{childExecutionStatus}}"}}
+---
+kind: flow
+name: child
+actions:
+  - {actionType: skill, parameters: {name: pay, arguments: {n: "{{input.n}}"}}}
+  - {actionType: send_message, parameters: {message: "paid {{input.n}}"}}
+`
+
+// onboard starts a flow, tells it what it waits for, and waits for its end.
+func onboard(ctx context.Context, w *world) {
+	answer := w.ask(ctx, "POST", "/v1/executions", `{"flow": "parent", "thread_id": "t1"}`, "start")
+	var started struct{ ID string }
+	if err := json.Unmarshal(answer, &started); err != nil {
+		w.t.Errorf("start: %v: %s", err, answer)
+		return
+	}
+	w.eventually("the flow waits", `select exists (select from agent_executions where flow = 'parent' and status = 'waiting' and waiting_for = 'event')`)
+	w.ask(ctx, "POST", "/v1/events", `{"event": "EVENT_COMPLETED", "key": "the event", "data": {"is": "so"}}`, "event")
+	w.eventually("the flow ends", `select completed_at is not null from agent_executions where id = $1`, started.ID)
+}
+
+// rest does nothing until all that a process does beside its runs has come round, and then tells of a flow.
+func rest(ctx context.Context, w *world) {
+	late := time.After(1500 * time.Millisecond)
+	for over := false; !over && (len(w.ledger.left()) > 0 || !w.cutting); {
+		select {
+		case <-late:
+			over = true
+		default:
+			over = !pause(ctx)
+		}
+	}
+	w.ledger.begins()
+	onboard(ctx, w)
+}

@@ -1,0 +1,231 @@
+package cuts_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"testing/fstest"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// world is a database of which a story is told, the model and the skills that it needs, and the process that tells it.
+type world struct {
+	t     testing.TB
+	db    *pgxpool.Pool // the test's own, without the proxy
+	model *modeltest.Server
+	url   string // of the process's HTTP
+	agent *agent
+
+	ledger  *ledger
+	cutting bool // there are cuts to be made
+
+	mu        sync.Mutex
+	skills    []call
+	incidents []string // what somebody outside was told, other than what they asked for
+	log       bytes.Buffer
+}
+
+// call is one HTTP request that a skill made.
+type call struct{ skill, key, args string }
+
+// newWorld makes a database with a workspace, which is a format for the address of its skills.
+func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
+	t.Helper()
+	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
+	var err error
+	w.db, err = postgres.Open(t.Context(), database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(w.db.Close)
+	served := httptest.NewServer(http.HandlerFunc(w.serveSkill))
+	t.Cleanup(func() {
+		served.CloseClientConnections()
+		served.Close()
+	})
+	if _, err := builtins.Put(t.Context(), w.db); err != nil {
+		t.Fatal(err)
+	}
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served.URL))}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := workspace.Apply(t.Context(), w.db, files, workspace.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+// serveSkill answers the skills' requests and remembers them.
+func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return // the client has gone
+	}
+	c := call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
+	w.mu.Lock()
+	w.skills = append(w.skills, c)
+	w.mu.Unlock()
+	rw.Header().Set("Content-Type", "application/json")
+	if _, err := fmt.Fprintf(rw, `{"done": %q}`, c.skill+c.args); err != nil {
+		return // the client has gone
+	}
+}
+
+// run works with the parts of a process, whose connections go through the proxy, while fn does.
+func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
+	w.t.Helper()
+	p := newProxy(w.t, database, w.ledger)
+	defer p.Close()
+	for {
+		err := w.process(p.URL(""), s, fn)
+		if err == nil {
+			return
+		}
+		if w.note("the process ended when it started, and was started again"); w.t.Context().Err() != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+// process is one process. An error is that it did not start: whoever looks after it starts it again.
+func (w *world) process(url string, s settings, fn func(ctx context.Context)) error {
+	ctx, cancel := context.WithCancel(w.t.Context())
+	defer cancel()
+	pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: 20})
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	a, err := newAgent(pool, w.model.URL(), s, slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: slog.LevelInfo})))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	served := httptest.NewServer(a.handler)
+	defer served.Close()
+	defer served.CloseClientConnections()
+	ended := make(chan error, 1)
+	go func() { ended <- a.run(ctx) }()
+	if err := w.works(ctx, a, ended); err != nil {
+		return err
+	}
+	w.url, w.agent = served.URL, a
+	told := make(chan struct{})
+	go func() {
+		defer close(told)
+		fn(ctx)
+	}()
+	select {
+	case <-told:
+	case err := <-ended:
+		w.t.Errorf("the process ended while it worked: %v\n%s", err, w.logged())
+		cancel()
+		<-told
+		return nil
+	}
+	w.ledger.close()
+	served.CloseClientConnections()
+	cancel()
+	if err := <-ended; err != nil {
+		w.t.Errorf("the process did not end well: %v", err)
+	}
+	return nil
+}
+
+// works waits until the engine takes work.
+func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
+	late := time.After(patience)
+	for a.engine.Live() != nil {
+		select {
+		case err := <-ended:
+			return errors.Join(errors.New("the process ended"), err)
+		case <-late:
+			w.t.Fatalf("the process does not work: %v\n%s", a.engine.Live(), w.logged())
+		default:
+			pause(ctx)
+		}
+	}
+	return nil
+}
+
+// Write takes a line of the process's log.
+func (w *world) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.log.Write(p)
+}
+
+// logged is what the process has logged.
+func (w *world) logged() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.log.String()
+}
+
+// note remembers what somebody outside was told, other than what they asked for.
+func (w *world) note(format string, args ...any) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.incidents = append(w.incidents, fmt.Sprintf(format, args...))
+}
+
+// told is what somebody outside was told, other than what they asked for.
+func (w *world) told() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return append([]string(nil), w.incidents...)
+}
+
+// calls are the requests that skills made.
+func (w *world) calls() []call {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return append([]call(nil), w.skills...)
+}
+
+// exec runs a statement.
+func (w *world) exec(sql string, args ...any) {
+	w.t.Helper()
+	if _, err := w.db.Exec(w.t.Context(), sql, args...); err != nil {
+		w.t.Fatalf("%v\n%s", err, sql)
+	}
+}
+
+// one reads a single value.
+func one[T any](w *world, sql string, args ...any) T {
+	w.t.Helper()
+	var value T
+	if err := w.db.QueryRow(w.t.Context(), sql, args...).Scan(&value); err != nil {
+		w.t.Fatalf("%v\n%s", err, sql)
+	}
+	return value
+}
+
+// eventually waits for a condition; where it does not come, the log tells why.
+func (w *world) eventually(what, sql string, args ...any) {
+	w.t.Helper()
+	late := time.After(patience)
+	for !one[bool](w, sql, args...) {
+		select {
+		case <-late:
+			w.t.Fatalf("not within %s: %s\n%s", patience, what, w.logged())
+		default:
+			pause(w.t.Context())
+		}
+	}
+}

@@ -1,0 +1,164 @@
+//go:build unix
+
+package guides_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+)
+
+// program is the agent, built once.
+var program string
+
+func TestMain(m *testing.M) { proctest.Main(m, "guides", &program) }
+
+// pages are the guides, the README, and those pages of docs that have a console.
+func pages(t *testing.T) []page {
+	t.Helper()
+	paths, err := filepath.Glob("../../docs/guide/*.md")
+	if err != nil || len(paths) < 8 {
+		t.Fatalf("%d guides: %v", len(paths), err)
+	}
+	docs, err := filepath.Glob("../../docs/*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list []page
+	for _, path := range slices.Concat(paths, []string{"../../README.md"}, docs) {
+		p := readPage(t, path)
+		console := slices.ContainsFunc(p.blocks, func(b block) bool { return b.is("console") })
+		if console || !slices.Contains(docs, path) {
+			list = append(list, p)
+		}
+	}
+	return list
+}
+
+// elsewhere lists the commands that need what is not here. deploy and deploy/checks read the files that they are about.
+var elsewhere = []string{
+	"OPENAI_API_KEY=… AGENT_MODEL=gpt-4o-mini agent dev      # or OPENAI_BASE_URL=… for any compatible server",
+	"agent apply ./workspace          # skills, automations, objectives, webhooks as YAML; shows a diff, applies it in one transaction",
+	"agent migrate",
+	"agent serve                      # as many as wanted on one database",
+	"docker build -f deploy/Dockerfile --build-arg VERSION=v1.2.3 -t lanekeeper .",
+	"docker compose -f deploy/compose.yaml up --build --wait",
+	"export DATABASE_URL=postgres://… AGENT_ADMIN_TOKEN=$(openssl rand -hex 32)",
+	"helm upgrade --install agent deploy/helm/lanekeeper --set existingSecret=lanekeeper",
+	"kubectl apply -f deploy/k8s/lanekeeper.yaml",
+	"kubectl rollout restart deployment/lanekeeper",
+	"sudo -u postgres createdb -O agent shop && sudo -u postgres createdb -O agent agent",
+	`sudo -u postgres psql -c "create role agent login superuser password 'agent'"`,
+	"sudo apt install ./lanekeeper_1.2.3_linux_amd64.deb",
+	"sudo apt-get install -y postgresql",
+	"sudo systemctl enable --now lanekeeper",
+	"sudo systemctl restart lanekeeper",
+}
+
+func TestWhatCannotRunHereIsListed(t *testing.T) {
+	var found []string
+	for _, p := range pages(t) {
+		for _, b := range p.blocks {
+			if (b.is("sh") || b.is("bash") || b.is("shell")) && !b.isTheFirst(p) {
+				t.Errorf("%s:%d: make it a console: what it shows is run then", p.path, b.line)
+			}
+			if !b.is("console") && slices.ContainsFunc(b.lines, func(l string) bool { return strings.HasPrefix(l, "$ ") }) {
+				t.Errorf("%s:%d: it has commands and is no console", p.path, b.line)
+			}
+			if b.is("elsewhere") {
+				for _, c := range b.commands() {
+					found = append(found, c.text)
+				}
+			}
+		}
+	}
+	slices.Sort(found)
+	if diff := cmp.Diff(elsewhere, slices.Compact(found)); diff != "" {
+		t.Errorf("what the pages have in blocks that are not run (-listed +found):\n%s", diff)
+	}
+}
+
+func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
+	var commands atomic.Int64
+	t.Cleanup(func() {
+		if !t.Failed() && commands.Load() < 40 {
+			t.Errorf("%d commands in all pages: the test does not see them", commands.Load())
+		}
+	})
+	for _, p := range pages(t) {
+		t.Run(strings.TrimPrefix(p.path, "../../"), func(t *testing.T) {
+			t.Parallel()
+			var s *shell
+			for _, b := range p.blocks {
+				if (b.is("console") && !b.is("elsewhere") || b.file() != "" || b.isTheFirst(p)) && s == nil {
+					s = newShell(t, p)
+				}
+				commands.Add(s.play(t, p, b))
+			}
+		})
+	}
+}
+
+// isTheFirst reports whether these are the two commands with which everything begins.
+func (b block) isTheFirst(p page) bool {
+	return b.is("sh") && strings.HasSuffix(p.path, "README.md") && len(b.lines) == 2 &&
+		strings.HasPrefix(b.lines[0], "go run ./cmd/agent dev ") && strings.HasPrefix(b.lines[1], "./scripts/test ")
+}
+
+// play does what a block says, and returns how many commands it ran.
+func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
+	t.Helper()
+	if name := b.file(); name != "" {
+		path := filepath.Join(s.dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(s.here(strings.Join(b.lines, "\n"))+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if b.isTheFirst(p) {
+		s.start(command{b.line, "agent dev", []string{"  ^C stops"}})
+		return 1
+	}
+	if !b.is("console") || b.is("elsewhere") {
+		return 0
+	}
+	for _, c := range b.commands() {
+		ran++
+		if b.is("background") {
+			s.start(c)
+			continue
+		}
+		got, code := s.run(c.text)
+		if diff := difference(c.output, got); diff != "" || code != 0 {
+			t.Fatalf("%s:%d: $ %s: exit code %d; %s\n%s", p.path, c.line, c.text, code, diff, got)
+		}
+	}
+	return ran
+}
+
+var link = regexp.MustCompile(`\]\(([^)#:]+)(?:#[^)]*)?\)`)
+
+// What the pages link to is there.
+func TestLinksLeadSomewhere(t *testing.T) {
+	for _, p := range pages(t) {
+		text, err := os.ReadFile(p.path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, found := range link.FindAllStringSubmatch(string(text), -1) {
+			if _, err := os.Stat(filepath.Join(filepath.Dir(p.path), found[1])); err != nil {
+				t.Errorf("%s: %s: %v", p.path, found[1], err)
+			}
+		}
+	}
+}

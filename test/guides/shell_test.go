@@ -1,0 +1,180 @@
+//go:build unix
+
+package guides_test
+
+import (
+	"bufio"
+	"crypto/rand"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+)
+
+const (
+	// patience is how long a command may take.
+	patience = 2 * time.Minute
+	// shown is the address in the pages.
+	shown = "127.0.0.1:8080"
+	// shownDatabase is the database in the pages that have one from their beginning.
+	shownDatabase = "postgres://agent:agent@localhost/agent"
+)
+
+// shell runs the commands of a page, one after the other.
+type shell struct {
+	t       testing.TB
+	page    page
+	dir     string
+	address string
+	urls    map[string]string // of databases, by those that the page shows
+	in      io.Writer
+	out     *bufio.Reader
+	beside  []*exec.Cmd
+}
+
+// newShell starts bash in a folder of its own.
+func newShell(t testing.TB, p page) *shell {
+	t.Helper()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), page: p, urls: map[string]string{}}
+	if err := listener.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, shown := range p.databases {
+		s.urls[shown] = pgtest.EmptyURL(t)
+	}
+	cmd := s.command("bash", "--noprofile", "--norc")
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stdout, cmd.Stderr = writer, writer
+	if s.in, err = cmd.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	_ = writer.Close()
+	s.out = bufio.NewReader(reader)
+	t.Cleanup(func() {
+		for _, c := range append(s.beside, cmd) {
+			_ = syscall.Kill(-c.Process.Pid, syscall.SIGTERM)
+			done := make(chan struct{})
+			go func() { _ = c.Wait(); close(done) }()
+			select {
+			case <-done:
+			case <-time.After(30 * time.Second):
+				_ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL)
+				<-done
+			}
+		}
+		_ = reader.Close()
+	})
+	return s
+}
+
+// command is a program in the page's folder and environment, in a group of its own.
+func (s *shell) command(name string, args ...string) *exec.Cmd {
+	cmd := exec.Command(name, args...)
+	cmd.Dir = s.dir
+	cmd.Env = []string{
+		"PATH=" + filepath.Dir(program) + ":" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "USER=" + os.Getenv("USER"), "LANG=C.UTF-8",
+		"AGENT_LISTEN=" + s.address, "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "PSQLRC=/dev/null", "PAGER=cat",
+	}
+	if s.page.database {
+		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.urls[shownDatabase])
+	}
+	cmd.SysProcAttr = proctest.DieWithUs()
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Setpgid = true
+	return cmd
+}
+
+// here puts this run's addresses in the place of those that the pages show, there the other way round.
+func (s *shell) here(text string) string {
+	text = strings.ReplaceAll(text, shown, s.address)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, shown, url)
+	}
+	return text
+}
+
+func (s *shell) there(text string) string {
+	text = strings.ReplaceAll(text, s.address, shown)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, url, shown)
+	}
+	return text
+}
+
+// run runs a command and returns what it prints and its exit code.
+func (s *shell) run(text string) (output string, code int) {
+	s.t.Helper()
+	mark := "end-" + rand.Text()
+	late := time.AfterFunc(patience, func() {
+		s.t.Errorf("after %s the command still runs: %s", patience, text)
+	})
+	defer late.Stop()
+	// What a command reads is nothing; what it sets stays.
+	if _, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark); err != nil {
+		s.t.Fatal(err)
+	}
+	var said strings.Builder
+	for {
+		line, err := s.out.ReadString('\n')
+		if err != nil {
+			s.t.Fatalf("the shell ended at %q: %v\n%s", text, err, said.String())
+		}
+		if rest, is := strings.CutPrefix(line, mark+" "); is {
+			if _, err := fmt.Sscan(rest, &code); err != nil {
+				s.t.Fatal(err)
+			}
+			return s.there(strings.TrimSuffix(said.String(), "\n")), code
+		}
+		said.WriteString(line)
+	}
+}
+
+// cutLastLine is text without its last line, and that.
+func cutLastLine(text string) (before, last string) {
+	text = strings.TrimRight(text, "\n")
+	i := strings.LastIndexByte(text, '\n')
+	return text[:i+1], text[i+1:]
+}
+
+// start runs a command until the page's end, and waits until it has said what the page shows.
+func (s *shell) start(c command) {
+	s.t.Helper()
+	env, _ := s.run("export -p; pwd")
+	env, dir := cutLastLine(env)
+	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
+	cmd.Dir = dir
+	var said proctest.Text
+	cmd.Stdout, cmd.Stderr = &said, &said
+	if err := cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	s.beside = append(s.beside, cmd)
+	want := append(append([]string{"…"}, c.output...), "…")
+	pgtest.Eventually(s.t, patience, func() bool {
+		return difference(want, s.there(said.String())) == "" || strings.HasPrefix(said.String(), "agent: ")
+	}, c.text)
+	if diff := difference(want, s.there(said.String())); diff != "" {
+		s.t.Fatalf("%s: %s", c.text, diff)
+	}
+}

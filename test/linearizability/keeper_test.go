@@ -1,0 +1,289 @@
+//go:build unix
+
+package linearizability_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// recorded is a database that records every statement about lanes that package lanes sends, with its answer: so the
+// renewals of the background are in the history too.
+type recorded struct {
+	*pgxpool.Pool
+	tape *tape
+}
+
+// passing is a release that may hand the lane to who waits. When it does not, its commit is not waited for.
+var passing = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
+
+var laneFunction = regexp.MustCompile(`\b\w*agent_(execution_)?lock\w*\(`)
+
+// begin records the call of a statement: one operation for each lane that it is about.
+func (r recorded) begin(sql string, args []any) []*op {
+	var a postgres.Strict
+	if len(args) == 1 {
+		a, _ = args[0].(postgres.Strict)
+	}
+	one := func(k kind) []*op {
+		o := &op{Kind: k, Passes: passing.MatchString(sql)}
+		o.Lane, _ = a["lane"].(string)
+		o.Owner, _ = a["owner"].(string)
+		o.Token, _ = a["token"].(int64)
+		ttl, _ := a["ttl"].(int32)
+		o.TTL = int64(ttl) * 1_000_000
+		return []*op{r.tape.call(o)}
+	}
+	lanes, _ := a["lanes"].([]string)
+	owners, _ := a["owners"].([]string)
+	tokens, _ := a["tokens"].([]int64)
+	ttls, _ := a["ttls"].([]int32)
+	many := func(k kind) []*op {
+		var ops []*op
+		for i, lane := range lanes {
+			o := &op{Kind: k, Lane: lane, Owner: owners[i], Many: true, Passes: passing.MatchString(sql)}
+			if tokens != nil {
+				o.Token = tokens[i]
+			}
+			if ttls != nil {
+				o.TTL = int64(ttls[i]) * 1_000_000
+			}
+			ops = append(ops, r.tape.call(o))
+		}
+		return ops
+	}
+	switch name := laneFunction.FindString(sql); name {
+	case "":
+		return nil
+	case "acquire_agent_lock(", "acquire_agent_execution_lock(":
+		return one(kindAcquire)
+	case "acquire_agent_locks(":
+		return many(kindAcquire)
+	case "await_agent_lock(", "acquire_or_enqueue_agent_lock(":
+		return one(kindAwait)
+	case "release_agent_lock(":
+		if lanes != nil {
+			return many(kindRelease)
+		}
+		return one(kindRelease)
+	case "leave_agent_lock_queue(":
+		return one(kindLeave)
+	case "fence_agent_lock(":
+		return nil // part of a write
+	case "renew_agent_locks(":
+		return many(kindRenew)
+	default:
+		return []*op{r.tape.call(&op{Kind: kindUnknown, Lane: "unknown", Owner: name})}
+	}
+}
+
+// end records the answers. One of many that has none was left alone.
+func (r recorded) end(ops []*op, err error) {
+	for _, o := range ops {
+		if err == nil && o.Many && !o.answered {
+			o.Kind = kindLeave
+		}
+		r.tape.done(o, err)
+	}
+}
+
+// passed notes to whom a release has handed the lane: lane, owner, token and end.
+func (o *op) passed(to string) {
+	if parts := strings.Split(to, "\t"); len(parts) == 4 && parts[0] == o.Lane {
+		o.Heir = parts[1]
+		o.Got, _ = strconv.ParseInt(parts[2], 10, 64)
+		o.Ends, _ = strconv.ParseInt(parts[3], 10, 64)
+	}
+}
+
+func (r recorded) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	ops := r.begin(sql, args)
+	tag, err := r.Pool.Exec(ctx, sql, args...)
+	for _, o := range ops {
+		o.Blind = true
+	}
+	r.end(ops, err)
+	return tag, err
+}
+
+func (r recorded) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	ops := r.begin(sql, args)
+	rows, err := r.Pool.Query(ctx, sql, args...)
+	if err != nil || ops == nil {
+		r.end(ops, err)
+		return rows, err
+	}
+	return &recordedRows{Rows: rows, r: r, ops: ops}, nil
+}
+
+func (r recorded) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	ops := r.begin(sql, args)
+	return recordedRow{r.Pool.QueryRow(ctx, sql, args...), r, ops}
+}
+
+// recordedRow is the one answer, yes or no.
+type recordedRow struct {
+	pgx.Row
+	r   recorded
+	ops []*op
+}
+
+func (w recordedRow) Scan(dest ...any) error {
+	err := w.Row.Scan(dest...)
+	for _, o := range w.ops {
+		if yes, ok := dest[0].(*bool); ok {
+			o.OK = *yes
+		}
+		if passed, ok := dest[0].(**string); ok && *passed != nil {
+			o.OK = true
+			o.passed(**passed)
+		}
+	}
+	w.r.end(w.ops, err)
+	return err
+}
+
+// recordedRows reads along.
+type recordedRows struct {
+	pgx.Rows
+	r    recorded
+	ops  []*op
+	done bool
+}
+
+func (w *recordedRows) Next() bool {
+	more := w.Rows.Next()
+	if !more {
+		w.finish()
+	}
+	return more
+}
+
+func (w *recordedRows) Close() {
+	w.Rows.Close()
+	w.finish()
+}
+
+func (w *recordedRows) finish() {
+	if !w.done {
+		w.done = true
+		w.r.end(w.ops, w.Err())
+	}
+}
+
+func (w *recordedRows) Scan(dest ...any) error {
+	if err := w.Rows.Scan(dest...); err != nil {
+		return err
+	}
+	got := map[string]any{}
+	for i, f := range w.FieldDescriptions() {
+		got[f.Name] = reflect.Indirect(reflect.ValueOf(dest[i])).Interface()
+	}
+	token, _ := got["fencing_token"].(int64)
+	ends, _ := got["expires_at"].(time.Time)
+	holder, _ := got["holder"].(string)
+	lane, _ := got["lane"].(string)
+	number, _ := got["n"].(int64)
+	passed, _ := got["passed"].(string)
+	for i, o := range w.ops {
+		if o.Many && o.Kind != kindRenew && int64(i) != number-1 {
+			continue
+		}
+		o.answered = true
+		if o.Kind == kindRelease {
+			o.OK = true
+			o.passed(passed)
+		} else if o.Kind != kindRenew {
+			o.OK, _ = got["acquired"].(bool)
+			o.Got = token
+			o.told(ends, holder)
+		} else if o.Lane == lane && o.Token == token {
+			o.OK, _ = got["renewed"].(bool)
+			o.Busy, _ = got["busy"].(bool)
+			o.told(ends, "")
+		}
+	}
+	return nil
+}
+
+// worker uses lanes as a Go program does, through package lanes.
+type worker struct {
+	tape   *tape
+	pool   *pgxpool.Pool
+	keeper *lanes.Keeper
+	lanes  []string
+	rand   *rand.Rand
+	runs   int
+}
+
+// play takes lanes and works under them until ctx ends.
+func (w *worker) play(ctx context.Context) {
+	for rest(ctx, time.Duration(w.rand.IntN(25))*time.Millisecond) {
+		lease, err := w.acquire(ctx)
+		if err != nil {
+			continue // busy, or the database is away
+		}
+		w.work(ctx, lease)
+		if w.rand.IntN(8) == 0 {
+			select { // hold it over some renewals
+			case <-lease.Lost():
+			case <-time.After(time.Duration(w.rand.IntN(1500)) * time.Millisecond):
+			}
+			w.work(ctx, lease)
+		}
+		err = lease.Release(ctx)
+		for err != nil && !errors.Is(err, lanes.ErrLost) && rest(ctx, 50*time.Millisecond) {
+			err = lease.Release(ctx)
+		}
+		if w.rand.IntN(4) == 0 {
+			w.write(ctx, lease) // too late
+		}
+	}
+}
+
+func (w *worker) acquire(ctx context.Context) (*lanes.Lease, error) {
+	w.runs++
+	lane := w.lanes[w.rand.IntN(len(w.lanes))]
+	ttl := lanes.WithTTL(time.Duration(1+w.rand.IntN(2)) * time.Second)
+	switch w.rand.IntN(4) {
+	case 0:
+		return w.keeper.AcquireWait(ctx, lane, ttl, lanes.WithPatience(time.Duration(1+w.rand.IntN(400))*time.Millisecond))
+	case 1:
+		return w.keeper.AcquireAs(ctx, lanes.ClaimOwner(newUUID(w.rand), 1), lane, ttl)
+	}
+	return w.keeper.Acquire(ctx, lane, ttl)
+}
+
+func newUUID(r *rand.Rand) string {
+	return fmt.Sprintf("%08x-%04x-7%03x-8%03x-%012x", r.Uint32(), r.Uint32N(1<<16), r.Uint32N(1<<12), r.Uint32N(1<<12), r.Uint64N(1<<48))
+}
+
+func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
+	for range w.rand.IntN(4) {
+		if w.rand.IntN(3) == 0 {
+			_ = lease.Renew(ctx) // recorded below
+		} else {
+			w.write(ctx, lease)
+		}
+	}
+}
+
+func (w *worker) write(ctx context.Context, lease *lanes.Lease) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	defer cancel()
+	fenced(ctx, w.tape, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()}, lease.Fence)
+}

@@ -1,0 +1,329 @@
+//go:build unix
+
+package linearizability_test
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/anishathalye/porcupine"
+)
+
+// never is a moment that does not come: the end of a parked lease, the latest end of one that nobody has been told of.
+const never = math.MaxInt64
+
+// state is what the model knows of a lane. Moments are microseconds of the database's clock. What an answer did not
+// tell is a bound that later answers narrow: a token that is at least so large, a lease that ends between two moments.
+type state struct {
+	clock int64 // the earliest moment at which the last change can have happened
+	lease
+	was    lease // that a release ended whose commit was not waited for: a crash of the server may bring it back
+	family family
+	over   bool // everything that was answered has happened
+}
+
+// lease is the row of a lane.
+type lease struct {
+	owner  string // empty when it is free
+	token  int64
+	exact  bool // token is the token, not only a bound below it
+	from   int64
+	to     int64 // the lease ends in [from, to]
+	parked bool
+}
+
+// free is nobody's lane after a release.
+func (s state) free(now int64) state {
+	s.clock, s.owner, s.parked, s.was = now, "", false, lease{}
+	s.token++
+	s.from, s.to = now, now
+	return s
+}
+
+// give makes owner the holder, whose lease ends between two moments. A token of 0 is not known.
+func (s state) give(owner string, token, now, from, to int64) state {
+	s.clock, s.owner, s.parked, s.was = now, owner, false, lease{}
+	s.from, s.to = from, to
+	if token == 0 {
+		s.token, s.exact = max(s.token+1, now), false
+		return s
+	}
+	s.token, s.exact = token, true
+	return s
+}
+
+// is reports whether the lane can have the token.
+func (s state) is(token int64) bool {
+	return token == s.token || !s.exact && token > s.token
+}
+
+// known is the state with the token that an answer told.
+func (s state) known(token int64) state {
+	if token != 0 {
+		s.token, s.exact = token, true
+	}
+	return s
+}
+
+// live reports whether the lease can last at some moment from now on, and what follows if it did.
+func (s state) live(now int64) (state, bool) {
+	if s.owner == "" || now >= s.to {
+		return s, false
+	}
+	if s.from != never {
+		s.from = max(s.from, now+1)
+	}
+	return s, true
+}
+
+// gone reports whether nobody has the lane at some moment of [now, until], the earliest such moment, and what follows.
+func (s state) gone(now, until int64) (state, int64, bool) {
+	if s.owner == "" {
+		return s, now, true
+	}
+	now = max(now, s.from)
+	if now > until || s.from == never {
+		return s, 0, false
+	}
+	s.to = min(s.to, until)
+	return s, now, true
+}
+
+// step is the model: whether an operation can have had its answer now, and what the lane is after it.
+func step(s state, o *op) (bool, state) {
+	if o.Kind == kindOver {
+		s.over = true
+		return true, s
+	}
+	now := max(s.clock, o.from())
+	if o.Return == 0 {
+		after, did := s.unheard(o, now)
+		return did || s.over, after
+	}
+	switch o.Kind {
+	case kindAcquire, kindTry, kindAwait, kindTake:
+		if o.OK {
+			return s.granted(o, now)
+		}
+		return s.refused(o, now)
+	case kindRenew:
+		return s.renewed(o, now)
+	case kindRelease, kindBreak:
+		return s.released(o, now)
+	case kindWrite:
+		return s.written(o, now)
+	case kindPark, kindResume, kindClaim, kindFinish:
+		return s.turned(o, now)
+	case kindSweep, kindLeave, kindOver, kindCrash, kindUnknown:
+		return true, s
+	}
+	return false, s
+}
+
+// granted is an acquire that was answered with yes: to the owner who has the lane, or when nobody has.
+func (s state) granted(o *op, now int64) (bool, state) {
+	lo, hi := now, o.until()
+	if o.Ends != 0 && o.Ends < parkedEnd {
+		at := o.Ends - o.TTL // the function read its clock once
+		if at < lo || at > hi {
+			return false, s
+		}
+		lo, hi = at, at
+	}
+	if o.Lender != "" {
+		return s.borrowed(o, lo, hi)
+	}
+	after, ok := s.live(lo)
+	mine := ok && s.owner == o.Owner && (o.Got == 0 || s.is(o.Got))
+	free, at, ended := s.gone(lo, hi)
+	ended = ended && (o.Got == 0 || o.Got > s.token) && s.family.depth == 0
+	switch {
+	case mine && s.parked:
+		return o.Ends == 0 || o.Ends >= parkedEnd, after.known(o.Got)
+	case mine:
+		after.clock, after.from, after.to = lo, lo+o.TTL, hi+o.TTL
+		after = after.known(o.Got)
+		if o.Got == 0 && ended {
+			after.exact = false // it may as well have ended, and been granted anew
+		}
+		return true, after
+	case ended:
+		return true, free.give(o.Owner, o.Got, at, at+o.TTL, hi+o.TTL)
+	}
+	return false, s
+}
+
+// refused is an acquire that was answered with no: somebody has the lane, or it is promised to who waits, or it was
+// being changed. The last two are facts of the history, see mark.
+func (s state) refused(o *op, now int64) (bool, state) {
+	if o.Kind == kindTry {
+		after, ok := s.live(now)
+		if ok && s.owner != o.Owner {
+			return true, after
+		}
+		return o.contended || o.promised, s
+	}
+	if o.Holder == "" {
+		return o.contended, s
+	}
+	if o.Got != 0 && !s.is(o.Got) {
+		return false, s
+	}
+	after, ok := s.live(now)
+	if ok && s.owner == o.Holder && s.owner != o.Owner && o.Ends > now &&
+		(s.parked && o.Ends >= parkedEnd || o.Ends >= after.from && o.Ends <= after.to) {
+		if !s.parked {
+			after.from, after.to = o.Ends, o.Ends
+		}
+		return true, after.known(o.Got)
+	}
+	if after, _, ok := s.gone(now, o.until()); ok && o.promised {
+		return true, after.known(o.Got)
+	}
+	return false, s
+}
+
+// renewed is a renewal. It goes on when the lease is the owner's, under that token, and has not ended.
+func (s state) renewed(o *op, now int64) (bool, state) {
+	mine := s.owner != "" && s.owner == o.Owner && s.is(o.Token)
+	after, ok := s.live(now)
+	switch {
+	case o.OK && mine && ok && s.parked:
+		return true, after.known(o.Token)
+	case o.OK && mine && ok:
+		after = after.known(o.Token)
+		lo, hi := now, o.until()
+		if o.Ends != 0 {
+			lo, hi = o.Ends-o.TTL, o.Ends-o.TTL
+			if lo < now || hi > o.until() || lo >= s.to {
+				return false, s
+			}
+		}
+		after.clock, after.from, after.to = lo, lo+o.TTL, hi+o.TTL
+		return true, after
+	case o.OK:
+		return false, s
+	case o.Busy:
+		return o.contended, s
+	}
+	if !mine || !s.exact {
+		return true, s
+	}
+	after, _, ok = s.gone(now, o.until())
+	return ok, after
+}
+
+// released is a release by its owner, or a break by anybody.
+func (s state) released(o *op, now int64) (bool, state) {
+	mine := s.owner != "" && (o.Kind == kindBreak || s.owner == o.Owner && (o.Token == 0 || s.is(o.Token)))
+	_, ok := s.live(now)
+	can := mine && ok && (!s.parked || o.Kind == kindBreak)
+	switch {
+	case o.Blind && can, o.OK && can:
+		if s.family.depth > 0 && o.Kind == kindRelease {
+			return true, s.giveBack(now, o.until())
+		}
+		after := s.free(now)
+		after.family = s.family.without()
+		switch {
+		case o.Heir != "":
+			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir), after.give(o.Heir, o.Got, now, o.Ends, o.Ends)
+		case o.Passes:
+			after.was = s.lease
+		}
+		return true, after
+	case o.Blind:
+		return true, s
+	case o.OK:
+		return false, s
+	case !mine || s.parked || !s.exact:
+		return true, s
+	}
+	after, _, ok := s.gone(now, o.until())
+	return ok, after
+}
+
+// written is a fenced write: it happens under the live token and no other.
+func (s state) written(o *op, now int64) (bool, state) {
+	after, ok := s.live(now)
+	if o.OK {
+		return ok && s.is(o.Token), after.known(o.Token)
+	}
+	if !s.is(o.Token) || !s.exact {
+		return true, s
+	}
+	after, _, ok = s.gone(now, o.until())
+	return ok, after
+}
+
+// unheard is an operation whose answer nobody heard: it does at this moment what it can, at the latest never. Whether
+// it did anything is the second result.
+func (s state) unheard(o *op, now int64) (state, bool) {
+	switch o.Kind {
+	case kindAcquire, kindTry, kindAwait, kindTake:
+		if after, ok := s.live(now); ok && s.owner == o.Owner {
+			if s.parked {
+				return s, false
+			}
+			after.clock, after.from, after.to, after.exact = now, now+o.TTL, never, false
+			return after, true
+		}
+		if after, at, ok := s.gone(now, never); ok && s.family.depth == 0 {
+			return after.give(o.Owner, 0, at, at+o.TTL, never), true
+		}
+		return s.borrowedUnheard(o, now)
+	case kindRenew:
+		if after, ok := s.live(now); ok && s.owner == o.Owner && s.is(o.Token) && !s.parked {
+			after.clock, after.from, after.to = now, now+o.TTL, never
+			return after.known(o.Token), true
+		}
+	case kindRelease, kindBreak:
+		blind := *o
+		blind.Blind = true
+		_, after := s.released(&blind, now)
+		return after, after != s
+	case kindPark, kindResume, kindClaim, kindFinish:
+		blind := *o
+		blind.Blind = true
+		ok, after := s.turned(&blind, now)
+		return after, ok && after != s
+	case kindWrite, kindSweep, kindLeave, kindOver, kindCrash, kindUnknown:
+	}
+	return s, false
+}
+
+// steps is step where more than one thing may have happened: a loan that expired may have gone back, a crash may
+// undo a release that was not waited for, and a release of which nobody heard may have handed the lane to anybody who waited.
+func steps(s state, o *op) (all []any) {
+	ok, after := step(s, o)
+	if ok {
+		all = append(all, after)
+	}
+	if back, lapsed := s.lapsed(o); lapsed {
+		if ok, after := step(back, o); ok {
+			all = append(all, after)
+		}
+	}
+	if ok && o.Return == 0 && o.Passes && after.owner == "" && s.owner != "" {
+		for _, heir := range o.heirs {
+			all = append(all, after.give(heir, 0, after.clock, after.clock, never))
+		}
+	}
+	if ok && o.Kind == kindCrash && s.was.owner != "" {
+		after.lease, after.was = s.was, lease{}
+		all = append(all, after)
+	}
+	return all
+}
+
+// laneModel is the model of one lane for porcupine, begun in a state.
+func laneModel(first state) porcupine.Model {
+	m := porcupine.NondeterministicModel{
+		Init:              func() []any { return []any{first} },
+		Step:              func(s, in, _ any) []any { return steps(s.(state), in.(*op)) },
+		DescribeOperation: func(in, _ any) string { return in.(*op).String() },
+		DescribeState:     func(s any) string { return fmt.Sprintf("%+v", s) },
+	}
+	return m.ToModel()
+}

@@ -1,0 +1,203 @@
+//go:build unix
+
+package linearizability_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/child"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// patience is how long anything may take on a busy machine before a test gives up.
+const patience = 90 * time.Second
+
+// partVariable carries a part to a process: this test binary, started again.
+const partVariable = "LANECHECK_PART"
+
+// part is what a process of a scene does.
+type part struct {
+	Role    string   `json:"role"` // sql, lanes, family or engine
+	Own     string   `json:"own"`  // the lane of a family or an engine
+	Name    string   `json:"name"`
+	URL     string   `json:"url"`
+	Tape    string   `json:"tape"`
+	Lanes   []string `json:"lanes"`
+	Clients int      `json:"clients"`
+	Seed    uint64   `json:"seed"`
+	Skew    int64    `json:"skew"` // seconds that this process's clock is ahead
+}
+
+func TestMain(m *testing.M) {
+	pgserver.GuardMain()
+	if raw := os.Getenv(partVariable); raw != "" {
+		if err := act(raw); err != nil {
+			fmt.Fprintln(os.Stderr, "linearizability:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	pgtest.Main(m)
+}
+
+// act plays a part until standard input ends, which it also does when the test dies.
+func act(raw string) error {
+	var p part
+	if err := json.Unmarshal([]byte(raw), &p); err != nil {
+		return err
+	}
+	if skewable && p.Skew != 0 {
+		if err := skew(p.Skew); err != nil {
+			return err
+		}
+		if ahead := time.Until(time.Unix(0, now())); (ahead + time.Duration(p.Skew)*time.Second).Abs() > time.Minute {
+			return fmt.Errorf("the clock is %s behind the machine's, which is not %d seconds ahead of it", ahead, p.Skew)
+		}
+	}
+	tape, err := newTape(p.Tape, p.Name)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() {
+		_, _ = io.Copy(io.Discard, os.Stdin) // its end is what counts
+		cancel()
+	}()
+	switch p.Role {
+	case "sql":
+		p.sessions(ctx, tape)
+		return nil
+	case "family":
+		p.families(ctx, tape)
+		return nil
+	case "engine":
+		return p.engine(ctx)
+	}
+	return p.workers(ctx, tape)
+}
+
+func (p part) random(n int) *rand.Rand {
+	return rand.New(rand.NewPCG(p.Seed, uint64(n))) // not a secret
+}
+
+func (p part) sessions(ctx context.Context, tape *tape) {
+	var group sync.WaitGroup
+	for n := range p.Clients {
+		s := &session{tape: tape, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), lanes: p.Lanes, rand: p.random(n)}
+		group.Go(func() { s.play(ctx) })
+	}
+	group.Wait()
+}
+
+func (p part) workers(ctx context.Context, tape *tape) error {
+	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
+		MaxConns: int32(p.Clients) + 2, ConnectWait: patience, ApplicationName: "linearizability",
+	})
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	defer pool.Close()
+	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
+	keeper := lanes.NewKeeper(recorded{pool, tape}, lanes.Options{Listener: listener})
+	var background, group sync.WaitGroup
+	running, stop := context.WithCancel(context.WithoutCancel(ctx))
+	var failed [2]error
+	background.Go(func() { failed[0] = keeper.Run(running) })
+	background.Go(func() { failed[1] = listener.Run(running) })
+	for n := range p.Clients {
+		w := &worker{tape: tape, pool: pool, keeper: keeper, lanes: p.Lanes, rand: p.random(n)}
+		group.Go(func() { w.play(ctx) })
+	}
+	group.Wait()
+	stop()
+	background.Wait()
+	return errors.Join(failed[:]...)
+}
+
+// process is a process that plays a part.
+type process struct {
+	part  part
+	cmd   *exec.Cmd
+	stdin io.Closer
+	ended chan struct{}
+	err   error // of its end
+}
+
+// start starts a process. It is killed when the test ends.
+func start(t testing.TB, p part) *process {
+	t.Helper()
+	raw, err := json.Marshal(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^$")
+	cmd.Env = append(os.Environ(), partVariable+"="+string(raw))
+	cmd.Stderr, cmd.SysProcAttr = os.Stderr, proctest.DieWithUs()
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := &process{part: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
+	err = child.Start(cmd, syscall.SIGKILL, func(err error) {
+		a.err = err
+		close(a.ended)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // it may have ended
+		<-a.ended
+	})
+	return a
+}
+
+// kill ends a process as kill -9 does.
+func (a *process) kill() {
+	_ = a.cmd.Process.Kill() // it may have ended
+	<-a.ended
+}
+
+func (a *process) signal(t testing.TB, s syscall.Signal) {
+	t.Helper()
+	if err := a.cmd.Process.Signal(s); err != nil {
+		t.Errorf("signal %s to %s: %v", s, a.part.Name, err)
+	}
+}
+
+// stop asks a process to end, and waits until it has.
+func (a *process) stop(t testing.TB) {
+	t.Helper()
+	_ = a.stdin.Close() // that is the request
+	select {
+	case <-a.ended:
+		if a.err != nil {
+			t.Errorf("process %s: %v", a.part.Name, a.err)
+		}
+	case <-time.After(patience):
+		a.kill()
+		t.Errorf("process %s did not end within %s", a.part.Name, patience)
+	}
+}
+
+func tapeIn(dir, name string) string { return filepath.Join(dir, name+".jsonl") }

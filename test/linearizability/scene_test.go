@@ -1,0 +1,461 @@
+//go:build unix
+
+package linearizability_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+var (
+	rounds = flag.Int("laneproof.rounds", envInt("AGENT_PROVE_ROUNDS", 1), "rounds of histories; make prove asks for many")
+	seed   = flag.Uint64("laneproof.seed", 0, "seed of what processes do; 0 takes one from the clock")
+)
+
+func envInt(name string, otherwise int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// server is a PostgreSQL of the test's own, which may crash.
+type server struct {
+	t     testing.TB
+	dir   string
+	own   *pgserver.Server
+	admin *pgxpool.Pool // of the database with the histories
+	flows *pgxpool.Pool // of that in which engines run
+}
+
+func newServer(t testing.TB) *server {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "linearizability-") //nolint:usetesting // the test's own folder is closed to the server's user
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &server{t: t, dir: dir}
+	t.Cleanup(func() {
+		for _, pool := range []*pgxpool.Pool{s.admin, s.flows} {
+			if pool != nil {
+				pool.Close()
+			}
+		}
+		if s.own != nil {
+			_ = s.own.Stop(context.Background()) // the test may have ended while it was down
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s.start()
+	if _, err := migrations.Up(t.Context(), s.admin); err != nil {
+		t.Fatal(err)
+	}
+	s.exec(writesTable)
+	s.copy()
+	return s
+}
+
+// flowsDatabase is the database of the engines. They have one of their own, because they would take the executions that
+// plain SQL plays with in the other.
+const flowsDatabase = "flows"
+
+// copy makes the second database, like the first.
+func (s *server) copy() {
+	s.t.Helper()
+	s.admin.Close() // a template has no other connections
+	conn, err := pgx.Connect(s.t.Context(), s.url("template1"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	_, err = conn.Exec(s.t.Context(), `create database `+flowsDatabase+` template postgres`)
+	if err := errors.Join(err, conn.Close(s.t.Context())); err != nil {
+		s.t.Fatal(err)
+	}
+	s.admin, s.flows = s.open("postgres"), s.open(flowsDatabase)
+}
+
+func (s *server) open(database string) *pgxpool.Pool {
+	s.t.Helper()
+	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "linearizability admin"})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return pool
+}
+
+func (s *server) url(database string) string {
+	s.t.Helper()
+	u, err := url.Parse(s.own.URL())
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	u.Path = "/" + database
+	return u.String()
+}
+
+func (s *server) start() {
+	s.t.Helper()
+	own, err := pgserver.Start(s.t.Context(), pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.own = own
+	if s.admin == nil {
+		s.admin = s.open("postgres")
+	}
+}
+
+// crash stops the server as pg_ctl's immediate mode does, so that it has to recover, and starts it again.
+func (s *server) crash() {
+	s.t.Helper()
+	content, err := os.ReadFile(filepath.Join(s.own.Dir(), "data", "postmaster.pid"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	first, _, _ := strings.Cut(string(content), "\n")
+	pid, err := strconv.Atoi(strings.TrimSpace(first))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
+		s.t.Fatal(err)
+	}
+	_ = s.own.Stop(context.Background()) // it is being stopped
+	<-s.own.Done()
+	s.start()
+}
+
+func (s *server) exec(sql string, args ...any) {
+	s.t.Helper()
+	if _, err := s.admin.Exec(s.t.Context(), sql, args...); err != nil {
+		s.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// count is a number that a query finds; it is asked again while the server comes back.
+func (s *server) count(db *pgxpool.Pool, sql string, args ...any) (n int) {
+	s.t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := db.QueryRow(s.t.Context(), sql, args...).Scan(&n)
+		if err == nil {
+			return n
+		}
+		if time.Now().After(deadline) || !rest(s.t.Context(), 20*time.Millisecond) {
+			s.t.Fatalf("%s: %v", sql, err)
+		}
+	}
+}
+
+// scene is processes that compete for lanes while faults happen.
+type scene struct {
+	t      testing.TB
+	server *server
+	proxy  *proxy
+	aside  *proxy // to the database of the engines
+	dir    string
+	lanes  []string
+	homes  []string // lanes for families, one each
+
+	engines string // the lane of the engines, which is not in the histories
+	round   int
+	seed    uint64
+	rand    *rand.Rand
+
+	mu        sync.Mutex
+	processes []*process
+	tapes     []string
+	group     sync.WaitGroup // paused processes that will be woken
+	faults    map[string]int
+}
+
+// skews are the clocks of the processes, seconds ahead.
+var skews = []int64{0, 3600, -3600, 86_400 * 400}
+
+func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
+	t.Helper()
+	c := &scene{
+		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(), round: round, seed: seed + uint64(round),
+		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, // not a secret
+	}
+	for n := range 5 {
+		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
+	}
+	c.engines = fmt.Sprintf("objective:r%dengines", round)
+	for n := range 6 {
+		c.homes = append(c.homes, fmt.Sprintf("objective:r%df%d", round, n))
+	}
+	c.lanes = append(c.lanes, c.homes...)
+	return c
+}
+
+// launch starts one process more.
+func (c *scene) launch(role string) {
+	c.t.Helper()
+	n := len(c.tapes)
+	name := fmt.Sprintf("r%d.%s%d", c.round, role, n)
+	p := part{
+		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
+		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
+	}
+	switch role {
+	case "family":
+		p.Own = c.homes[0]
+		c.homes = c.homes[1:]
+	case "engine":
+		p.Own, p.URL = c.engines, c.aside.url()
+	case "rival":
+		p.Role, p.Lanes, p.URL, p.Clients = "sql", []string{c.engines}, c.aside.url(), 1
+	}
+	c.tapes = append(c.tapes, p.Tape)
+	a := start(c.t, p)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.processes = append(c.processes, a)
+}
+
+// some is a process that runs, and takes it out of the others' reach.
+func (c *scene) some() *process {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	i := c.rand.IntN(len(c.processes))
+	a := c.processes[i]
+	c.processes = append(c.processes[:i], c.processes[i+1:]...)
+	return a
+}
+
+// busy waits until the processes have done so many operations more.
+func (c *scene) busy(more int64) {
+	c.t.Helper()
+	size := func() (all int64) {
+		for _, path := range c.tapes {
+			if info, err := os.Stat(path); err == nil {
+				all += info.Size()
+			}
+		}
+		return all
+	}
+	const each = 400 // about the length of two lines
+	for want, deadline := size()+more*each, time.Now().Add(patience); size() < want; {
+		if time.Now().After(deadline) || !rest(c.t.Context(), 5*time.Millisecond) {
+			c.t.Fatalf("the processes did not do %d operations within %s", more, patience)
+		}
+	}
+}
+
+// kill ends a process as kill -9 does, in the middle of what it does, and starts another.
+func (c *scene) kill() {
+	a := c.some()
+	a.kill()
+	c.faults["kill -9"]++
+	if a.part.URL == c.aside.url() && a.part.Role == "sql" {
+		c.launch("rival")
+		return
+	}
+	c.launch(a.part.Role)
+}
+
+// pause stops a process for longer than any lease, while the others go on.
+func (c *scene) pause() {
+	a := c.some()
+	a.signal(c.t, syscall.SIGSTOP)
+	c.faults["SIGSTOP past the TTL"]++
+	c.group.Go(func() {
+		rest(c.t.Context(), 2300*time.Millisecond)
+		a.signal(c.t, syscall.SIGCONT)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.processes = append(c.processes, a)
+	})
+}
+
+// terminate ends some sessions with pg_terminate_backend.
+func (c *scene) terminate() {
+	n := c.server.count(c.server.admin, `select count(pg_terminate_backend(pid)) from (
+		select pid from pg_stat_activity where application_name = 'linearizability' and pid <> pg_backend_pid()
+		 order by (state <> 'idle') desc, random() limit 3) t`)
+	c.faults["pg_terminate_backend"] += n
+}
+
+// cut breaks the connection of who sends the next request.
+func (c *scene) cut(p *proxy, where cut) {
+	before := p.done[where].Load()
+	p.next.Store(int32(where))
+	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
+		if time.Now().After(deadline) || !rest(c.t.Context(), 2*time.Millisecond) {
+			c.t.Fatalf("no request about lanes within %s", patience)
+		}
+	}
+	c.faults[[...]string{"", "cut, unseen", "cut, before the commit", "cut, after the commit"}[where]]++
+}
+
+// crash crashes the server, and notes that.
+func (c *scene) crash() {
+	tape, err := newTape(tapeIn(c.dir, "harness"), "harness")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.tapes = append(c.tapes, tape.file.Name())
+	var ops []*op
+	for _, lane := range c.lanes {
+		ops = append(ops, tape.call(&op{Kind: kindCrash, Lane: lane}))
+	}
+	c.server.crash()
+	for _, o := range ops {
+		tape.done(o, nil)
+	}
+	c.faults["crash of the server"]++
+}
+
+// play runs the scene: all kinds of faults, one after the other, in an order of chance.
+func (c *scene) play() map[string][]*op {
+	c.t.Helper()
+	for range 2 {
+		c.launch("sql")
+		c.launch("lanes")
+		c.launch("family")
+	}
+	c.launch("engine")
+	c.launch("engine")
+	c.launch("rival")
+	c.busy(100)
+	acts := []func(){
+		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
+		c.crash,
+	}
+	for where := unseen; where < cuts; where++ {
+		for _, p := range []*proxy{c.proxy, c.proxy, c.proxy, c.aside} {
+			acts = append(acts, func() { c.cut(p, where) })
+		}
+	}
+	c.rand.Shuffle(len(acts), func(i, j int) { acts[i], acts[j] = acts[j], acts[i] })
+	for _, act := range acts {
+		act()
+		c.busy(60)
+	}
+	c.group.Wait()
+	c.busy(100)
+	for len(c.processes) > 0 {
+		c.some().stop(c.t)
+	}
+	byLane, err := read(c.tapes)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	delete(byLane, c.engines) // what the engines do there is not recorded
+	return byLane
+}
+
+// tally counts what a history has in it.
+func tally(byLane map[string][]*op, into map[string]int) {
+	for _, ops := range byLane {
+		for _, o := range ops {
+			name := string(o.Kind) + " "
+			switch {
+			case o.Return == 0:
+				name += "unheard"
+			case o.OK:
+				name += "yes"
+			default:
+				name += "no"
+			}
+			into[name]++
+			if o.Heir != "" {
+				into["hand-over"]++
+			}
+			if o.OK && o.Lender != "" {
+				into["loan yes"]++
+			}
+		}
+	}
+}
+
+// needed is what a history must have in it to prove anything.
+var needed = []string{
+	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
+	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",
+	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine", "write of an engine's child",
+}
+
+func TestLanesAreLinearizable(t *testing.T) {
+	t.Parallel()
+	s := newServer(t)
+	if *seed == 0 {
+		*seed = uint64(time.Now().UnixNano())
+	}
+	t.Logf("seed %d", *seed)
+	did, faults := map[string]int{}, map[string]int{}
+	all := 0
+	for round := 0; round < *rounds || len(missing(did)) > 0; round++ {
+		if round > *rounds+5 {
+			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missing(did))
+		}
+		c := newScene(t, s, *seed, round)
+		began := time.Now()
+		history := c.play()
+		recorded := time.Since(began)
+		n := checkAll(t, history)
+		all += n
+		tally(history, did)
+		for name, k := range c.faults {
+			faults[name] += k
+		}
+		c.judgeWrites(did)
+		t.Logf("round %d: %d operations on %d lanes recorded in %s, checked in %s", round, n, len(history),
+			recorded.Round(time.Millisecond), (time.Since(began) - recorded).Round(time.Millisecond))
+		if t.Failed() {
+			return
+		}
+	}
+	t.Logf("%d operations %v, faults %v", all, did, faults)
+}
+
+// judgeWrites looks at what was written behind fences, also by the engines.
+func (c *scene) judgeWrites(did map[string]int) {
+	c.t.Helper()
+	for _, db := range []*pgxpool.Pool{c.server.admin, c.server.flows} {
+		if n := c.server.count(db, backwards); n != 0 {
+			c.t.Errorf("round %d: %d fenced writes under a token after one under a larger", c.round, n)
+		}
+		if n := c.server.count(db, shared); n != 0 {
+			c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
+		}
+	}
+	did["write of an engine"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) where w.lane = $1`, c.engines)
+	did["write of an engine's child"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) and x.parent_id is not null where w.lane = $1`, c.engines)
+}
+
+func missing(did map[string]int) (all []string) {
+	for _, name := range needed {
+		if did[name] == 0 {
+			all = append(all, name)
+		}
+	}
+	return all
+}

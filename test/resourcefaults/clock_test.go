@@ -1,0 +1,244 @@
+//go:build unix
+
+package resourcefaults_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// TestTheDatabasesClockJumps an hour forward, and back. Forward every lease seems to have ended, so claims are handed on
+// under runs that live: they are fenced off, and each effect happens once. Back, leases last longer: nothing is handed on
+// too early.
+func TestTheDatabasesClockJumps(t *testing.T) {
+	t.Parallel()
+	url := pgtest.EmptyURL(t)
+	db := admin(t, url)
+	// The schema's functions and defaults name clock_timestamp and now without a schema: here they find these.
+	do(t, db, `
+		create schema clock;
+		create table clock.jump (by interval not null);
+		insert into clock.jump values ('0');
+		create function clock.clock_timestamp() returns timestamptz language sql volatile as
+		  'select pg_catalog.clock_timestamp() + (select by from clock.jump)';
+		create function clock.now() returns timestamptz language sql stable as 'select pg_catalog.now() + (select by from clock.jump)';
+		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog', current_database()); end $$`)
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: "engine"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	if _, err := migrations.Up(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	do(t, db, `create table effects (by text not null, what text not null)`)
+	if ahead := value[bool](t, pool, `select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
+		t.Fatal("the clock is wrong before it jumps")
+	}
+	at := newGate()
+	steps := func(wait bool) executions.Func {
+		return func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			x, _ := executions.Current(ctx)
+			for i := range 4 {
+				_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+					if i == 2 {
+						at.pass()
+					}
+					_, err := tx.Exec(ctx, `insert into effects (by, what) values ($1, $2)`, x.ID, fmt.Sprint(i))
+					return i, err
+				})
+				if err != nil {
+					return executions.Result{}, err
+				}
+				if !wait {
+					continue
+				}
+				if _, err := executions.Wait(ctx, "pause", executions.Delay(20*time.Millisecond)); err != nil {
+					return executions.Result{}, err
+				}
+			}
+			return executions.Result{}, nil
+		}
+	}
+	flows := map[string]executions.Func{"steps": steps(true), "straight": steps(false)}
+	e := engine(t, pool, flows, &proctest.Text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
+	begin := func(n int, flow string) {
+		for range n {
+			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	ended := func() {
+		eventually(t, "all executions have ended", func() bool {
+			return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+		})
+	}
+	begin(6, "steps")
+	receive(t, at.entered) // one is in the middle of a transaction
+	do(t, db, `update clock.jump set by = '1 hour'`)
+	close(at.opened)
+	begin(6, "steps")
+	ended()
+	begin(3, "straight") // a wait that has begun would last an hour longer by this clock, which decides
+	do(t, db, `update clock.jump set by = '0'`)
+	begin(3, "steps")
+	ended()
+	if n := value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
+		t.Errorf("%d executions are not completed", n)
+	}
+	if n, most := value[int](t, db, `select count(*) from effects`), value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
+		t.Errorf("%d effects, %d of them different, want %d", n, most, 18*4)
+	}
+}
+
+// TestTheProcesssClockJumps, by hours in both directions, under a process that serves: it keeps its lease, its lanes
+// and its schedules, because they are the database's. The program is built with a time.Now that reads how wrong it is.
+func TestTheProcesssClockJumps(t *testing.T) {
+	t.Parallel()
+	if !atLength() {
+		return // the build takes minutes; see the package comment
+	}
+	jump := filepath.Join(t.TempDir(), "jump")
+	wrong := func(by time.Duration) {
+		text := strconv.Itoa(int(by.Seconds()))
+		if err := errors.Join(os.WriteFile(jump+".new", []byte(text), 0o600), os.Rename(jump+".new", jump)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wrong(-3 * time.Hour)
+	url := pgtest.URL(t)
+	apply(t, url)
+	db := admin(t, url)
+	a := serveProgram(t, jumping(t), "", environ(url, "CLOCK_JUMP="+jump))
+	if !strings.Contains(a.Err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) &&
+		!strings.Contains(a.Err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")) {
+		t.Error("the process does not have another time")
+	}
+	var worker string
+	eventually(t, "the process has a lease", func() bool {
+		worker = value[string](t, db, `select coalesce(max(id::text), '') from agent_workers where expires_at > clock_timestamp()`)
+		return worker != ""
+	})
+	var yes acknowledged
+	for i, by := range []time.Duration{-3 * time.Hour, 3 * time.Hour, 0, -48 * time.Hour, 48 * time.Hour} {
+		wrong(by)
+		if refused := yes.send(a); refused != nil {
+			t.Errorf("%s: %+v", by, refused)
+		}
+		if got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i)); got.status != http.StatusCreated {
+			t.Errorf("%s: %+v", by, got)
+		}
+		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
+			return value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1
+		})
+		renewed := value[time.Time](t, db, `select expires_at from agent_workers where id = $1`, worker)
+		eventually(t, "the lease is renewed", func() bool {
+			return value[bool](t, db, `select expires_at > $2 and expires_at < clock_timestamp() + interval '1 minute' from agent_workers where id = $1`, worker, renewed)
+		})
+	}
+	yes.kept(t, url)
+}
+
+// jumping is the program with a clock that can be set wrong: CLOCK_JUMP names a file with the seconds.
+func jumping(t *testing.T) string {
+	t.Helper()
+	root, err := exec.CommandContext(t.Context(), "go", "env", "GOROOT").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	original := filepath.Join(strings.TrimSpace(string(root)), "src", "time", "time.go")
+	source, err := os.ReadFile(original)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const reads = "\nfunc Now() Time {\n\tsec, nsec, mono := runtimeNow()\n"
+	if strings.Count(string(source), reads) != 1 {
+		t.Fatal("package time of this Go is written otherwise: mend this test")
+	}
+	dir := t.TempDir()
+	replace := map[string]string{}
+	for name, text := range map[string]string{"time.go": strings.Replace(string(source), reads, reads+"\tsec += jump()\n", 1), "jump.go": jumpSource} {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		replace[filepath.Join(filepath.Dir(original), name)] = path
+	}
+	overlay, err := json.Marshal(map[string]any{"Replace": replace})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	built, err := proctest.Build("resourcefaults-jumping", "-overlay", filepath.Join(dir, "overlay.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return built
+}
+
+// jumpSource is how wrong the clock is. The file is read by a goroutine, every few milliseconds: the runtime asks for the time
+// where it can make no system call.
+const jumpSource = `package time
+
+import (
+	"sync/atomic"
+	"syscall"
+)
+
+var jumped atomic.Int64
+
+func init() {
+	jumped.Store(readJump())
+	go func() {
+		for {
+			Sleep(5 * Millisecond)
+			jumped.Store(readJump())
+		}
+	}()
+}
+
+func jump() int64 { return jumped.Load() }
+
+func readJump() int64 {
+	path, _ := syscall.Getenv("CLOCK_JUMP")
+	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+	if err != nil {
+		return 0
+	}
+	var text [24]byte
+	n, _ := syscall.Read(fd, text[:])
+	syscall.Close(fd)
+	var v, sign int64 = 0, 1
+	for _, c := range text[:max(n, 0)] {
+		switch {
+		case c == '-':
+			sign = -1
+		case '0' <= c && c <= '9':
+			v = v*10 + int64(c-'0')
+		}
+	}
+	return sign * v
+}
+`

@@ -1,0 +1,241 @@
+//go:build unix
+
+package resourcefaults_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// engine runs an engine of this process until the test ends.
+func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text, change ...func(*executions.Options)) *executions.Engine {
+	t.Helper()
+	opts := executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
+		Logger: slog.New(slog.NewTextHandler(log, nil)),
+	}
+	for _, c := range change {
+		c(&opts)
+	}
+	e, err := executions.New(pool, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, fn := range flows {
+		if err := e.Register(name, fn); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Errorf("engine: %v", err)
+		}
+	})
+	return e
+}
+
+// large is a text that fits into no page that has been begun, nor can be made smaller.
+func large() string {
+	b := make([]byte, 128<<10)
+	rand.Read(b)
+	return hex.EncodeToString(b)
+}
+
+func receive[T any](t *testing.T, from <-chan T) (v T) {
+	t.Helper()
+	select {
+	case v = <-from:
+	case <-time.After(patience):
+		t.Fatal("what the test waits for does not come")
+	}
+	return v
+}
+
+// TestARunWhoseStepCannotBeRecorded: the run ends, and says why; the execution says no more than is so, and completes when
+// the trouble is over, with what was recorded before taken from the record.
+func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
+	t.Parallel()
+	for name, arrange := range troubles {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bad := arrange(t)
+			db := admin(t, bad.url)
+			pool, err := postgres.Open(t.Context(), bad.url, postgres.Options{ApplicationName: "engine"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(pool.Close)
+			var first, second atomic.Int32
+			at, told, log := newGate(), newHeard(), &proctest.Text{}
+			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+				if _, err := executions.Step(ctx, "first", func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
+					return executions.Result{}, err
+				}
+				_, err := executions.Step(ctx, "second", func(context.Context) (string, error) {
+					second.Add(1)
+					at.pass()
+					return large(), nil
+				})
+				told.tell(err)
+				return executions.Result{Summary: "done"}, err
+			}}, log)
+			x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
+			if err != nil {
+				t.Fatal(err)
+			}
+			receive(t, at.entered)
+			bad.begin()
+			close(at.opened)
+			if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
+				t.Errorf("the flow was told %v", err)
+			}
+			if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" && got != "pending" {
+				t.Errorf("the execution is %s, and its step is not recorded", got)
+			}
+			if n := value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
+				t.Errorf("%d steps are recorded", n)
+			}
+			bad.end()
+			eventually(t, "the execution completes", func() bool {
+				return value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
+			})
+			if first.Load() != 1 || second.Load() < 2 {
+				t.Errorf("the first step ran %d times, the second %d times", first.Load(), second.Load())
+			}
+			for _, words := range []string{"database unavailable, trying again", bad.words, bad.hint} {
+				if !strings.Contains(log.String(), words) {
+					t.Errorf("the log does not say %q:\n%s", words, log.String())
+				}
+			}
+		})
+	}
+}
+
+// TestWhatWasAcknowledgedIsThere: starts, events and steps with an effect in the database, while the trouble comes and goes.
+// Whatever was answered without an error is there, and has had its effect once.
+func TestWhatWasAcknowledgedIsThere(t *testing.T) {
+	t.Parallel()
+	for name, arrange := range troubles {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bad := arrange(t)
+			db := admin(t, bad.url)
+			do(t, db, `create table effects (by text not null, what text not null)`)
+			pool, err := postgres.Open(t.Context(), bad.url, postgres.Options{ApplicationName: "engine"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(pool.Close)
+			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &proctest.Text{})
+			var started, events []string
+			refused := func(round int) (failed error) {
+				for i := range 400 {
+					x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "effect", Surface: trace.Flow, Input: large()})
+					if err == nil {
+						started = append(started, x.ID)
+					}
+					event := rand.Text()
+					_, other := e.Deliver(t.Context(), pool, "EVENT_COMPLETED", event, json.RawMessage(`"`+large()+`"`), event)
+					if other == nil {
+						events = append(events, event)
+					}
+					if failed = errors.Join(err, other); failed != nil || round == 0 && i == 5 {
+						return failed
+					}
+				}
+				return nil
+			}
+			if err := refused(0); err != nil {
+				t.Fatal(err)
+			}
+			for round := range 2 {
+				bad.begin()
+				if err := refused(round + 1); err == nil {
+					t.Error("nothing was refused")
+				} else if what, _ := postgres.Trouble(err); !strings.Contains(what, bad.words) {
+					t.Errorf("what was refused says %v", err)
+				}
+				bad.end()
+				eventually(t, "work is taken again", func() bool { return refused(0) == nil })
+			}
+			eventually(t, "all that was started has ended", func() bool {
+				return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+			})
+			for what, sql := range map[string]string{
+				"executions that were acknowledged and are not completed": `
+					select count(*) from unnest($1::text[]) a left join agent_executions x on x.id = a::uuid where x.status is distinct from 'completed'`,
+				"executions with an effect that is not there, or twice": `
+					select count(*) from unnest($1::text[]) a where (select count(*) from effects where by = a) <> 1`,
+			} {
+				if n := value[int](t, db, sql, started); n != 0 {
+					t.Errorf("%d of %d %s", n, len(started), what)
+				}
+			}
+			lost := value[int](t, db, `select count(*) from unnest($1::text[]) a where not exists (select from agent_events where key = a)`, events)
+			if lost != 0 {
+				t.Errorf("%d of %d events that were acknowledged are not there", lost, len(events))
+			}
+		})
+	}
+}
+
+// effect writes a row and its checkpoint in one transaction.
+func effect(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+	x, _ := executions.Current(ctx)
+	_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+		_, err := tx.Exec(ctx, `insert into effects (by, what) values (@by, @what)`,
+			postgres.Strict{"by": x.ID, "what": string(bytes.Trim(input, `"`))})
+		return 1, err
+	})
+	return executions.Result{}, err
+}
+
+// gate stops the first who passes.
+type gate struct {
+	passed          atomic.Int32
+	entered, opened chan struct{}
+}
+
+func newGate() *gate { return &gate{entered: make(chan struct{}), opened: make(chan struct{})} }
+
+func (g *gate) pass() {
+	if g.passed.Add(1) == 1 {
+		close(g.entered)
+		<-g.opened
+	}
+}
+
+// heard keeps the first error that a flow was told.
+type heard struct{ first chan error }
+
+func newHeard() heard { return heard{make(chan error, 1)} }
+
+func (h heard) tell(err error) {
+	select {
+	case h.first <- err:
+	default:
+	}
+}

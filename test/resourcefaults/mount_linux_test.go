@@ -1,0 +1,35 @@
+package resourcefaults_test
+
+import (
+	"os"
+	"syscall"
+	"testing"
+)
+
+// mount makes a file system in memory of a size; false where the tests may not. It is for as long as the test, and for
+// no other user's eyes than those of a server that root starts.
+func mount(t *testing.T, size string) (dir string, ok bool) {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "resourcefaults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.Remove(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Mount("resourcefaults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=0755,size="+size); err != nil {
+		t.Logf("mount: %v", err)
+		return "", false
+	}
+	t.Cleanup(func() {
+		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir, true
+}

@@ -1,0 +1,222 @@
+//go:build unix
+
+package resourcefaults_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/fstest"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// trouble is a database that cannot be written to between begin and end, and what is said about it then.
+type trouble struct {
+	url        string
+	begin, end func()
+	words      string // in what a client reads
+	hint       string // in what an operator reads
+}
+
+// troubles are those that are tried one by one.
+var troubles = map[string]func(t *testing.T) trouble{
+	"full disk":            fullDisk,
+	"full disk, pretended": pretendedFullDisk,
+	"read-only":            readOnly,
+}
+
+// admin is a pool of the test's own.
+func admin(t *testing.T, url string) *pgxpool.Pool {
+	t.Helper()
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "resourcefaults"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+func do(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(context.WithoutCancel(t.Context()), sql, args...); err != nil {
+		t.Fatalf("%v\n%s", err, sql)
+	}
+}
+
+// value reads one value.
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%v\n%s", err, sql)
+	}
+	return v
+}
+
+// pretendedFullDisk refuses every insert and update as a full disk does.
+func pretendedFullDisk(t *testing.T) trouble {
+	url := pgtest.URL(t)
+	db := admin(t, url)
+	do(t, db, `
+		create table resourcefaults (yes boolean not null);
+		insert into resourcefaults values (false);
+		create function resourcefaults() returns trigger language plpgsql as $$
+		begin
+		  if (select yes from public.resourcefaults) then
+		    raise exception 'could not extend file "base/1/2": No space left on device' using errcode = '53100', hint = 'Check free disk space.';
+		  end if;
+		  return null;
+		end $$;
+		do $$
+		declare t record;
+		begin
+		  for t in select c.oid::regclass as name from pg_class c where c.relkind in ('r', 'p') and not c.relispartition
+		              and c.relnamespace in ('public'::regnamespace, 'river'::regnamespace) and c.relname <> 'resourcefaults'
+		  loop
+		    execute format('create trigger resourcefaults before insert or update on %s for each statement execute function public.resourcefaults()', t.name);
+		  end loop;
+		end $$`)
+	set := func(yes bool) func() { return func() { do(t, db, `update resourcefaults set yes = $1`, yes) } }
+	return trouble{url, set(true), set(false), "disk is full", "free space on it"}
+}
+
+// ownServer is a PostgreSQL of the test's own.
+func ownServer(t *testing.T) *pgserver.Server {
+	t.Helper()
+	own, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := own.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	return own
+}
+
+func migrate(t *testing.T, url string) {
+	t.Helper()
+	if _, err := migrations.Up(t.Context(), admin(t, url)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// readOnly is a server whose administrator, or fail-over, made it read-only.
+func readOnly(t *testing.T) trouble {
+	own := ownServer(t)
+	migrate(t, own.URL())
+	db := admin(t, own.URL())
+	set := func(to string) func() {
+		return func() {
+			do(t, db, `alter system set default_transaction_read_only = `+to)
+			do(t, db, `select pg_reload_conf()`)
+			eventually(t, "the server is read-only: "+to, func() bool {
+				return value[string](t, db, `select current_setting('transaction_read_only')`) == to
+			})
+		}
+	}
+	return trouble{own.URL(), set("on"), set("off"), "read-only", "primary"}
+}
+
+// fullDisk is a database on a small file system that is filled to the last byte; a pretended one where none can be mounted.
+func fullDisk(t *testing.T) trouble {
+	disk, ok := mount(t, "128m")
+	if !ok {
+		t.Log("no file system can be mounted here: the full disk is pretended")
+		return pretendedFullDisk(t)
+	}
+	own := ownServer(t) // stopped before its disk is taken away
+	space := filepath.Join(disk, "space")
+	if err := os.Mkdir(space, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	ownAs(t, own.Dir(), space)
+	db := admin(t, own.URL())
+	do(t, db, `create tablespace small location '`+space+`'`)
+	do(t, db, `create database agent tablespace small template template0`)
+	url := strings.Replace(own.URL(), "/postgres?", "/agent?", 1)
+	migrate(t, url)
+	ballast := filepath.Join(disk, "ballast")
+	return trouble{
+		url: url, begin: func() { fill(t, ballast) },
+		end: func() {
+			if err := os.Remove(ballast); err != nil {
+				t.Fatal(err)
+			}
+		},
+		words: "disk is full", hint: "free space on it",
+	}
+}
+
+// ownAs gives a file to the owner of another.
+func ownAs(t *testing.T, like, path string) {
+	t.Helper()
+	info, err := os.Stat(like)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if owner, ok := info.Sys().(*syscall.Stat_t); ok {
+		if err := os.Lchown(path, int(owner.Uid), int(owner.Gid)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// fill writes a file until there is no room for one more byte.
+func fill(t *testing.T, path string) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	for size := 1 << 20; size > 0; {
+		if _, err := f.Write(make([]byte, size)); errors.Is(err, syscall.ENOSPC) {
+			size /= 2
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// declared is the workspace of the processes: an endpoint that starts a flow for each delivery.
+const declared = `
+kind: flow
+name: wide
+actions:
+  - actionType: set
+    parameters: {variables: {seen: "{{input.n}}"}}
+---
+kind: webhook
+name: hook
+scheme: bearer
+secrets: ["${HOOK_SECRET}"]
+id: header.x-id
+actions:
+  - event: EVENT_COMPLETED
+    key: "{body.key}"
+`
+
+// apply writes the workspace into a database.
+func apply(t *testing.T, url string) {
+	t.Helper()
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(declared)}})
+	if err != nil {
+		t.Fatal(fmt.Errorf("the workspace of the test: %w", err))
+	}
+	if _, err := workspace.Apply(t.Context(), admin(t, url), files, workspace.Options{}); err != nil {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,109 @@
+//go:build unix
+
+package resourcefaults_test
+
+import (
+	"context"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+)
+
+// TestTheWriteAheadLogIsFull: then PostgreSQL ends itself at once, with whatever it was at, and may not come up before there is
+// room. The program stays up and refuses; when there is room and PostgreSQL runs, all that was acknowledged is there.
+func TestTheWriteAheadLogIsFull(t *testing.T) {
+	t.Parallel()
+	if !atLength() {
+		return // a hundred megabytes have to be written
+	}
+	disk, ok := mount(t, "112m")
+	if !ok {
+		t.Log("no file system can be mounted here: the write-ahead log cannot be filled")
+		return
+	}
+	dir, err := os.MkdirTemp("", "resourcefaults-server-") //nolint:usetesting // a server of root's belongs to another user
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // what is left is in the temporary folder
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	own := durable(t, dir)
+	migrate(t, own.URL())
+	apply(t, own.URL())
+	stop(t, own)
+	moveLog(t, own.Dir(), disk)
+	own = durable(t, dir)
+	url := own.URL()
+	a := serve(t, "", environ(url))
+	var yes acknowledged
+	if refused := yes.send(a); refused != nil {
+		t.Fatalf("before: %+v", refused)
+	}
+	ballast := filepath.Join(disk, "ballast")
+	fill(t, ballast)
+	var refused *answer
+	for i := 0; i < 400 && refused == nil; i++ {
+		refused = yes.send(a)
+	}
+	if refused == nil || refused.status != http.StatusServiceUnavailable {
+		t.Errorf("refused: %+v", refused)
+	}
+	if !a.Running() {
+		t.Fatal("the process has ended")
+	}
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "everything is taken again", func() bool {
+		select {
+		case <-own.Done(): // it could not come up without room: whoever keeps it running starts it again
+			own = durable(t, dir)
+		default:
+		}
+		return yes.send(a) == nil
+	})
+	if own.URL() != url {
+		t.Fatalf("the server came back at %s", own.URL())
+	}
+	yes.kept(t, url)
+}
+
+// durable is a server that keeps what it commits.
+func durable(t *testing.T, dir string) *pgserver.Server {
+	t.Helper()
+	own, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = own.Stop(context.WithoutCancel(t.Context())) }) // it may have ended itself
+	return own
+}
+
+func stop(t *testing.T, own *pgserver.Server) {
+	t.Helper()
+	if err := own.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	<-own.Done()
+}
+
+// moveLog moves the write-ahead log of a server that is down to another file system.
+func moveLog(t *testing.T, server, disk string) {
+	t.Helper()
+	from, to := filepath.Join(server, "data", "pg_wal"), filepath.Join(disk, "pg_wal")
+	if out, err := exec.CommandContext(t.Context(), "cp", "-a", from, to).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := os.RemoveAll(from); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(to, from); err != nil {
+		t.Fatal(err)
+	}
+}

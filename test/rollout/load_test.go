@@ -1,0 +1,328 @@
+//go:build unix
+
+package rollout_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// load is everybody who uses the agent through the proxy.
+type load struct {
+	*world
+	ctx   context.Context // ends when nothing more may begin
+	stop  context.CancelFunc
+	group sync.WaitGroup
+
+	crossing atomic.Bool  // a process of a version that cannot write any more may get requests
+	crossed  bool         // a bridge was crossed: a call of a model that was under way may be unknown
+	holders  atomic.Int32 // of the lane of tallies
+
+	mu   sync.Mutex
+	lost map[string]bool     // words whose request was refused, so that they may be there or not
+	runs map[int]string      // executions that were confirmed
+	said map[string][]string // by thread, in order
+	done map[string]int      // how often what was done
+}
+
+// begin starts the load.
+func (w *world) begin() *load {
+	ctx, stop := context.WithCancel(w.t.Context())
+	l := &load{world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{}, said: map[string][]string{}, done: map[string]int{}}
+	w.t.Cleanup(l.end)
+	for i := range 4 {
+		l.group.Go(func() { l.converse(fmt.Sprintf("visitor-%d", i), i%2 == 0) })
+	}
+	for i := range 2 {
+		l.group.Go(func() { l.speak(fmt.Sprintf("talk-%d", i)) })
+		l.group.Go(func() { l.errands(i, 2) })
+		l.group.Go(func() { l.tally(fmt.Sprintf("importer-%d", i)) })
+	}
+	return l
+}
+
+// end lets nothing more begin, and what has begun come to its answer.
+func (l *load) end() {
+	l.stop()
+	l.group.Wait()
+}
+
+func (l *load) count(what string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.done[what]++
+}
+
+// hasBegun waits until more of everything has been done.
+func (l *load) hasBegun() {
+	l.t.Helper()
+	l.mu.Lock()
+	before := maps.Clone(l.done)
+	l.mu.Unlock()
+	pgtest.Eventually(l.t, patience, func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] && l.done["end"] > before["end"] && l.done["tally"] > before["tally"]
+	}, "everybody goes on")
+}
+
+// request is one to the proxy.
+type request struct {
+	method, path, token, key, thread string
+	body                             any
+}
+
+// send sends a request once.
+func (l *load) send(r request) (status int, answer []byte, err error) {
+	ctx, cancel := context.WithTimeout(l.t.Context(), patience)
+	defer cancel()
+	var body io.Reader = http.NoBody
+	if r.body != nil {
+		text, err := json.Marshal(r.body)
+		if err != nil {
+			return 0, nil, err
+		}
+		body = bytes.NewReader(text)
+	}
+	req, err := http.NewRequestWithContext(ctx, r.method, l.proxy.URL+r.path, body)
+	if err != nil {
+		return 0, nil, err
+	}
+	for name, value := range map[string]string{"Authorization": "Bearer " + r.token, "Idempotency-Key": r.key, "X-Thread-Id": r.thread} {
+		if value != "" {
+			req.Header.Set(name, value)
+		}
+	}
+	if r.body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	answer, err = io.ReadAll(resp.Body)
+	return resp.StatusCode, answer, err
+}
+
+// once sends what may not be sent again: any failure is one of the agent, unless a bridge is crossed.
+func (l *load) once(r request) (answer []byte, well bool) {
+	crossing := l.crossing.Load()
+	status, answer, err := l.send(r)
+	if err != nil || status < 200 || status >= 300 {
+		if crossing || l.crossing.Load() {
+			l.count("refused")
+			return nil, false
+		}
+		l.t.Errorf("%s %s without a key: %d %v %s", r.method, r.path, status, err, answer)
+		return nil, false
+	}
+	return answer, true
+}
+
+// insist sends what may be sent again until it is answered well.
+func (l *load) insist(r request) (answer []byte) {
+	for l.t.Context().Err() == nil {
+		status, answer, err := l.send(r)
+		switch {
+		case err == nil && status >= 200 && status < 300:
+			return answer
+		case err == nil && status >= 400 && status < 500 && status != http.StatusConflict && status != http.StatusTooManyRequests:
+			l.t.Errorf("%s %s: %d %s", r.method, r.path, status, answer)
+			return nil
+		}
+		l.count("again")
+		l.t.Logf("sent again: %s %s: %d %v %s", r.method, r.path, status, err, answer)
+		rest(l.t.Context(), 50*time.Millisecond)
+	}
+	return nil
+}
+
+// converse asks one question after the other.
+func (l *load) converse(thread string, stream bool) {
+	for n := 1; rest(l.ctx, 10*time.Millisecond); n++ {
+		question := fmt.Sprintf("question %d of %s", n, thread)
+		crossing := l.crossing.Load()
+		answer, well := l.once(request{"POST", "/v1/chat/completions", visitorKey, "", thread, map[string]any{
+			"model": "agent", "stream": stream, "messages": []map[string]any{{"role": "user", "content": question}},
+		}})
+		want := "This is the answer to " + question
+		got := heard(answer, stream)
+		switch {
+		case well && got == want:
+		case l.t.Failed():
+			return
+		case !well, crossing && strings.HasPrefix(got, brokenOff):
+			l.giveUp(question, want)
+			continue
+		default:
+			l.t.Errorf("%s heard %q, want %q: %s", thread, got, want, answer)
+			return
+		}
+		l.mu.Lock()
+		l.said[thread] = append(l.said[thread], question, want)
+		l.mu.Unlock()
+		l.count("answer")
+	}
+}
+
+// brokenOff is before the text of a stream without an end.
+const brokenOff = "(broken off) "
+
+// giveUp remembers words that the agent did not confirm.
+func (l *load) giveUp(words ...string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, w := range words {
+		l.lost[w] = true
+	}
+}
+
+// heard is the text of an answer; of a stream only when it came to its end.
+func heard(answer []byte, stream bool) string {
+	type choice struct{ Message, Delta struct{ Content string } }
+	type chunk struct{ Choices []choice }
+	if !stream {
+		var one chunk
+		if json.Unmarshal(answer, &one) != nil || len(one.Choices) != 1 {
+			return ""
+		}
+		return one.Choices[0].Message.Content
+	}
+	var text strings.Builder
+	for line := range strings.Lines(string(answer)) {
+		data, is := strings.CutPrefix(strings.TrimSpace(line), "data: ")
+		if data == "[DONE]" {
+			return text.String()
+		}
+		var one chunk
+		if is && json.Unmarshal([]byte(data), &one) == nil && len(one.Choices) == 1 {
+			text.WriteString(one.Choices[0].Delta.Content)
+		}
+	}
+	return brokenOff + text.String()
+}
+
+// speak says one thing after the other in a thread.
+func (l *load) speak(thread string) {
+	l.once(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
+	for n := 1; rest(l.ctx, 30*time.Millisecond); n++ {
+		words := fmt.Sprintf("note %d of %s", n, thread)
+		if _, well := l.once(request{"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "", map[string]any{"content": words}}); !well {
+			if l.t.Failed() {
+				return
+			}
+			l.giveUp(words)
+			continue
+		}
+		l.mu.Lock()
+		l.said[thread] = append(l.said[thread], words)
+		l.mu.Unlock()
+		l.count("message")
+	}
+}
+
+// errands starts executions, each under a key, gives their events, and follows them to their end.
+func (l *load) errands(first, step int) {
+	for n := first; rest(l.ctx, 20*time.Millisecond); n += step {
+		start := request{"POST", "/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
+			"flow": "errand", "thread_id": fmt.Sprintf("errand-%d", n), "input": map[string]any{"n": n},
+		}}
+		var got, again struct{ ID string }
+		if err := json.Unmarshal(l.insist(start), &got); err != nil {
+			l.t.Error(err)
+			return
+		}
+		l.mu.Lock()
+		l.runs[n] = got.ID
+		l.mu.Unlock()
+		if n%3 == 0 {
+			l.insist(request{"POST", "/webhooks/shop", shopSecret, fmt.Sprintf("hook %d", n), "", map[string]any{"n": n}})
+			l.count("hook")
+		} else {
+			l.insist(request{"POST", "/v1/events", adminToken, "", "", map[string]any{
+				"event": "EVENT_COMPLETED", "key": fmt.Sprintf("event %d", n), "id": fmt.Sprintf("given %d", n),
+			}})
+		}
+		if err := json.Unmarshal(l.insist(start), &again); err != nil || again.ID != got.ID {
+			l.t.Errorf("number %d under the same key: %s %v, the first was %s", n, again.ID, err, got.ID)
+		}
+		l.insist(request{"GET", "/v1/executions/" + got.ID, adminToken, "", "", nil})
+		l.count("read")
+		l.follow(got.ID)
+	}
+}
+
+// tally adds one to a number under a lane, again and again, as an importer in SQL does.
+func (l *load) tally(owner string) {
+	for rest(l.ctx, 20*time.Millisecond) {
+		crossing := l.crossing.Load()
+		if err := l.addOne(owner); err != nil {
+			if !crossing && !l.crossing.Load() {
+				l.t.Errorf("%s: %v", owner, err)
+				return
+			}
+			l.count("refused")
+		}
+	}
+}
+
+// addOne does nothing while another holds the lane. Two holders at once would read the same number.
+func (l *load) addOne(owner string) error {
+	ctx := l.t.Context()
+	var acquired bool
+	var token int64
+	err := l.db.QueryRow(ctx, `select a.acquired, coalesce(a.fencing_token, 0) from acquire_agent_lock('tally', $1, 60) a`, owner).Scan(&acquired, &token)
+	if err != nil || !acquired {
+		return err
+	}
+	if n := l.holders.Add(1); n != 1 {
+		l.t.Errorf("lane tally has %d holders", n)
+	}
+	err = pgx.BeginFunc(ctx, l.db, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `select fence_agent_lock('tally', $1)`, token); err != nil {
+			return err
+		}
+		var n int
+		if err := tx.QueryRow(ctx, `select n from tally`).Scan(&n); err != nil {
+			return err
+		}
+		_, err := tx.Exec(ctx, `update tally set n = $1`, n+1)
+		return err
+	})
+	l.holders.Add(-1)
+	if err == nil {
+		l.count("tally")
+	}
+	_, released := l.db.Exec(ctx, `select release_agent_lock('tally', $1, $2)`, owner, token)
+	return errors.Join(err, released)
+}
+
+// follow listens to an execution until it has ended, as often as it takes.
+func (l *load) follow(id string) {
+	for l.t.Context().Err() == nil {
+		_, answer, _ := l.send(request{"GET", "/v1/executions/" + id + "/events", adminToken, "", "", nil})
+		for lines := bufio.NewScanner(bytes.NewReader(answer)); lines.Scan(); {
+			if strings.HasPrefix(lines.Text(), "data: ") && (strings.Contains(lines.Text(), `"status":"completed"`) || strings.Contains(lines.Text(), `"status":"failed"`)) {
+				l.count("end")
+				return
+			}
+		}
+		rest(l.t.Context(), 50*time.Millisecond)
+	}
+}

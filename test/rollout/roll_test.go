@@ -1,0 +1,252 @@
+//go:build unix
+
+package rollout_test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+)
+
+const (
+	adminToken = "admin-4d0c7be2915fa836"
+	visitorKey = "visitor-b9135c0e77d24af8"
+	shopSecret = "shop-7d5a9c1b4e6f2038"
+)
+
+const workspaceYAML = `
+kind: skill
+name: pay
+description: Must not be repeated.
+handler: "http:POST %s/pay"
+parameters: {type: object, required: [n], properties: {n: {type: integer}}}
+---
+kind: flow
+name: errand
+actions:
+  - {actionType: send_message, parameters: {message: "{{input.n}} begins"}}
+  - {actionType: wait_for_event, timeout: 24h, onTimeout: fail, parameters: {key: "event {{input.n}}"}}
+  - {actionType: skill, parameters: {name: pay, arguments: {n: "{{input.n}}"}}}
+  - {actionType: send_message, parameters: {message: "{{input.n}} ends"}}
+---
+kind: webhook
+name: shop
+scheme: bearer
+secrets: ["${SHOP_SECRET}"]
+actions:
+  - {event: EVENT_COMPLETED, key: "event {body.n}"}
+`
+
+// world is a database with a workspace, the model and the skill, and the replicas behind a proxy.
+type world struct {
+	t       testing.TB
+	program string // that the next replica runs
+	db      *pgxpool.Pool
+	environ []string
+	proxy   *proxy
+
+	mu   sync.Mutex
+	paid map[string]int  // calls of the skill, by body
+	keys map[string]bool // of those calls; nil for a skill that must not be repeated
+}
+
+// newWorld makes a world in a database, whose schema the program makes if it is not there. With again, the skill may be
+// called again under the same key.
+func newWorld(t testing.TB, program, at string, again bool, further ...string) *world {
+	t.Helper()
+	db, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 6, ApplicationName: "test"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(db.Close)
+	w := &world{t: t, program: program, db: db, paid: map[string]int{}}
+	model := modeltest.New(t)
+	model.Handle(think)
+	skill := httptest.NewServer(http.HandlerFunc(w.pay))
+	t.Cleanup(skill.Close)
+	w.environ = []string{
+		"DATABASE_URL=" + at, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_CHAT_KEY=visitors=" + visitorKey, "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
+		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6",
+		"SHOP_SECRET=" + shopSecret, "AGENT_DRAIN_DELAY=500ms",
+	}
+	w.environ = append(w.environ, further...)
+	w.migrate(program)
+	if _, err := db.Exec(t.Context(), `create table tally (n int not null); insert into tally values (0)`); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	file := strings.ReplaceAll(workspaceYAML, "%s", skill.URL)
+	if again {
+		w.keys = map[string]bool{}
+		file = strings.Replace(file, "description: Must not be repeated.", "description: Takes a key.\nidempotent: true", 1)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(file), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if a := launch(t, program, w.environ, "apply", dir); a.Exit() != 0 {
+		t.Fatalf("agent apply: %s", a.Err.String())
+	}
+	w.proxy = newProxy(t)
+	return w
+}
+
+// migrate has a program bring the database to its schema.
+func (w *world) migrate(program string) {
+	w.t.Helper()
+	if m := launch(w.t, program, w.environ, "migrate"); m.Exit() != 0 {
+		w.t.Fatalf("agent migrate: %s", m.Err.String())
+	}
+}
+
+// think answers visitors slowly, so that answers are under way whenever a replica is stopped.
+func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	last := modeltest.Said(req.Messages[len(req.Messages)-1])
+	if strings.HasPrefix(last, "question ") {
+		return modeltest.Text("This is the answer to " + last).Slowly(400 * time.Millisecond)
+	}
+	return modeltest.Text("All is well.")
+}
+
+// pay is the skill that must not be repeated.
+func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return // the client went away
+	}
+	w.mu.Lock()
+	if key := r.Header.Get("Idempotency-Key"); w.keys == nil || !w.keys[key] {
+		w.paid[string(body)]++
+		if w.keys != nil {
+			w.keys[key] = true
+		}
+	}
+	w.mu.Unlock()
+	rw.Header().Set("Content-Type", "application/json")
+	_, _ = io.WriteString(rw, `{"paid": true}`) // the client may have gone away
+}
+
+// add starts a replica and waits until it gets requests.
+func (w *world) add() *proctest.Process {
+	w.t.Helper()
+	r := launch(w.t, w.program, w.environ, "serve")
+	base := r.Base()
+	w.proxy.replace("", base)
+	pgtest.Eventually(w.t, patience, func() bool { return w.proxy.sendsTo(base) }, "the proxy sends requests to a new replica")
+	return r
+}
+
+// violations runs a query that lists what is wrong, in words.
+func (w *world) violations(query string, args ...any) []string {
+	w.t.Helper()
+	rows, err := w.db.Query(w.t.Context(), query, args...)
+	if err != nil {
+		w.t.Fatalf("%v\n%s", err, query)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		w.t.Fatalf("%v\n%s", err, query)
+	}
+	return found
+}
+
+func TestReplicasAreRolledUnderLoad(t *testing.T) {
+	w := newWorld(t, program, pgtest.URL(t), false)
+	replicas := []*proctest.Process{w.add(), w.add()}
+	l := w.begin()
+	l.hasBegun()
+	for range rounds() {
+		l.roll(replicas)
+	}
+	l.settle()
+	l.check()
+}
+
+// roll replaces one replica after the other, by the world's program.
+func (l *load) roll(replicas []*proctest.Process) {
+	l.t.Helper()
+	for i, r := range replicas {
+		base := r.Base()
+		if code := r.Terminate(); code != 0 && !l.crossing.Load() {
+			l.t.Errorf("a replica ended with %d", code)
+		}
+		l.proxy.replace(base, "")
+		replicas[i] = l.add()
+		l.hasBegun()
+	}
+}
+
+// settle lets nothing more begin, and waits until everything that was begun has ended.
+func (l *load) settle() {
+	l.t.Helper()
+	l.end()
+	pgtest.Eventually(l.t, patience, func() bool {
+		return len(l.violations(`select flow from agent_executions where completed_at is null
+			union all select content from agent_messages where status in ('queued', 'sending')
+			union all select lane from agent_locks where expires_at > clock_timestamp() and locked_by <> ''`)) == 0
+	}, "everything that was begun ends")
+}
+
+// check compares what is there with what everybody outside was told.
+func (l *load) check() {
+	l.t.Helper()
+	for n, id := range l.runs {
+		if bad := l.violations(`select format('number %s is %s: %s', $1::int, status, error_message) from agent_executions
+			where id = $2::uuid and (status <> 'completed' or (input ->> 'n')::int <> $1)`, n, id); len(bad) > 0 {
+			l.t.Error(bad)
+		}
+		if times := l.paid[fmt.Sprintf(`{"n":%d}`, n)]; times != 1 {
+			l.t.Errorf("for number %d it was paid %d times", n, times)
+		}
+	}
+	for _, query := range []string{
+		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand' group by input ->> 'n' having count(*) > 1`,
+		`select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where status <> 'completed'`,
+		`select format('%L is there %s times in %s', content, count(*), thread_id) from agent_messages group by thread_id, content having count(*) > 1`,
+		`select format('%s of %s is %s', skill_name, execution_id, status) from agent_activity
+			where status in ('unknown', 'running') and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
+		`select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and expires_at > clock_timestamp() or parked`,
+	} {
+		for _, violation := range l.violations(query) {
+			l.t.Error(violation)
+		}
+	}
+	for thread, want := range l.said {
+		got := l.violations(`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1) and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
+		got = slices.DeleteFunc(got, func(words string) bool { return l.lost[words] })
+		if strings.Join(got, "\n") != strings.Join(want, "\n") {
+			l.t.Errorf("in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
+		}
+	}
+	if n := l.violations(`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`); n[0] != fmt.Sprintf("%d executions", len(l.runs)) {
+		l.t.Errorf("%s, %d were confirmed", n[0], len(l.runs))
+	}
+	if n := l.violations(`select format('%s tallies', n) from tally`); n[0] != fmt.Sprintf("%d tallies", l.done["tally"]) {
+		l.t.Errorf("%s, %d were committed", n[0], l.done["tally"])
+	}
+	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, refused: %d", len(l.runs), l.done["answer"],
+		l.done["message"], l.done["tally"], l.done["end"], l.done["read"], l.done["again"], l.done["refused"])
+	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
+		if l.done[what] == 0 {
+			l.t.Errorf("there was no %s: the test does not show what it is for", what)
+		}
+	}
+}
