@@ -17,7 +17,7 @@ import (
 var allowed = []string{
 	"needs root", "needs /proc", // of the user, of the system
 	"npm is not installed", "node is not installed", "npm cannot install", // clients in other languages
-	"make prove ONLY=", // the long form runs it
+	"make prove ONLY=",                                                                        // the long form runs it
 	"needs a server on a unix socket", "needs the server's URL", "this server does not offer", // AGENT_TEST_DATABASE_URL
 }
 

@@ -16,11 +16,11 @@
 //   - Leases, deadlines and schedules follow the database's clock, so a process whose clock is hours wrong, or
 //     jumps, neither takes a lane nor a claim that is held, nor loses its own.
 //
-// How real the troubles are: the full disk is a tablespace on a file system of its own, filled to the last byte, where the
-// tests may mount one (root in a machine or a privileged container), and for the write-ahead log a server whose
-// log is there; elsewhere, and always besides, triggers refuse every write with the same SQLSTATE (53100). A
-// read-only database is default_transaction_read_only of the whole server, a taken pool is connections that somebody holds, and the
-// limit of file descriptors is the kernel's (setrlimit, of the child process). The process's clock is jumped in a
-// program that was built with another time.Now; that build takes minutes, so it is part of the long run only
-// (AGENT_FAULTS_ALL=1), as is the full write-ahead log. There is nothing here to import.
+// How real the troubles are: the full disk is a tablespace on a file system of its own, filled to the last byte,
+// where the tests may mount one (root in a machine or a privileged container), and for the write-ahead log a server
+// whose log is there; elsewhere, and always besides, triggers refuse every write with the same SQLSTATE (53100). A
+// read-only database is default_transaction_read_only of the whole server, a taken pool is connections that somebody
+// holds, and the limit of file descriptors is the kernel's (setrlimit, of the child process). The process's clock is
+// jumped in a program that was built with another time.Now; that build takes minutes, so it is part of the long run
+// only (AGENT_FAULTS_ALL=1), as is the full write-ahead log. There is nothing here to import.
 package resourcefaults
