@@ -20,10 +20,10 @@
 //     same again, or attaches to its answer, gets the one that was made.
 //   - A stop, a pause and a kill in the middle of streamed answers, under several visitors.
 //   - The same boundaries with two crashes, a graceful stop, ^C, an admin's cancel, and a connection that breaks.
-//   - Kills, pauses and stops at random moments, under visitors who talk and leave: what is counted as spent is never below what the
-//     provider bills, and above it only by what is marked as unknown.
-//   - Kills at random moments under runs, heartbeats and admins (HTTP, command line) who write one memory: no acknowledged update
-//     is lost, and a note that came too late is a conflict that was recorded.
+//   - Kills, pauses and stops at random moments, under visitors who talk and leave: what is counted as spent is never
+//     below what the provider bills, and above it only by what is marked as unknown.
+//   - Kills at random moments under runs, heartbeats and admins (HTTP, command line) who write one memory: no
+//     acknowledged update is lost, and a note that came too late is a conflict that was recorded.
 //   - Two processes on one database: one heartbeat per tick, never two at once, also when the leader dies.
 //   - A process paused past its lease can neither checkpoint, nor log, nor finish, and what it tried is in
 //     the activity log.

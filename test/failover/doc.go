@@ -7,9 +7,10 @@
 // executions that call skills, wait for events and talk, visitors who ask. At the worst moment, with calls of skills
 // and of the model under way, the database
 //
-//   - is restarted, in order and without warning, and stays away for a while, in the long form for longer than a worker's lease;
-//   - or is a primary that is killed, or that lives on and takes no more writes, and its synchronous standby is promoted. DATABASE_URL
-//     names both, with target_session_attrs=read-write.
+//   - is restarted, in order and without warning, and stays away for a while, in the long form for longer than a
+//     worker's lease;
+//   - or is a primary that is killed, or that lives on and takes no more writes, and its synchronous standby is
+//     promoted. DATABASE_URL names both, with target_session_attrs=read-write.
 //
 // The processes stay up, stay alive (/healthz) and say that they are not ready (/readyz), log it, and recover by
 // themselves. Then checks_test.go compares what was acknowledged with what is there: every start, event, message and

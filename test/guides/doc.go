@@ -4,12 +4,13 @@
 // `console`, and compares what it prints with what the page says. A page is run from its top in a folder of its own,
 // by one shell, with the agent built from this source. Its fenced blocks are
 //
-//   - `console`: lines that begin with `$ ` are commands (those that begin with `> ` go on with them), what follows is their output,
-//     standard error included. `…` stands for any text in a line, and for any lines where it is alone. A command ends with exit
-//     code 0; one without output says anything.
-//   - `console background`: one command that goes on until the page's end; the page goes on when it has said the lines.
-//   - `console elsewhere`: what needs what is not here: an engine of containers, a cluster, a service manager. It is not run, and
-//     each of its commands is listed in this package.
+//   - `console`: lines that begin with `$ ` are commands (those that begin with `> ` go on with them), what follows is
+//     their output, standard error included. `…` stands for any text in a line, and for any lines where it is alone. A
+//     command ends with exit code 0; one without output says anything.
+//   - `console background`: one command that goes on until the page's end; the page goes on when it has said the
+//     lines.
+//   - `console elsewhere`: what needs what is not here: an engine of containers, a cluster, a service manager. It is
+//     not run, and each of its commands is listed in this package.
 //   - a block with file=NAME is written to that file.
 //
 // Other blocks, such as `sql`, are shown and not run, except `sh`: the only one is that of the two commands at the

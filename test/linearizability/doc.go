@@ -20,14 +20,14 @@
 // expiry is no operation: a lease may count as ended only when its end can have passed, and as live only when it
 // cannot have.
 //
-//   - An operation whose answer nobody heard may happen at any later time, or never. One that the client never sent, or
-//     that was refused with an SQLSTATE that rolls back, did nothing.
+//   - An operation whose answer nobody heard may happen at any later time, or never. One that the client never sent,
+//     or that was refused with an SQLSTATE that rolls back, did nothing.
 //   - "It is being changed right now" is accepted only while another operation on the lane overlaps, and "promised to
 //     who waits" only while somebody can be waiting.
-//   - A release that hands the lane over says to whom, who has to be waiting then. One of which nobody heard may have handed it to
-//     anybody who waits.
-//   - A release through package lanes to nobody does not wait for its commit to be durable: a crash of the server may undo it, if
-//     nobody took the lane since. Everything else that was acknowledged has to survive the crash.
+//   - A release that hands the lane over says to whom, who has to be waiting then. One of which nobody heard may have
+//     handed it to anybody who waits.
+//   - A release through package lanes to nobody does not wait for its commit to be durable: a crash of the server may
+//     undo it, if nobody took the lane since. Everything else that was acknowledged has to survive the crash.
 //   - A history that the checker does not finish within its time counts as a failure.
 //
 // Besides, fenced writes draw a number after their fence: no write under a token may come after one under a larger,

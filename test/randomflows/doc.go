@@ -14,13 +14,16 @@
 //
 // The model is the same flow without any of it. In the end
 //
-//   - every execution is completed, with the result and the variables that the model computes, and its replay equals its record;
+//   - every execution is completed, with the result and the variables that the model computes, and its replay equals
+//     its record;
 //   - what StepTx wrote is there exactly once;
-//   - a call that may be repeated was made, under one key; one that may not was made once, or is called unknown and was made once at most;
+//   - a call that may be repeated was made, under one key; one that may not was made once, or is called unknown and
+//     was made once at most;
 //   - who is in a thread's lane is alone in it, from its begin to its end, whatever happened to its process;
 //   - a parent has each of its children once, each end was told once, and each event ended one wait;
 //   - nothing is left: no claim, no open call, no wait;
-//   - a fork from any recorded step, run in peace, comes to what its execution came to, and its replay to what it has on record.
+//   - a fork from any recorded step, run in peace, comes to what its execution came to, and its replay to what it has
+//     on record.
 //
 // Each of the first is tested by a database in which it does not hold (planted_test.go).
 //

@@ -6,13 +6,14 @@
 //
 // Promises:
 //
-//   - A step whose result cannot be recorded ends its run, with a cause and a log line that name the trouble and what to do. Its
-//     execution keeps a state that is true (running, under a claim that is handed on), never one that says more than the database has.
-//   - Nothing is acknowledged that is not durable: every start, event and delivery that was answered with 2xx, and every
-//     command that ended with exit code 0, is there afterwards; what could not be written is answered with 503, or exit code
-//     1, and words that name the trouble.
-//   - When the trouble is over everything goes on by itself, without a restart: what was refused can be sent again, and what
-//     had begun completes, each recorded step once.
+//   - A step whose result cannot be recorded ends its run, with a cause and a log line that name the trouble and what
+//     to do. Its execution keeps a state that is true (running, under a claim that is handed on), never one that says
+//     more than the database has.
+//   - Nothing is acknowledged that is not durable: every start, event and delivery that was answered with 2xx, and
+//     every command that ended with exit code 0, is there afterwards; what could not be written is answered with 503,
+//     or exit code 1, and words that name the trouble.
+//   - When the trouble is over everything goes on by itself, without a restart: what was refused can be sent again,
+//     and what had begun completes, each recorded step once.
 //   - Leases, deadlines and schedules follow the database's clock, so a process whose clock is hours wrong, or
 //     jumps, neither takes a lane nor a claim that is held, nor loses its own.
 //

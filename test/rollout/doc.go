@@ -7,8 +7,8 @@
 // does: among those whose /readyz says 200, without trying a request again elsewhere, on connections that it keeps.
 // Each process in turn gets SIGTERM, ends, and is replaced by a new one. Meanwhile
 //
-//   - visitors converse, streamed and not, without any key: a client may not send such a request again, because it cannot know
-//     whether its message was taken;
+//   - visitors converse, streamed and not, without any key: a client may not send such a request again, because it
+//     cannot know whether its message was taken;
 //   - others speak in threads, without any key either, one message after the other;
 //   - executions are started under an Idempotency-Key, and their events come by the API and by webhooks;
 //   - what is there is read, and executions are followed to their end by streams that break and are opened again;
